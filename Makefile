@@ -1,0 +1,43 @@
+# Every target makes the virtual environment first, so each works on a machine that has only Python 3.11 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench soak clean
+
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP)  ## the virtual environment in .venv, with the tested versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "drivetrain needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Remedy: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments. Remedy (Debian, Ubuntu): apt-get install python3-venv"; exit 1; }
+	@echo "Setting up $(VENV) with the versions of constraints.txt (about a minute the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small network on handwritten digits and show the results
+	@$(BIN)/drivetrain train digits
+
+test: lint  ## every test that needs no GPU (lint first)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP)  ## measure, and write JSON with machine and versions to benchmarks/results
+	@$(BIN)/python -m benchmarks
+
+soak: $(STAMP)  ## the long runs: deep property tests, repeated crashes and hangs
+	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600
+
+clean:  ## remove the virtual environment and caches (never the runs)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,43 @@
+"""Drivetrain: a PyTorch training runtime that measures instead of guessing.
+
+Everything public is reached from here. Names are loaded when first used (PEP 562), so that `import drivetrain` and the
+`drivetrain` command start quickly.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from drivetrain.config import Config as Config
+    from drivetrain.core.errors import ConfigError as ConfigError
+    from drivetrain.core.errors import DrivetrainError as DrivetrainError
+    from drivetrain.hardware import DeviceManager as DeviceManager
+    from drivetrain.hardware import Hardware as Hardware
+    from drivetrain.hardware import assert_on_device as assert_on_device
+    from drivetrain.hardware import detect as detect
+
+_HOME = {
+    "Config": "drivetrain.config",
+    "ConfigError": "drivetrain.core.errors",
+    "DrivetrainError": "drivetrain.core.errors",
+    "DeviceManager": "drivetrain.hardware",
+    "Hardware": "drivetrain.hardware",
+    "assert_on_device": "drivetrain.hardware",
+    "detect": "drivetrain.hardware",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

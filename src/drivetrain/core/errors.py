@@ -1,0 +1,51 @@
+"""Errors a user sees. Each says what is wrong, what was found, what is allowed, and what to do about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class DrivetrainError(Exception):
+    """What went wrong, and the remedy. The command line prints both without a traceback and exits with `exit_code`."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the configuration, in the words a user needs to mend it."""
+
+    key: str  # as the user spelled it: `--epochs`, `batch.size`, `train.yaml`
+    message: str
+    value: object = None
+    source: str = ""  # `command line`, `train.yaml line 3`, `default`
+    allowed: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        lines = [f"{self.key}{where}: {self.message}"]
+        if self.allowed:
+            lines.append(f"allowed: {self.allowed}")
+        if self.remedy:
+            lines.append(f"remedy:  {self.remedy}")
+        return "\n    ".join(lines)
+
+
+class ConfigError(DrivetrainError):
+    """Every problem of a configuration at once."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        heading = "1 problem with the configuration" if count == 1 else f"{count} problems with the configuration"
+        super().__init__("\n".join([f"{heading}:", *(f"  {problem}" for problem in self.problems)]))
