@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from drivetrain.config import Config as Config
+    from drivetrain.config import configure as configure
     from drivetrain.core.errors import ConfigError as ConfigError
     from drivetrain.core.errors import DrivetrainError as DrivetrainError
     from drivetrain.hardware import DeviceManager as DeviceManager
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Config": "drivetrain.config",
+    "configure": "drivetrain.config",
     "ConfigError": "drivetrain.core.errors",
     "DrivetrainError": "drivetrain.core.errors",
     "DeviceManager": "drivetrain.hardware",

@@ -1,0 +1,1 @@
+"""Measurements whose results are kept as JSON, with machine, versions and date, under `benchmarks/results`."""

@@ -1,0 +1,249 @@
+"""`drivetrain check`: what is here, what would be used, what is wrong and how to mend it, on one screen.
+
+It only reads: no CUDA context is made, nothing is written, torch is not imported.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from drivetrain import __version__
+from drivetrain.config import Config, Flag, Resolved
+from drivetrain.hardware import GIB, Gpu, Hardware, Note, detect
+from drivetrain.plan import Choice, Pins, Settings, choose_settings
+
+EXAMPLES = (
+    "drivetrain check                                   this machine",
+    "drivetrain check --batch-size 64 --precision bf16  with some things fixed",
+    "drivetrain check --json                            for a program",
+)
+
+MAX_WIDTH = 100
+_LIST_AT_MOST = 8
+
+
+class Options(BaseModel):
+    json_output: Annotated[bool, Flag("json")] = Field(
+        False, description="print one JSON document instead of the screen"
+    )
+
+
+def run(options: Options, resolved: Resolved) -> int:
+    hardware = detect(resolved.config.run.output_dir)
+    settings = choose_settings(hardware, pins_of(resolved.config))
+    ready = is_ready(hardware)
+    if options.json_output:
+        print(json.dumps(as_document(hardware, settings), indent=2))
+    else:
+        console = Console(highlight=False, soft_wrap=False)
+        console.width = min(console.width, MAX_WIDTH)
+        render(console, hardware, settings)
+    return 0 if ready else 1
+
+
+def pins_of(config: Config) -> Pins:
+    """What the configuration fixes, in the planner's words."""
+    return Pins(
+        gpu_mode=config.device.mode,
+        device=config.device.device,
+        device_ids=config.device.ids,
+        precision=config.precision.dtype,
+        micro_batch=config.batch.size,
+        accumulation=config.batch.accumulation,
+        num_workers=None if config.data.num_workers == -1 else config.data.num_workers,
+        pin_memory=config.data.pin_memory,
+    )
+
+
+def is_ready(hardware: Hardware) -> bool:
+    return not any(note.severity == "problem" for note in hardware.notes)
+
+
+def as_document(hardware: Hardware, settings: Settings) -> dict[str, Any]:
+    return {
+        "drivetrain": __version__,
+        "ready": is_ready(hardware),
+        "settings": settings.model_dump(mode="json"),
+        "hardware": hardware.model_dump(mode="json"),
+    }
+
+
+def render(console: Console, hardware: Hardware, settings: Settings) -> None:
+    """The screen. Everything on it is also in the JSON."""
+    software = hardware.software
+    torch = f"torch {software.torch}" if software.torch else "torch missing"
+    system = f"{software.platform.split('-')[0]} {hardware.cpu.machine}"
+    console.print(Text(f"drivetrain {__version__} · python {software.python} · {torch} · {system}", "bold"))
+    _section(console, "Machine", _machine_rows(hardware))
+    _section(console, "Would be used here (by rule: nothing was measured on your model yet)", _settings_rows(settings))
+    _section(console, "Optional packages", [("", _packages(hardware))])
+    _readiness(console, hardware)
+
+
+def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    console.print(Text(title, "bold cyan"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(f"  {name}" if name else "", text)
+    console.print(table)
+
+
+def _machine_rows(hardware: Hardware) -> list[tuple[str, str]]:
+    cpu, memory, disk = hardware.cpu, hardware.memory, hardware.disk
+    cores = f"{cpu.num_usable} cores"
+    if cpu.num_usable < cpu.num_logical:
+        limits = [f"affinity {cpu.num_affinity}"] if cpu.num_affinity < cpu.num_logical else []
+        limits += [f"cgroup quota {cpu.quota_cores:g}"] if cpu.quota_cores is not None else []
+        cores = f"{cpu.num_usable} of {cpu.num_logical} cores usable ({', '.join(limits)})"
+    shm = f"/dev/shm {_gib(memory.shm_total_bytes)}"
+    limit = f" ({memory.limited_by} limit; the host has {_gib(memory.host_total_bytes)})" if memory.limited_by else ""
+    mount = f"{disk.filesystem}, {'network' if disk.is_network else 'local'}"
+    rows = [
+        ("CPU", f"{cpu.model}, {cores}, {', '.join(cpu.precisions)}"),
+        ("Memory", f"{_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} free{limit}; {shm}"),
+        ("Disk", f"{_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)} for {disk.path} ({mount})"),
+    ]
+    groups = list(_gpu_groups(hardware.gpus))
+    for group in groups[:_LIST_AT_MOST]:
+        rows.append(("GPU", _gpu_line(group)))
+    if len(groups) > _LIST_AT_MOST:
+        rows.append(("", f"and {len(groups) - _LIST_AT_MOST} more (--json lists all)"))
+    if not groups:
+        rows.append(("GPU", "none"))
+    if hardware.gpus:
+        software = hardware.software
+        versions = [f"driver {software.driver}" if software.driver else ""]
+        versions += [
+            f"CUDA {software.torch_cuda} (driver can do {software.driver_cuda})" if software.driver_cuda else ""
+        ]
+        versions += [
+            f"cuDNN {software.cudnn}" if software.cudnn else "",
+            f"NCCL {software.nccl}" if software.nccl else "",
+        ]
+        shown = ", ".join(version for version in versions if version)
+        if shown:
+            rows.append(("", shown))
+    if hardware.links:
+        rows.append(("Links", _links(hardware)))
+    return rows
+
+
+def _gpu_groups(gpus: tuple[Gpu, ...]) -> Iterator[list[Gpu]]:
+    def key(gpu: Gpu) -> tuple[Any, ...]:
+        return (gpu.name, gpu.memory_total_bytes, gpu.mig is None)
+
+    for _, group in groupby(gpus, key):
+        yield list(group)
+
+
+def _gpu_line(group: list[Gpu]) -> str:
+    first = group[0]
+    least_free = min(gpu.memory_free_bytes for gpu in group)
+    indices = f"cuda:{first.index}" if len(group) == 1 else f"cuda:{first.index}-{group[-1].index}"
+    parts = [f"{len(group)} × {first.name}" if len(group) > 1 else first.name]
+    parts[0] += f" ({indices}{', MIG ' + first.mig.profile if first.mig else ''})"
+    parts.append(f"{_gib(first.memory_total_bytes)}{' each' if len(group) > 1 else ''}, {_gib(least_free)} free")
+    if first.capability:
+        parts.append(f"capability {first.capability[0]}.{first.capability[1]}")
+    if first.num_sms:
+        parts.append(f"{first.num_sms} SMs")
+    if first.power_limit_watts:
+        parts.append(f"{first.power_limit_watts:.0f} W")
+    for precision in ("bf16", "fp16", "fp32"):
+        if precision in first.peaks:
+            rate = first.peaks[precision]
+            parts.append(f"{precision} {rate.value:.0f} {rate.unit} ({rate.origin})")
+            break
+    return ", ".join(parts)
+
+
+def _links(hardware: Hardware) -> str:
+    kinds: dict[str, int] = {}
+    for link in hardware.links:
+        kinds[link.kind] = kinds.get(link.kind, 0) + 1
+    if len(kinds) == 1:
+        return f"{next(iter(kinds))} between all GPUs"
+    return ", ".join(f"{kind} between {count} pairs" for kind, count in sorted(kinds.items()))
+
+
+def _settings_rows(settings: Settings) -> list[tuple[str, str]]:
+    micro, accumulation, devices = settings.micro_batch, settings.accumulation, settings.devices
+    product = f"{micro.value} × {accumulation.value} × {len(devices.value)} = {settings.effective_batch}"
+    shown_devices = devices.value[0] if len(devices.value) == 1 else f"{devices.value[0]} to {devices.value[-1]}"
+    return [
+        ("devices", f"{shown_devices}: {devices.reason}"),
+        ("strategy", _because(settings.strategy)),
+        ("precision", _because(settings.precision)),
+        ("micro-batch", _because(micro)),
+        ("accumulation", _because(accumulation)),
+        ("effective batch", f"{product} (micro-batch × accumulation × devices)"),
+        ("checkpointing", _because(settings.activation_checkpointing)),
+        ("ZeRO stage", _because(settings.zero_stage)),
+        ("workers", f"{_because(settings.num_workers)}; prefetch {settings.prefetch_factor.value}"),
+    ]
+
+
+def _because(choice: Choice[Any]) -> str:
+    value = (
+        {True: "on", False: "off"}.get(choice.value, choice.value) if isinstance(choice.value, bool) else choice.value
+    )
+    return f"{value}: {choice.reason}"
+
+
+def _packages(hardware: Hardware) -> str:
+    packages = hardware.software.packages
+    found = ", ".join(f"{name} {version}" for name, version in packages.items() if version) or "none"
+    missing = " ".join(name for name, version in packages.items() if not version)
+    return f"found: {found}" + (f"; missing: {missing.replace(' ', ', ')} (pip install NAME)" if missing else "")
+
+
+def _readiness(console: Console, hardware: Hardware) -> None:
+    counts = {
+        severity: sum(note.severity == severity for note in hardware.notes) for severity in ("problem", "warning")
+    }
+    if counts["problem"]:
+        verdict = Text(
+            f"Not ready: {_count(counts['problem'], 'problem')}, {_count(counts['warning'], 'warning')}", "bold red"
+        )
+    elif counts["warning"]:
+        verdict = Text(f"Ready, with {_count(counts['warning'], 'warning')}", "bold yellow")
+    else:
+        verdict = Text("Ready. `drivetrain verify` does real work on every part and measures it.", "bold green")
+    order = {"problem": 0, "warning": 1, "info": 2}
+    for note in sorted(hardware.notes, key=lambda note: order[note.severity]):
+        console.print(_note(note, _marks()))
+    console.print(verdict)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _marks() -> dict[str, str]:
+    """Marks that the terminal can show: a pipe may not be UTF-8."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
+    if "utf" in encoding:
+        return {"problem": "✗", "warning": "!", "info": "·"}
+    return {"problem": "x", "warning": "!", "info": "-"}
+
+
+def _note(note: Note, marks: dict[str, str]) -> Text:
+    style = {"problem": "red", "warning": "yellow", "info": ""}[note.severity]
+    text = Text(f"{marks[note.severity]} {note.sentence}", style)
+    if note.remedy:
+        text.append(f" Remedy: {note.remedy}", "default")
+    return text
+
+
+def _gib(num_bytes: int) -> str:
+    gib = num_bytes / GIB
+    return f"{gib:.0f} GiB" if gib >= 100 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 1024**2:.0f} MiB"

@@ -1,0 +1,114 @@
+"""The `drivetrain` command: finds the command, parses its flags, runs it, and turns errors into plain words.
+
+Exit codes: 0 done, 1 failed, 2 wrong input, 130 stopped with Ctrl-C.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from drivetrain import __version__
+from drivetrain.config import SECTIONS, from_yaml, nearest, resolve
+from drivetrain.config.flags import COMMAND_LINE, FlagParser
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.hardware import detect
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command's module is loaded when it is called. It has `Options`, `EXAMPLES` and `run(options, resolved)`."""
+
+    module: str
+    summary: str
+    sections: tuple[str, ...]  # of the configuration: those whose fields the command obeys
+
+    def load(self) -> ModuleType:
+        return import_module(self.module)
+
+
+COMMANDS = {
+    "check": Command(
+        "drivetrain.check",
+        "What is here, what would be used, what is wrong and how to mend it.",
+        ("run", "device", "precision", "batch", "data"),
+    ),
+    "verify": Command(
+        "drivetrain.verify",
+        "Does real work on every part of this machine and prints a checklist; exits 0 only if nothing failed.",
+        ("run", "device"),
+    ),
+    "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
+    "config": Command(
+        "drivetrain.config.show",
+        "Prints the effective configuration, and where each value came from.",
+        tuple(SECTIONS),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code; only a bug in drivetrain itself shows a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except DrivetrainError as error:
+        print(f"drivetrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\ndrivetrain: stopped with Ctrl-C", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe went away (`drivetrain check | head`): nothing is wrong, so keep Python from complaining.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] in ("--version", "-V"):
+        print(f"drivetrain {__version__}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        meant = nearest(name, COMMANDS)
+        remedy = f"did you mean `drivetrain {meant}`?" if meant else "drivetrain --help"
+        problem = Problem(name, "there is no such command", name, COMMAND_LINE, ", ".join(COMMANDS), remedy)
+        raise ConfigError([problem])
+
+    module = COMMANDS[name].load()
+    parser = flag_parser(name, module)
+    parsed = parser.parse(words[1:])
+    problems = [*parsed.problems, *parser.missing_positionals(parsed)]
+    from_file, more = from_yaml(parsed.config_file) if parsed.config_file is not None else ([], [])
+    machine = cache(detect)
+    resolved = resolve([from_file, parsed.given], [*problems, *more], machine)
+    run: Callable[..., int] = module.run
+    return run(module.Options(**parsed.options), resolved)
+
+
+def flag_parser(name: str, module: ModuleType) -> FlagParser:
+    used_by = {
+        section: [f"`drivetrain {other}`" for other, command in COMMANDS.items() if section in command.sections]
+        for section in SECTIONS
+    }
+    return FlagParser(
+        f"drivetrain {name}", COMMANDS[name].summary, module.Options, COMMANDS[name].sections, used_by, module.EXAMPLES
+    )
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"drivetrain {__version__}: a PyTorch training runtime that measures instead of guessing", "", "commands:"]
+    lines += [f"  drivetrain {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "Start with `drivetrain check`. `drivetrain COMMAND --help` explains a command and its flags."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

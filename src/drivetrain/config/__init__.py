@@ -1,0 +1,25 @@
+"""The one typed configuration: fields in `schema`, names in `settings`, files in `sources`, checks in `resolve`."""
+
+from drivetrain.config.resolve import Resolved, configure, resolve, value_problem
+from drivetrain.config.schema import Config, Flag, Positional
+from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Setting, nearest, normal, settings_of
+from drivetrain.config.sources import Given, from_yaml
+
+__all__ = [
+    "BY_NAME",
+    "SECTIONS",
+    "SETTINGS",
+    "Config",
+    "Flag",
+    "Given",
+    "Positional",
+    "Resolved",
+    "Setting",
+    "configure",
+    "from_yaml",
+    "nearest",
+    "normal",
+    "resolve",
+    "settings_of",
+    "value_problem",
+]

@@ -1,0 +1,262 @@
+"""The command line, generated from the fields: nothing is listed twice, and every problem is reported at once.
+
+argparse does the parsing. Before it, flags get one spelling (`_` is `-`), a boolean takes the next word only if that is
+a boolean (`--compile digits` leaves `digits` alone), and unknown flags are taken out: one typo does not hide another.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import BaseModel
+
+from drivetrain.config.resolve import value_problem
+from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Setting, nearest, normal, settings_of
+from drivetrain.config.sources import Given
+from drivetrain.core.errors import ConfigError, Problem
+
+COMMAND_LINE = "command line"
+_BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
+
+
+@dataclass
+class ParsedFlags:
+    """What the command line said, unchecked against the other sources."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    given: list[Given] = field(default_factory=list)
+    config_file: Path | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+
+class _Record(argparse.Action):
+    """Keep each value with the spelling it came under."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = "false" if self.nargs == 0 else values
+        getattr(namespace, "record").append((self.dest, value, option_string or self.dest))  # noqa: B009
+
+
+class _Help(argparse.HelpFormatter):
+    """Two columns; all names of a flag, then the value once."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown = ", ".join(action.option_strings)
+        return shown if action.nargs == 0 or not action.metavar else f"{shown} {action.metavar}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([Problem(COMMAND_LINE, message, remedy=f"{self.prog} --help")])
+
+
+class FlagParser:
+    """The flags of one command: its own options, and those of the configuration's sections that it obeys."""
+
+    def __init__(
+        self,
+        prog: str,
+        summary: str,
+        options: type[BaseModel],
+        sections: Sequence[str],
+        used_elsewhere: Mapping[str, Sequence[str]] | None = None,
+        examples: Sequence[str] = (),
+    ) -> None:
+        self._options_model = options
+        self._options = settings_of(options)
+        self._used_elsewhere = used_elsewhere or {}
+        settings = [setting for setting in SETTINGS if setting.section in sections]
+        self._known: dict[str, Setting | None] = {"config": None, "help": None}
+        self._known |= {name: setting for setting in settings for name in setting.names}
+        self._known |= {normal(setting.flag): setting for setting in self._options if not setting.is_positional}
+        self._parser = _Parser(
+            prog=prog,
+            usage=" ".join(
+                [prog, *(option.field.upper() for option in self._options if option.is_positional), "[flags]"]
+            ),
+            description=summary,
+            epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else None,
+            formatter_class=lambda prog: _WithExamples(prog),
+            allow_abbrev=False,
+            add_help=False,
+        )
+        for setting in self._options:
+            if setting.is_positional:
+                self._add_positional(setting)
+        own = self._parser.add_argument_group("options")
+        own.add_argument("-h", "--help", action="help", help="show this and exit")
+        if sections:
+            own.add_argument("--config", metavar="FILE", nargs="?", const=_MISSING, action=_Record, dest="config",
+                             help="YAML file with any of the keys below; flags win over it")  # fmt: skip
+        else:
+            del self._known["config"]
+        for setting in self._options:
+            if not setting.is_positional:
+                self._add(own, setting)
+        for section in sections:
+            group = self._parser.add_argument_group(f"{section}: {SECTIONS[section].splitlines()[0].rstrip('.')}")
+            for setting in settings:
+                if setting.section == section:
+                    self._add(group, setting)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every flag this command takes, for the test that freezes the list."""
+        return tuple(sorted(f"--{name}" for name in self._known))
+
+    def format_help(self) -> str:
+        return self._parser.format_help()
+
+    def parse(self, argv: Sequence[str]) -> ParsedFlags:
+        parsed = ParsedFlags()
+        tokens = self._one_spelling(argv, parsed.problems)
+        namespace = argparse.Namespace(record=[])
+        try:
+            _, rest = self._parser.parse_known_args(tokens, namespace)
+        except ConfigError as error:
+            parsed.problems += error.problems
+            return parsed
+        for word in rest:
+            parsed.problems.append(
+                Problem(word, "nothing takes this word", word, COMMAND_LINE, remedy=f"{self._parser.prog} --help")
+            )
+        self._sort_out(namespace.record, parsed)
+        return parsed
+
+    def _add(self, group: argparse._ArgumentGroup, setting: Setting) -> None:
+        names = [setting.flag, *(f"--{name}" for name in setting.names if f"--{name}" != setting.flag)]
+        says_default = setting.help.endswith(")") or not setting.section
+        text = setting.help + ("" if says_default else f" (default: {_shown(setting.default)})")
+        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.field.upper()
+        if setting.is_bool:
+            group.add_argument(*names, nargs="?", const="true", action=_Record, dest=names[0][2:], help=text)
+            negated = [f"--no-{name[2:]}" for name in names]
+            group.add_argument(*negated, nargs=0, action=_Record, dest=names[0][2:], help=argparse.SUPPRESS)
+            return
+        group.add_argument(
+            *names, metavar=metavar, nargs="?", const=_MISSING, action=_Record, dest=names[0][2:],
+            help=text.replace("%", "%%"),
+        )  # fmt: skip
+
+    def _add_positional(self, setting: Setting) -> None:
+        self._parser.add_argument(
+            setting.field, metavar=setting.field.upper(), nargs="?", default=argparse.SUPPRESS, action=_Record,
+            help=setting.help,
+        )  # fmt: skip
+
+    def _one_spelling(self, argv: Sequence[str], problems: list[Problem]) -> list[str]:
+        tokens: list[str] = []
+        words = list(argv)
+        while words:
+            word = words.pop(0)
+            if word == "--":
+                return [*tokens, "--", *words]
+            if not word.startswith("--"):
+                if word.startswith("-") and word != "-h" and not _is_number(word):
+                    problems.append(
+                        Problem(word, "there is no such flag", word, COMMAND_LINE, remedy="flags start with --")
+                    )
+                    continue
+                tokens.append(word)
+                continue
+            name, equals, value = word.partition("=")
+            key = normal(name)
+            setting = self._known.get(key)
+            negated = self._known.get(key.removeprefix("no-")) if key.startswith("no-") else None
+            if key not in self._known and not (negated and negated.is_bool):
+                if not equals and words and not words[0].startswith("-"):
+                    value = words.pop(0)  # most likely the unknown flag's value, not a word of its own
+                problems.append(self._unknown(name, key, value))
+            elif setting and setting.is_bool and not equals:
+                takes_next = words and words[0].lower() in _BOOLEAN_WORDS
+                tokens.append(f"--{key}={words.pop(0) if takes_next else 'true'}")
+            else:
+                tokens.append(f"--{key}{equals}{value}")
+        return tokens
+
+    def _unknown(self, name: str, key: str, value: str) -> Problem:
+        elsewhere = BY_NAME.get(key) or BY_NAME.get(key.removeprefix("no-"))
+        if elsewhere is not None:
+            commands = self._used_elsewhere.get(elsewhere.section, ())
+            return Problem(
+                name,
+                f"`{self._parser.prog}` does not use it",
+                value or None,
+                COMMAND_LINE,
+                remedy=f"leave it out; it is a flag of {', '.join(commands)}",
+            )
+        meant = nearest(key, self._known)
+        remedy = f"did you mean `--{meant}`?" if meant else f"`{self._parser.prog} --help` lists every flag"
+        return Problem(name, "there is no such flag", value or None, COMMAND_LINE, remedy=remedy)
+
+    def _sort_out(self, record: list[tuple[str, Any, str]], parsed: ParsedFlags) -> None:
+        own = {setting.field if setting.is_positional else normal(setting.flag): setting for setting in self._options}
+        by_flag = {normal(setting.flag): setting for setting in SETTINGS}
+        for dest, value, spelled in record:
+            setting = own.get(dest) or by_flag.get(dest)
+            if value is _MISSING:
+                allowed = setting.allowed if setting else "the path of a YAML file"
+                parsed.problems.append(
+                    Problem(spelled, "it needs a value", None, COMMAND_LINE, allowed, f"{spelled} VALUE")
+                )
+            elif setting is None:
+                parsed.config_file = Path(value)
+            elif setting.section:
+                parsed.given.append(Given(setting.name, value, spelled, COMMAND_LINE))
+            else:
+                self._take_option(setting, value, spelled, parsed)
+
+    def _take_option(self, setting: Setting, value: Any, spelled: str, parsed: ParsedFlags) -> None:
+        try:
+            parsed.options[setting.field] = setting.parse(value)
+        except ValueError as error:
+            given = Given(setting.name, value, spelled, COMMAND_LINE)
+            parsed.problems.append(value_problem(setting, given, str(error)))
+
+    def missing_positionals(self, parsed: ParsedFlags) -> list[Problem]:
+        return [
+            Problem(
+                setting.field.upper(), "it is missing", None, COMMAND_LINE, setting.help, f"{self._parser.prog} --help"
+            )
+            for setting in self._options
+            if setting.is_positional and setting.info.is_required() and setting.field not in parsed.options
+        ]
+
+
+class _WithExamples(_Help, argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the examples below the flags."""
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "auto" if default is None else str(default)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

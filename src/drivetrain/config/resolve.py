@@ -1,0 +1,109 @@
+"""From what was given to one checked `Config`: flags over YAML over defaults, every problem at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.config.contradictions import find_contradictions
+from drivetrain.config.schema import Config
+from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
+from drivetrain.config.sources import Given, from_values, from_yaml
+from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The configuration, and for each field that was set: by what."""
+
+    config: Config
+    origins: Mapping[str, Given]
+
+    def source(self, name: str) -> str:
+        given = self.origins.get(name)
+        return f"{given.source} ({given.spelled})" if given else "default"
+
+
+def configure(file: Path | str | None = None, /, hardware: Hardware | None = None, **values: Any) -> Config:
+    """A configuration from a YAML file and values by any of their names: `configure("train.yaml", batch_size=64)`.
+
+    Values win over the file. Raises `ConfigError` with every problem at once. With `hardware`, what this machine cannot
+    do is a problem too.
+    """
+    from_file, problems = from_yaml(Path(file)) if file is not None else ([], [])
+    from_python, more = from_values(values)
+    return resolve([from_file, from_python], [*problems, *more], None if hardware is None else lambda: hardware).config
+
+
+def resolve(
+    sources: Sequence[Sequence[Given]],
+    problems: Sequence[Problem] = (),
+    hardware: Callable[[], Hardware] | None = None,
+) -> Resolved:
+    """Merge the sources (the later wins), check each value and then their combinations; raise all problems together.
+
+    `hardware` is called only where a value that was set can contradict the machine.
+    """
+    found = list(problems)
+    origins: dict[str, Given] = {}
+    checked: dict[str, Any] = {}
+    unusable: set[str] = set()
+    for source in sources:
+        found += _same_field_twice(source)
+        for given in source:
+            origins[given.name] = given
+    for name, given in origins.items():
+        try:
+            checked[name] = BY_DOTTED[name].parse(given.value)
+        except ValueError as error:
+            unusable.add(name)
+            found.append(value_problem(BY_DOTTED[name], given, str(error)))
+
+    config = _build(checked)
+    usable = {name: given for name, given in origins.items() if name not in unusable}
+    found += find_contradictions(config, usable, unusable, hardware)
+    if found:
+        raise ConfigError(found)
+    return Resolved(config, origins)
+
+
+def value_problem(setting: Setting, given: Given, why: str) -> Problem:
+    """A value that does not fit its field."""
+    value = given.value
+    meant = nearest(str(value), setting.choices) if setting.choices else None
+    example = setting.choices[0] if setting.choices else setting.default
+    if meant:
+        remedy = f"did you mean `{meant}`?"
+    elif setting.is_bool or setting.choices or example is None:
+        remedy = f"write one of the allowed, or leave {setting.flag} out"
+    else:
+        shown = ",".join(map(str, example)) if isinstance(example, tuple) else example
+        remedy = f"for example {setting.flag} {shown}"
+    message = f"got {value!r}" + ("" if setting.choices or setting.is_bool else f": {_lower_first(why)}")
+    return Problem(given.spelled, message, value, given.source, setting.allowed, remedy)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _same_field_twice(source: Sequence[Given]) -> list[Problem]:
+    """Two names of one field in the same source, with different values: nobody can say which was meant."""
+    first: dict[str, Given] = {}
+    problems = []
+    for given in source:
+        earlier = first.setdefault(given.name, given)
+        if earlier is not given and earlier.value != given.value:
+            names = given.spelled if given.spelled == earlier.spelled else f"{earlier.spelled} and {given.spelled}"
+            message = f"set twice, to {earlier.value!r} and to {given.value!r}"
+            problems.append(Problem(names, message, given.value, given.source, remedy="keep one of them"))
+    return problems
+
+
+def _build(checked: Mapping[str, Any]) -> Config:
+    by_section: dict[str, dict[str, Any]] = {}
+    for setting in SETTINGS:
+        if setting.name in checked:
+            by_section.setdefault(setting.section, {})[setting.field] = checked[setting.name]
+    return Config.model_validate(by_section)

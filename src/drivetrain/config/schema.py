@@ -1,0 +1,146 @@
+"""The one typed configuration. YAML files, flags and Python all fill these fields; each is documented where it stands.
+
+A field may only be added together with the code that obeys it: `tests/config/test_flags_frozen.py` holds the list.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Flag:
+    """Short names of a field, beside its dotted one. `-` and `_` are alike; the first is the one shown in messages."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+class Positional:
+    """Marks the field of a command's options that is given without a flag."""
+
+
+class Allowed:
+    """What a text field takes, in words, where the type alone does not say it."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+
+class Section(BaseModel):
+    """A group of fields that belong together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    """Where a run's files go, and what makes it repeatable."""
+
+    name: Annotated[
+        str | None, Flag("name"), Allowed("letters, digits, `.`, `_` and `-`, starting with a letter or digit")
+    ] = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="name of the run, and of its folder below output_dir (default: the recipe's name)",
+    )
+    output_dir: Annotated[Path, Flag("output-dir")] = Field(
+        Path("runs"), description="folder that holds the run folders"
+    )
+    seed: Annotated[int, Flag("seed")] = Field(0, ge=0, lt=2**63, description="seed of weights and sample order")
+
+
+class DeviceSection(Section):
+    """Which devices may be used."""
+
+    mode: Annotated[Literal["auto", "cpu", "single_gpu", "multi_gpu"], Flag("gpu-mode")] = Field(
+        "auto", description="auto takes GPUs where there are any"
+    )
+    device: Annotated[str, Flag("device"), Allowed("auto, cpu, cuda, cuda:n")] = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="one device by name: auto, cpu, cuda or cuda:n"
+    )
+    ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Flag("device-ids")] = Field(
+        None, min_length=1, description="the GPUs to use, counted after CUDA_VISIBLE_DEVICES (auto: all)"
+    )
+    assertions: Annotated[bool, Flag("device-assertions")] = Field(
+        False, description="check before every step that model and batch are on the device"
+    )
+
+
+def _no_amp_is_fp32(value: Any) -> Any:
+    return "fp32" if value == "none" else value
+
+
+class PrecisionSection(Section):
+    """What numbers the model computes with."""
+
+    dtype: Annotated[
+        Literal["auto", "fp32", "tf32", "fp16", "bf16"],
+        BeforeValidator(_no_amp_is_fp32),
+        Flag("precision", "precision-type", "amp-dtype"),
+    ] = Field(
+        "auto",
+        description="auto is bf16 on compute capability 8.0 and newer, fp16 before, fp32 on a CPU; none is fp32",
+    )
+
+
+class BatchSection(Section):
+    """How many samples an optimizer step sees: size × accumulation × devices."""
+
+    size: Annotated[int | None, Flag("batch-size")] = Field(
+        None, ge=1, description="samples per device and micro-step (auto: by memory, or the recipe's)"
+    )
+    accumulation: Annotated[int | None, Flag("accumulation-steps")] = Field(
+        None, ge=1, description="micro-steps per optimizer step (auto: by memory, or the recipe's)"
+    )
+
+
+class BudgetSection(Section):
+    """When training ends: at whichever comes first."""
+
+    epochs: Annotated[int | None, Flag("epochs")] = Field(
+        None, ge=1, description="passes over the data (auto: the recipe's)"
+    )
+    max_steps: Annotated[int | None, Flag("max-steps")] = Field(
+        None, ge=1, description="optimizer steps at most (auto: no limit)"
+    )
+
+
+class OptimizerSection(Section):
+    """How the weights move."""
+
+    learning_rate: Annotated[float | None, Flag("learning-rate")] = Field(
+        None, gt=0, allow_inf_nan=False, description="highest learning rate (auto: the recipe's)"
+    )
+
+
+class DataSection(Section):
+    """How samples reach the device."""
+
+    num_workers: Annotated[int, Flag("num-workers")] = Field(
+        -1, ge=-1, description="loader processes per rank; -1 is automatic, 0 loads in the training process"
+    )
+    pin_memory: Annotated[bool | None, Flag("pin-memory")] = Field(
+        None, description="page-locked host memory for faster copies (auto: where there is a GPU)"
+    )
+
+
+class CompileSection(Section):
+    """torch.compile."""
+
+    enabled: Annotated[bool, Flag("compile")] = Field(False, description="compile the model before training")
+    mode: Annotated[Literal["default", "reduce-overhead", "max-autotune"], Flag("compile-mode")] = Field(
+        "default", description="what the compiler spends its time on; needs --compile"
+    )
+
+
+class Config(Section):
+    """Everything a user can set. `configure()` makes one from names, files and values, with every error at once."""
+
+    run: RunSection = RunSection()
+    device: DeviceSection = DeviceSection()
+    precision: PrecisionSection = PrecisionSection()
+    batch: BatchSection = BatchSection()
+    budget: BudgetSection = BudgetSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    data: DataSection = DataSection()
+    compile: CompileSection = CompileSection()

@@ -1,0 +1,171 @@
+"""What can be set, by every name it has: read off the fields, so that the list cannot drift from them."""
+
+import difflib
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from drivetrain.config.schema import Allowed, Config, Flag, Positional
+
+
+def normal(name: str) -> str:
+    """One spelling for a name: `--Batch_Size`, `batch_size` and `batch-size` are the same."""
+    return name.strip().lstrip("-").replace("_", "-").lower()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field: its names, its type in words, and how to check a value for it."""
+
+    name: str  # dotted, `batch.size`; for a command's own option just its flag
+    section: str  # empty for a command's own option
+    field: str
+    info: FieldInfo
+    aliases: tuple[str, ...]
+    is_positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The name shown in messages and help."""
+        return f"--{normal(self.aliases[0] if self.aliases else self.name)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (normal(self.name), *(normal(alias) for alias in self.aliases))
+
+    @property
+    def default(self) -> Any:
+        return self.info.get_default(call_default_factory=True)
+
+    @property
+    def help(self) -> str:
+        return self.info.description or ""
+
+    @cached_property
+    def _kinds(self) -> tuple[Any, ...]:
+        """The field's type without `None` and `Annotated`, as a tuple of alternatives."""
+        return tuple(kind for kind in _alternatives(self.info.annotation) if kind is not type(None))
+
+    @property
+    def is_bool(self) -> bool:
+        return self._kinds == (bool,)
+
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(kind) in (tuple, list) for kind in self._kinds)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(value for kind in self._kinds if get_origin(kind) is Literal for value in get_args(kind))
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether `auto` may be written for "not set": wherever it cannot be taken for a text."""
+        return type(None) in _alternatives(self.info.annotation) and str not in self._kinds
+
+    @property
+    def allowed(self) -> str:
+        """What may stand here, in words."""
+        return self._allowed + (", or auto" if self.takes_auto else "")
+
+    @property
+    def _allowed(self) -> str:
+        for item in self.info.metadata:
+            if isinstance(item, Allowed):
+                return item.words
+        if self.is_bool:
+            return "true or false"
+        if self.choices:
+            return ", ".join(self.choices)
+        kind = self._kinds[0]
+        if self.is_list:
+            member = get_args(kind)[0]
+            numbers = int in _alternatives(member)
+            words = "whole numbers, separated by commas" if numbers else "names, separated by commas"
+            return words + _limits(getattr(member, "__metadata__", ()))
+        words = {int: "a whole number", float: "a number", Path: "a path"}.get(kind, "text")
+        return words + _limits(self.info.metadata)
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        annotated: Any = Annotated[self.info.annotation, *self.info.metadata]
+        return TypeAdapter(annotated)
+
+    def parse(self, value: Any) -> Any:
+        """The checked value. Raises `ValueError` with nothing but what is wrong; the caller adds names and remedy."""
+        if self.takes_auto and value == "auto":
+            return None
+        if self.is_list and isinstance(value, str):
+            value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+        elif self.is_list and isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = [value]
+        if _holds_bool(value) and not self.is_bool:
+            raise ValueError("a boolean stands where none fits")  # pydantic would read True as 1
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"]) from None
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if hasattr(annotation, "__metadata__"):
+        return _alternatives(annotation.__origin__)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(kind for part in get_args(annotation) for kind in _alternatives(part))
+    return (annotation,)
+
+
+def _limits(metadata: Iterable[Any]) -> str:
+    words = []
+    for item in metadata:
+        for part in (item, *getattr(item, "metadata", ())):
+            if isinstance(part, annotated_types.Ge):
+                words.append(f"at least {part.ge}")
+            elif isinstance(part, annotated_types.Gt):
+                words.append(f"more than {part.gt}")
+            elif isinstance(part, annotated_types.Lt):
+                words.append(f"less than {part.lt}")
+            elif isinstance(part, annotated_types.Le):
+                words.append(f"at most {part.le}")
+    return "".join(f", {word}" for word in words)
+
+
+def _holds_bool(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, (list, tuple)) and any(map(_holds_bool, value)))
+
+
+def settings_of(model: type[BaseModel], section: str = "") -> tuple[Setting, ...]:
+    """The settings of one section, or of a command's options."""
+    found = []
+    for field, info in model.model_fields.items():
+        aliases = tuple(name for item in info.metadata if isinstance(item, Flag) for name in item.names)
+        own_name = f"{section}.{field}" if section else (aliases[0] if aliases else field)
+        positional = any(isinstance(item, Positional) for item in info.metadata)
+        found.append(Setting(own_name, section, field, info, aliases, positional))
+    return tuple(found)
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    setting
+    for section, info in Config.model_fields.items()
+    for setting in settings_of(info.annotation, section)  # type: ignore[arg-type]
+)
+SECTIONS: dict[str, str] = {
+    section: (info.annotation.__doc__ or "") for section, info in Config.model_fields.items() if info.annotation
+}
+BY_NAME: dict[str, Setting] = {name: setting for setting in SETTINGS for name in setting.names}
+BY_DOTTED: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a typo most likely meant."""
+    by_normal = {normal(candidate): candidate for candidate in known}
+    found = difflib.get_close_matches(normal(name), by_normal, n=1, cutoff=0.6)
+    return by_normal[found[0]] if found else None

@@ -1,0 +1,136 @@
+"""Where values come from: YAML files, flags, Python. Each turns into a list of `Given`, spelled as the user did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.config.settings import BY_NAME, SECTIONS, nearest, normal
+from drivetrain.core.errors import Problem
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that somebody set."""
+
+    name: str  # the field's dotted name
+    value: Any
+    spelled: str  # the key as the user wrote it
+    source: str  # `command line`, `train.yaml line 3`, `Python`
+
+
+def from_values(values: Mapping[str, Any], source: str = "Python") -> tuple[list[Given], list[Problem]]:
+    """Values by any of their names, nested by section or not."""
+    given: list[Given] = []
+    problems: list[Problem] = []
+    for key, value in values.items():
+        if normal(key) in SECTIONS and isinstance(value, Mapping):
+            for field, inner in value.items():
+                _take(f"{key}.{field}", inner, source, given, problems)
+        else:
+            _take(key, value, source, given, problems)
+    return given, problems
+
+
+def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
+    """A YAML file, with the line of each key. A file that cannot be read or parsed is a problem, not an exception."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return [], [_file_problem(path, "there is no such file", _nearest_file(path))]
+    except IsADirectoryError:
+        return [], [_file_problem(path, "this is a folder", "name the YAML file inside it")]
+    except UnicodeDecodeError as error:
+        return [], [_file_problem(path, f"this is not UTF-8 text (byte {error.start})", "save it as UTF-8")]
+    except OSError as error:
+        return [], [_file_problem(path, f"it cannot be read: {error.strerror}", f"ls -l {path}")]
+
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return [], []
+        if not isinstance(root, yaml.MappingNode):
+            return [], [
+                _file_problem(path, "it holds no keys", "write lines like `epochs: 3`", "keys and their values")
+            ]
+        return _walk(loader, root, path.name)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        what = error.problem or error.context or "not understood"
+        return [], [_file_problem(path, f"it does not parse as YAML: {where}{what}", "mend that line")]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return [], [_file_problem(path, f"it does not parse as YAML: {error}", "mend the file")]
+
+
+def _walk(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> tuple[list[Given], list[Problem]]:
+    given: list[Given] = []
+    problems: list[Problem] = []
+
+    def entries(node: yaml.MappingNode, prefix: str) -> list[tuple[str, yaml.Node, str]]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                problem = f"the key stands twice, in lines {seen[key]} and {line}"
+                problems.append(Problem(prefix + key, problem, source=f"{file} line {line}", remedy="keep one of them"))
+            seen[key] = line
+        loader.flatten_mapping(node)
+        return [
+            (str(key_node.value), value_node, f"{file} line {key_node.start_mark.line + 1}")
+            for key_node, value_node in node.value
+        ]
+
+    for key, value_node, source in entries(root, ""):
+        if normal(key) in SECTIONS and isinstance(value_node, yaml.MappingNode):
+            for field, inner, inner_source in entries(value_node, f"{key}."):
+                value = loader.construct_object(inner, deep=True)
+                _take(f"{key}.{field}", value, inner_source, given, problems)
+        else:
+            _take(key, loader.construct_object(value_node, deep=True), source, given, problems)
+    return given, problems
+
+
+def _take(key: str, value: Any, source: str, given: list[Given], problems: list[Problem]) -> None:
+    setting = BY_NAME.get(normal(key))
+    if setting is not None:
+        given.append(Given(setting.name, value, key, source))
+        return
+    if normal(key) in SECTIONS:
+        fields = ", ".join(name for name in _dotted_names() if name.startswith(f"{normal(key)}."))
+        problems.append(
+            Problem(key, f"this is a section, and got {value!r}", value, source, f"keys below it: {fields}")
+        )
+        return
+    meant = nearest(key, [*_dotted_names(), *BY_NAME])
+    problems.append(
+        Problem(
+            key,
+            "there is no such key",
+            value,
+            source,
+            remedy=f"did you mean `{meant}`?" if meant else "`drivetrain config` lists every key",
+        )
+    )
+
+
+def _dotted_names() -> list[str]:
+    return sorted({setting.name for setting in BY_NAME.values()})
+
+
+def _file_problem(path: Path, message: str, remedy: str, allowed: str = "") -> Problem:
+    return Problem("--config", f"{path}: {message}", str(path), allowed=allowed, remedy=remedy)
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return f"there is no folder {path.parent} either; give the path of a YAML file"
+    meant = nearest(path.name, names)
+    if meant:
+        return f"did you mean `{path.parent / meant}`?"
+    return f"YAML files there: {', '.join(sorted(names)[:5])}" if names else "give the path of a YAML file"

@@ -1,0 +1,208 @@
+"""Settings for when nothing was measured: pure functions of the hardware and of what the user pinned.
+
+They are a start, not an answer: the micro-batch that is fastest depends on the model.
+"""
+
+from typing import Literal
+
+from drivetrain.core.value import Value
+from drivetrain.hardware import Gpu, Hardware
+from drivetrain.plan.choice import Choice
+
+TARGET_BATCH = 256
+
+# Micro-batch by the memory of the smallest GPU, in GB (10^9 bytes, as cards are sold): at least this much, this many.
+MICRO_BATCH_BY_MEMORY: tuple[tuple[float, int], ...] = ((20, 16), (14, 12), (10, 8), (6, 4), (0, 2))
+CPU_MICRO_BATCH = 4
+
+# Below this a model of ordinary size runs out of memory sooner over activations than over weights.
+CHECKPOINT_ACTIVATIONS_BELOW_GB = 16
+ZERO_3_BELOW_GB = 6
+
+MAX_WORKERS = 8
+LEAST_SHM_BYTES = (
+    256 * 1024**2
+)  # loader workers hand batches over in /dev/shm; Docker's default of 64 MiB is too little
+
+PrecisionName = Literal["fp32", "tf32", "fp16", "bf16"]
+
+
+class Pins(Value):
+    """What the user fixed. `None` and `auto` leave it to the rules; a pinned value is never overridden."""
+
+    gpu_mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = "auto"
+    device: str = "auto"
+    device_ids: tuple[int, ...] | None = None
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    num_workers: int | None = None
+    pin_memory: bool | None = None
+
+
+class Settings(Value):
+    """What would be used here, each choice with its reason."""
+
+    devices: Choice[tuple[str, ...]]
+    strategy: Choice[str]
+    precision: Choice[PrecisionName]
+    micro_batch: Choice[int]
+    accumulation: Choice[int]
+    effective_batch: int
+    activation_checkpointing: Choice[bool]
+    zero_stage: Choice[int]
+    num_workers: Choice[int]
+    prefetch_factor: Choice[int]
+    pin_memory: Choice[bool]
+
+
+def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
+    """The settings for this machine by rule alone."""
+    pins = pins or Pins()
+    gpus = _gpus_to_use(hardware, pins)
+    num_ranks = max(1, len(gpus))
+    micro_batch = _micro_batch(gpus, pins)
+    accumulation = _accumulation(micro_batch.value, num_ranks, pins)
+    num_workers = _num_workers(hardware, num_ranks, bool(gpus), pins)
+    return Settings(
+        devices=_devices(hardware, gpus, pins),
+        strategy=_strategy(gpus),
+        precision=_precision(gpus, pins),
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        effective_batch=micro_batch.value * accumulation.value * num_ranks,
+        activation_checkpointing=_activation_checkpointing(gpus),
+        zero_stage=_zero_stage(gpus),
+        num_workers=num_workers,
+        prefetch_factor=_prefetch_factor(hardware, num_workers.value),
+        pin_memory=_pin_memory(gpus, pins),
+    )
+
+
+def _gpus_to_use(hardware: Hardware, pins: Pins) -> tuple[Gpu, ...]:
+    if hardware.accelerator not in ("cuda", "rocm") or pins.gpu_mode == "cpu" or pins.device == "cpu":
+        return ()
+    gpus = hardware.gpus
+    if pins.device.startswith("cuda:"):
+        return tuple(gpu for gpu in gpus if gpu.index == int(pins.device[5:]))
+    if pins.device_ids is not None:
+        by_index = {gpu.index: gpu for gpu in gpus}
+        gpus = tuple(by_index[index] for index in pins.device_ids if index in by_index)
+    if pins.gpu_mode == "single_gpu" or pins.device == "cuda":
+        return gpus[:1]
+    return gpus
+
+
+def _devices(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[tuple[str, ...]]:
+    pinned = pins.gpu_mode != "auto" or pins.device != "auto" or pins.device_ids is not None
+    if not gpus:
+        reason = "asked for" if pinned else "no GPU that drivetrain can use"
+        return Choice(value=("cpu",), reason=reason, pinned=pinned)
+    names = tuple(f"cuda:{gpu.index}" for gpu in gpus)
+    if pinned:
+        reason = "asked for"
+    elif len(gpus) > 1:
+        reason = f"all {len(gpus)} GPUs that this process may see"
+    else:
+        reason = "the GPU that this process may see"
+    others = tuple(f"cuda:{gpu.index}" for gpu in hardware.gpus if gpu not in gpus)
+    return Choice(value=names, reason=reason, alternatives=(*others, "cpu"), pinned=pinned)
+
+
+def _strategy(gpus: tuple[Gpu, ...]) -> Choice[str]:
+    if not gpus:
+        return Choice(
+            value="single", reason="no GPU: one process on the CPU", alternatives=("ddp on several processes",)
+        )
+    if len(gpus) == 1:
+        return Choice(value="single", reason="one GPU needs no communication")
+    others = ("fsdp where the model does not fit one GPU", "deepspeed where asked for", "data_parallel where asked for")
+    return Choice(value="ddp", reason="several GPUs, each with a whole copy of the model", alternatives=others)
+
+
+def _precision(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:
+    if pins.precision != "auto":
+        return Choice(value=pins.precision, reason="asked for", pinned=True)
+    if not gpus:
+        return Choice(value="fp32", reason="on a CPU, until bf16 is measured to be faster", alternatives=("bf16",))
+    oldest = min(gpus, key=lambda gpu: gpu.capability or (0, 0))
+    if all("bf16" in gpu.precisions for gpu in gpus):
+        return Choice(
+            value="bf16",
+            reason=f"{_capability(oldest)} has bf16; it needs no loss scaling",
+            alternatives=("fp16", "tf32", "fp32"),
+        )
+    which = f"cuda:{oldest.index} {oldest.name}, " if len(gpus) > 1 else ""
+    reason = f"{which}{_capability(oldest)} has no bf16; fp16 with loss scaling"
+    return Choice(value="fp16", reason=reason, alternatives=("fp32",))
+
+
+def _capability(gpu: Gpu) -> str:
+    return f"compute capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else gpu.architecture
+
+
+def _smallest_gb(gpus: tuple[Gpu, ...]) -> float:
+    """Free, not total: what others hold cannot be used."""
+    return min(gpu.memory_free_bytes for gpu in gpus) / 1e9
+
+
+def _micro_batch(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[int]:
+    if pins.micro_batch is not None:
+        return Choice(value=pins.micro_batch, reason="asked for", pinned=True)
+    if not gpus:
+        return Choice(value=CPU_MICRO_BATCH, reason="on a CPU, where larger ones gain little")
+    free = _smallest_gb(gpus)
+    value = next(size for least, size in MICRO_BATCH_BY_MEMORY if free >= least)
+    whose = "on the smallest GPU" if len(gpus) > 1 else "on the GPU"
+    return Choice(value=value, reason=f"{free:.1f} GB free {whose}")
+
+
+def _accumulation(micro_batch: int, num_ranks: int, pins: Pins) -> Choice[int]:
+    if pins.accumulation is not None:
+        return Choice(value=pins.accumulation, reason="asked for", pinned=True)
+    value = max(1, TARGET_BATCH // (micro_batch * num_ranks))
+    return Choice(value=value, reason=f"towards {TARGET_BATCH} samples per step")
+
+
+def _activation_checkpointing(gpus: tuple[Gpu, ...]) -> Choice[bool]:
+    if not gpus:
+        return Choice(value=False, reason="on a CPU it would only cost time")
+    free = _smallest_gb(gpus)
+    if free < CHECKPOINT_ACTIVATIONS_BELOW_GB:
+        return Choice(value=True, reason=f"{free:.1f} GB free: less than {CHECKPOINT_ACTIVATIONS_BELOW_GB}")
+    return Choice(value=False, reason=f"{free:.1f} GB free: enough for activations of a model of ordinary size")
+
+
+def _zero_stage(gpus: tuple[Gpu, ...]) -> Choice[int]:
+    if len(gpus) < 2:
+        return Choice(value=0, reason="nothing to partition: one device")
+    stage = 3 if _smallest_gb(gpus) < ZERO_3_BELOW_GB else 2
+    return Choice(value=0, reason="ddp holds whole copies", alternatives=(f"stage {stage} with deepspeed",))
+
+
+def _num_workers(hardware: Hardware, num_ranks: int, has_gpu: bool, pins: Pins) -> Choice[int]:
+    if pins.num_workers is not None:
+        return Choice(value=pins.num_workers, reason="asked for", pinned=True)
+    cores = hardware.cpu.num_usable / num_ranks
+    share = f"{hardware.cpu.num_usable} usable cores" + (f" for {num_ranks} ranks" if num_ranks > 1 else "")
+    if hardware.memory.shm_total_bytes < LEAST_SHM_BYTES:
+        mib = hardware.memory.shm_total_bytes // 1024**2
+        return Choice(value=0, reason=f"/dev/shm has {mib} MiB, too little to hand batches over")
+    if not has_gpu:
+        # On a CPU the loader takes cores from the model itself.
+        return Choice(value=min(MAX_WORKERS, int(cores // 4)), reason=f"{share}, most of them for the model")
+    return Choice(value=max(0, min(MAX_WORKERS, int(cores) - 1)), reason=f"{share}, one left for the training process")
+
+
+def _prefetch_factor(hardware: Hardware, num_workers: int) -> Choice[int]:
+    if num_workers == 0:
+        return Choice(value=0, reason="no workers, nothing is prefetched")
+    ram_gb = hardware.memory.total_bytes / 1e9
+    value = 4 if ram_gb > 64 else 3 if ram_gb > 32 else 2
+    return Choice(value=value, reason=f"{ram_gb:.0f} GB of RAM")
+
+
+def _pin_memory(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[bool]:
+    if pins.pin_memory is not None:
+        return Choice(value=pins.pin_memory, reason="asked for", pinned=True)
+    return Choice(value=bool(gpus), reason="copies to a GPU overlap with its work" if gpus else "no GPU to copy to")

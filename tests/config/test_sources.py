@@ -1,0 +1,118 @@
+"""YAML and Python values: every name of a field, every way a file can be wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain.config.sources import from_values, from_yaml
+
+
+def write(folder: Path, text: str | bytes, name: str = "train.yaml") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "batch_size: 8\n",
+        "batch-size: 8\n",
+        "batch.size: 8\n",
+        "batch:\n  size: 8\n",
+        "Batch:\n  Size: 8\n",
+        "{batch: {size: 8}}",
+    ],
+)
+def test_one_field_by_each_of_its_names(tmp_path: Path, text: str) -> None:
+    given, problems = from_yaml(write(tmp_path, text))
+    assert problems == []
+    assert [(entry.name, entry.value) for entry in given] == [("batch.size", 8)]
+
+
+def test_a_section_and_a_field_of_the_same_name(tmp_path: Path) -> None:
+    given, problems = from_yaml(write(tmp_path, "device: cuda:0\ncompile: true\nprecision: {dtype: bf16}\n"))
+    assert problems == []
+    assert {entry.name: entry.value for entry in given} == {
+        "device.device": "cuda:0",
+        "compile.enabled": True,
+        "precision.dtype": "bf16",
+    }
+
+
+def test_the_line_of_each_key_is_known(tmp_path: Path) -> None:
+    given, _ = from_yaml(write(tmp_path, "# a comment\nepochs: 3\nbatch:\n  size: 8\n"))
+    assert [entry.source for entry in given] == ["train.yaml line 2", "train.yaml line 4"]
+
+
+def test_anchors_and_merges(tmp_path: Path) -> None:
+    text = "batch: &small\n  size: 8\n  accumulation: 2\n"
+    given, problems = from_yaml(write(tmp_path, text))
+    assert problems == []
+    assert {entry.name: entry.value for entry in given} == {"batch.size": 8, "batch.accumulation": 2}
+    given, problems = from_yaml(write(tmp_path, "run: {seed: &n 7}\nbudget: {epochs: *n}\n"))
+    assert problems == []
+    assert {entry.name: entry.value for entry in given} == {"run.seed": 7, "budget.epochs": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epochs: [1\n", "does not parse as YAML: line 2"),
+        ("epochs: 3\n  seed: 1\n", "does not parse as YAML: line 2"),
+        ("- 1\n- 2\n", "it holds no keys"),
+        ("just words", "it holds no keys"),
+        ("a: 1\n---\nb: 2\n", "does not parse as YAML"),
+        ("seed: !!python/object/apply:os.system ['true']\n", "does not parse as YAML"),
+        ("seed: &a [*a]\n", "does not parse as YAML"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"seed: \x00", "does not parse as YAML"),
+        ("seed: 2024-13-45\n", "does not parse as YAML"),
+    ],
+)
+def test_files_that_are_wrong_as_a_whole(tmp_path: Path, text: str | bytes, words: str) -> None:
+    given, problems = from_yaml(write(tmp_path, text))
+    assert given == []
+    assert len(problems) == 1
+    assert words in problems[0].message
+    assert "train.yaml" in problems[0].message
+    assert problems[0].remedy
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    write(tmp_path, "", "training.yaml")
+    _, problems = from_yaml(tmp_path / "trainin.yaml")
+    assert "no such file" in problems[0].message
+    assert "training.yaml" in problems[0].remedy
+    _, problems = from_yaml(tmp_path / "nowhere" / "x.yaml")
+    assert "no such file" in problems[0].message
+    _, problems = from_yaml(tmp_path)
+    assert "this is a folder" in problems[0].message
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert from_yaml(write(tmp_path, "# nothing yet\n")) == ([], [])
+
+
+def test_all_wrong_keys_at_once_with_the_right_names(tmp_path: Path) -> None:
+    _, problems = from_yaml(write(tmp_path, "epoch: 3\nbatch:\n  sise: 8\ndevice:\n  idz: [0]\nzzz: 1\nrun: 3\n"))
+    by_key = {problem.key: problem for problem in problems}
+    assert list(by_key) == ["epoch", "batch.sise", "device.idz", "zzz", "run"]
+    assert "`epochs`" in by_key["epoch"].remedy
+    assert "`batch.size`" in by_key["batch.sise"].remedy
+    assert "`device.ids`" in by_key["device.idz"].remedy
+    assert "drivetrain config" in by_key["zzz"].remedy
+    assert "section" in by_key["run"].message
+    assert by_key["batch.sise"].source == "train.yaml line 3"
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    _, problems = from_yaml(write(tmp_path, "epochs: 3\nseed: 1\nepochs: 4\n"))
+    assert len(problems) == 1
+    assert "lines 1 and 3" in problems[0].message
+
+
+def test_python_values_nested_or_not() -> None:
+    given, problems = from_values({"batch": {"size": 8}, "epochs": 3, "device.mode": "cpu"})
+    assert problems == []
+    assert {entry.name: entry.value for entry in given} == {"batch.size": 8, "budget.epochs": 3, "device.mode": "cpu"}

@@ -1,0 +1,19 @@
+"""Shared by every test: a cache folder of its own, and hypothesis profiles."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", max_examples=100, deadline=None)
+settings.register_profile("soak", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the rates that were measured for this user."""
+    folder = tmp_path / "drivetrain-cache"
+    monkeypatch.setenv("DRIVETRAIN_CACHE", str(folder))
+    return folder

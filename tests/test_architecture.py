@@ -1,0 +1,178 @@
+"""The layer table, held by a test. A row imports only from rows below it; inside a package imports are acyclic."""
+
+import ast
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "drivetrain"
+
+# Rows of the design, lowest first. Rooms of one row do not know each other.
+LAYERS = (
+    ("core",),
+    ("hardware", "data", "moe"),
+    ("job",),
+    ("config", "plan"),
+    ("strategies", "checkpoint", "monitor"),
+    ("step",),
+    ("trainer", "report"),
+    ("launch",),
+    ("api", "check", "verify"),
+    ("recipes", "multi_gpu"),
+    ("cli",),
+    ("__main__",),
+)
+ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
+
+# The only files that may load drivetrain's modules late. The fourth, and its reason, stand in docs/decisions.md.
+MAY_LOAD_LATE = {"__init__.py", "cli.py", "launch/worker.py", "verify/zygote.py"}
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str  # relative to the package
+    line: int
+    target: str  # `drivetrain.hardware.facts`
+    is_late: bool  # inside a function, or by name at run time
+
+
+def imports_of(package: Path) -> Iterator[Import]:
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        late = {
+            id(node)
+            for scope in ast.walk(tree)
+            if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for node in ast.walk(scope)
+        }
+        for node in ast.walk(tree):
+            for target in _targets(node, file, package):
+                yield Import(file, node.lineno, target, id(node) in late)
+            if _loads_by_name(node):
+                yield Import(file, node.lineno, "(by name)", True)
+
+
+def _targets(node: ast.AST, file: str, package: Path) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "drivetrain")
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = ["drivetrain", *file.split("/")[:-1]]
+            base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+        if base.split(".")[0] != "drivetrain":
+            return
+        for alias in node.names:
+            inner = package.joinpath(*base.split(".")[1:], alias.name)
+            is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+            yield f"{base}.{alias.name}" if is_module or base == "drivetrain" else base
+
+
+def _loads_by_name(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in {"import_module", "__import__", "run_module"}
+
+
+def room_of(file: str) -> str:
+    first = file.split("/")[0]
+    return first.removesuffix(".py")
+
+
+def violations(package: Path) -> list[str]:
+    """Everything in this tree that breaks the table, in words."""
+    found = []
+    graph: dict[str, set[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        if room_of(file) not in ROW and file != "__init__.py":
+            found.append(f"{file}: the room `{room_of(file)}` is not in the layer table")
+        if "utils" in path.stem:
+            found.append(f"{file}: there is no `utils`; name what it does")
+    for entry in imports_of(package):
+        where = f"{entry.file}:{entry.line}"
+        if entry.is_late and entry.file not in MAY_LOAD_LATE:
+            found.append(f"{where}: hidden import of {entry.target}")
+        if entry.target == "(by name)" or entry.file == "__init__.py":
+            continue  # the root only names what is public, and loads it when asked
+        parts = entry.target.split(".")
+        if parts[1:] == ["__version__"]:
+            continue
+        if len(parts) < 2 or parts[1] not in ROW:
+            found.append(f"{where}: import through the root ({entry.target}); name the room")
+            continue
+        here, there = room_of(entry.file), parts[1]
+        if here == there:
+            graph.setdefault(_module_name(entry.file), set()).add(_existing_module(package, parts))
+        elif ROW.get(there, 99) > ROW.get(here, -1):
+            found.append(f"{where}: upward import of {there} (row {ROW[there]}) by {here} (row {ROW.get(here)})")
+        elif ROW[there] == ROW.get(here):
+            found.append(f"{where}: sideways import of {there} by {here} (both row {ROW[there]})")
+    found += [f"import cycle inside a package: {' -> '.join(cycle)}" for cycle in _cycles(graph)]
+    return found
+
+
+def _module_name(file: str) -> str:
+    return ".".join(["drivetrain", *file.removesuffix(".py").removesuffix("/__init__").split("/")])
+
+
+def _existing_module(package: Path, parts: list[str]) -> str:
+    for end in range(len(parts), 0, -1):
+        inner = package.joinpath(*parts[1:end])
+        if inner.is_dir() or inner.with_suffix(".py").exists():
+            return ".".join(parts[:end])
+    return parts[0]
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    found: list[list[str]] = []
+    finished: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+            return
+        if module in finished:
+            return
+        for target in sorted(graph.get(module, ())):
+            visit(target, [*path, module])
+        finished.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return found
+
+
+def test_every_import_points_downwards() -> None:
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "expected"),
+    [
+        ("core/errors.py", "from drivetrain.config import Config\n", "upward import of config (row 3) by core (row 0)"),
+        ("core/errors.py", "import drivetrain.cli\n", "upward import of cli"),
+        ("core/errors.py", "from ..check import Options\n", "upward import of check"),
+        ("plan/rules.py", "from drivetrain.config import Config\n", "sideways import of config by plan (both row 3)"),
+        ("check.py", "import drivetrain.verify.runner\n", "sideways import of verify by check (both row 8)"),
+        ("check.py", "def late():\n    from drivetrain.config import Config\n", "hidden import of drivetrain.config"),
+        ("check.py", "import importlib\nimportlib.import_module('drivetrain.cli')\n", "hidden import of (by name)"),
+        ("check.py", "from drivetrain import detect\n", "import through the root (drivetrain.detect)"),
+        ("check.py", "import drivetrain\n", "import through the root (drivetrain)"),
+        ("config/schema.py", "from drivetrain.config.resolve import resolve\n", "import cycle inside a package"),
+        ("config/schema.py", "if TYPE_CHECKING:\n    from drivetrain.cli import main\n", "upward import of cli"),
+        ("attic.py", "", "the room `attic` is not in the layer table"),
+        ("config/utils.py", "", "there is no `utils`"),
+    ],
+)
+def test_a_planted_import_is_found(tmp_path: Path, file: str, code: str, expected: str) -> None:
+    tree = tmp_path / "drivetrain"
+    shutil.copytree(PACKAGE, tree, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tree / file
+    path.write_text((path.read_text(encoding="utf-8") if path.exists() else "") + "\n" + code, encoding="utf-8")
+    assert any(expected in line for line in violations(tree)), violations(tree)

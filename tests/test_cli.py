@@ -1,0 +1,193 @@
+"""The command line as a user meets it: `main(argv)`, exit code, what is printed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.cli import COMMANDS, flag_parser, main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, captured.err
+
+
+def effective(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, object]]:
+    code, out, err = run(capsys, "config", "--json", *argv)
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--compile"], True),
+        (["--compile", "true"], True),
+        (["--compile=true"], True),
+        (["--compile", "on"], True),
+        (["--compile", "false"], False),
+        (["--compile=no"], False),
+        (["--no-compile"], False),
+        (["--no_compile"], False),
+        (["--compile.enabled"], True),
+        (["--no-compile.enabled"], False),
+        (["--COMPILE", "TRUE"], True),
+    ],
+)
+def test_every_way_to_write_a_boolean(capsys, argv: list[str], expected: bool) -> None:
+    assert effective(capsys, *argv)["compile.enabled"]["value"] is expected
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch-size", "8"],
+        ["--batch_size", "8"],
+        ["--batch-size=8"],
+        ["--batch_size=8"],
+        ["--batch.size", "8"],
+    ],
+)
+def test_every_way_to_write_a_number(capsys, argv: list[str]) -> None:
+    table = effective(capsys, *argv)
+    assert table["batch.size"]["value"] == 8
+    assert str(table["batch.size"]["source"]).startswith("command line")
+
+
+def test_negative_numbers_and_lists(capsys) -> None:
+    table = effective(capsys, "--num-workers", "-1", "--seed", "3")
+    assert table["data.num_workers"]["value"] == -1
+    assert table["run.seed"] == {"value": 3, "source": "command line (--seed)"}
+
+
+def test_a_boolean_leaves_the_next_word_alone() -> None:
+    parser = flag_parser("train", COMMANDS["train"].load())
+    parsed = parser.parse(["--compile", "digits"])
+    assert parsed.problems == []
+    assert parsed.options == {"recipe": "digits"}
+    assert [(entry.name, entry.value) for entry in parsed.given] == [("compile.enabled", "true")]
+
+
+def test_flags_over_yaml_over_defaults(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("epochs: 3\nbatch:\n  size: 8\n")
+    table = effective(capsys, "--config", str(path), "--epochs", "4")
+    assert table["budget.epochs"] == {"value": 4, "source": "command line (--epochs)"}
+    assert table["batch.size"] == {"value": 8, "source": "train.yaml line 3 (batch.size)"}
+    assert table["run.seed"] == {"value": 0, "source": "default"}
+
+
+def test_all_problems_at_once(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("epoch: 3\nbatch:\n  accumulation: 0\n")
+    code, out, err = run(
+        capsys, "config", "--config", str(path), "--gpu-mode", "cpu", "--precision", "fp16",
+        "--bacth-size", "8", "--seed", "x", "--epochs",
+    )  # fmt: skip
+    assert code == 2
+    assert out == ""
+    assert err.startswith("drivetrain: 6 problems with the configuration:")
+    for words in (
+        "epoch (train.yaml line 1): there is no such key",
+        "did you mean `epochs`?",
+        "batch.accumulation (train.yaml line 3): got 0",
+        "allowed: a whole number, at least 1",
+        "--precision (command line): fp16 needs a GPU, but --gpu-mode cpu asks for the CPU",
+        "--bacth-size (command line): there is no such flag",
+        "did you mean `--batch-size`?",
+        "--seed (command line): got 'x'",
+        "--epochs (command line): it needs a value",
+    ):
+        assert words in err, words
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["chekc"], "did you mean `drivetrain check`?"),
+        (["config", "--config", "missing.yaml"], "there is no such file"),
+        (["config", "--config"], "it needs a value"),
+        (["config", "stray"], "nothing takes this word"),
+        (["config", "-x"], "there is no such flag"),
+        (["config", "--compile=banana"], "true or false"),
+        (["check", "--epochs", "3"], "`drivetrain check` does not use it"),
+        (["check", "--no-compile"], "`drivetrain check` does not use it"),
+        (["train"], "RECIPE (command line): it is missing"),
+        (["train", "digit"], "did you mean `digits`?"),
+        (["config", "--seed", "1", "--seed", "2"], "set twice"),
+        (["config", "--no-compile=true"], "ignored explicit argument"),
+    ],
+)
+def test_wrong_input_exits_with_2(capsys, argv: list[str], words: str) -> None:
+    code, out, err = run(capsys, *argv)
+    assert code == 2
+    assert out == ""
+    assert words in err
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(
+                ["--compile", "--no-compile", "--seed", "--epochs=3", "--device-ids", "--config", "--", "-1", "digits"]
+            ),
+            st.sampled_from(["--batch_size", "true", "0", "=", "--=", "--no-", "-h1", "--seed=", "cpu", "--gpu-mode"]),
+            st.text(max_size=8),
+        ),
+        max_size=6,
+    )
+)
+def test_no_words_bring_a_traceback(argv: list[str]) -> None:
+    assert main(["config", "--json", *argv]) in (0, 2)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(capsys, command: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert COMMANDS[command].summary.split()[0] in text
+    assert "examples:" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_overview_names_every_command(capsys) -> None:
+    for argv in ([], ["--help"], ["help"]):
+        code, out, _ = run(capsys, *argv)
+        assert code == 0
+        assert all(f"drivetrain {name}" in out for name in COMMANDS)
+
+
+def test_config_prints_yaml_that_works_as_a_file(capsys, tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "config", "--epochs", "3", "--output-dir", "elsewhere")
+    assert code == 0
+    assert "# command line (--epochs)" in out
+    path = tmp_path / "again.yaml"
+    path.write_text(out)
+    assert yaml.safe_load(out)["budget"]["epochs"] == 3
+    assert effective(capsys, "--config", str(path))["budget.epochs"]["value"] == 3
+
+
+def test_the_command_in_a_process_of_its_own() -> None:
+    call = [sys.executable, "-m", "drivetrain", "config", "--epochs", "nine"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "--epochs (command line): got 'nine'" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    call = f"{sys.executable} -m drivetrain config | head -n 1"
+    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith("run:")

@@ -1,0 +1,84 @@
+"""What the documents show is true: Python blocks run, commands and flags exist, links lead somewhere."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli import COMMANDS, flag_parser
+from drivetrain.config import SETTINGS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (path.relative_to(ROOT).as_posix(), text)
+        for path in DOCUMENTS
+        for found, text in BLOCK.findall(path.read_text(encoding="utf-8"))
+        if found == language
+    ]
+
+
+@pytest.mark.parametrize(("document", "code"), blocks("python"))
+def test_python_runs(document: str, code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, f"{document}:\n{code}\n{done.stderr}"
+
+
+def commands_shown() -> list[tuple[str, str]]:
+    """Every `drivetrain …` line of a shell block, without its comment."""
+    return [
+        (document, line.split("#")[0].strip())
+        for document, text in blocks("bash")
+        for line in text.splitlines()
+        if line.strip().startswith("drivetrain ")
+    ]
+
+
+@pytest.mark.parametrize(("document", "line"), commands_shown())
+def test_commands_and_flags_exist(document: str, line: str, tmp_path: Path) -> None:
+    name, *rest = shlex.split(line)[1:]
+    assert name in COMMANDS, document
+    parser = flag_parser(name, COMMANDS[name].load())
+    parsed = parser.parse(rest)
+    assert parsed.problems == [], (document, line)
+    assert parser.missing_positionals(parsed) == []
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    shown = {word for path in DOCUMENTS for word in re.findall(r"\bmake ([a-z]+)\b(?= |`|$)", path.read_text("utf-8"))}
+    assert {"demo", "test", "lint", "bench", "soak"} <= targets
+    assert {word for word in shown if word in {"demo", "test", "lint", "bench", "soak", "install", "clean"}} <= targets
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+?)\)", path.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_table_of_settings_is_whole() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = {row[0]: row for row in re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", text, re.MULTILINE)}
+    assert set(rows) == {setting.name for setting in SETTINGS}
+    for setting in SETTINGS:
+        assert all(f"`{alias}`" in rows[setting.name][1] for alias in setting.aliases), setting.name
+
+
+def test_the_wrong_input_of_the_readme_is_what_is_printed() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, _, expected = next(body for kind, body in BLOCK.findall(text) if kind == "text").partition("\n")
+    words = shlex.split(command.removeprefix("$ "))[1:]
+    done = subprocess.run([sys.executable, "-m", "drivetrain", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == expected
