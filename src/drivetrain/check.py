@@ -4,7 +4,6 @@ It only reads: no CUDA context is made, nothing is written, torch is not importe
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Annotated, Any
@@ -220,7 +219,7 @@ def _readiness(console: Console, hardware: Hardware) -> None:
         verdict = Text("Ready. `drivetrain verify` does real work on every part and measures it.", "bold green")
     order = {"problem": 0, "warning": 1, "info": 2}
     for note in sorted(hardware.notes, key=lambda note: order[note.severity]):
-        console.print(_note(note, _marks()))
+        console.print(_note(note))
     console.print(verdict)
 
 
@@ -228,15 +227,8 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def _marks() -> dict[str, str]:
-    """Marks that the terminal can show: a pipe may not be UTF-8."""
-    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
-    if "utf" in encoding:
-        return {"problem": "✗", "warning": "!", "info": "·"}
-    return {"problem": "x", "warning": "!", "info": "-"}
-
-
-def _note(note: Note, marks: dict[str, str]) -> Text:
+def _note(note: Note) -> Text:
+    marks = {"problem": "✗", "warning": "!", "info": "·"}
     style = {"problem": "red", "warning": "yellow", "info": ""}[note.severity]
     text = Text(f"{marks[note.severity]} {note.sentence}", style)
     if note.remedy:

@@ -3,6 +3,8 @@
 Exit codes: 0 done, 1 failed, 2 wrong input, 130 stopped with Ctrl-C.
 """
 
+import codecs
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 
 from drivetrain import __version__
-from drivetrain.config import SECTIONS, from_yaml, nearest, resolve
+from drivetrain.config import SECTIONS, SETTINGS, Setting, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.hardware import detect
@@ -24,22 +26,28 @@ class Command:
 
     module: str
     summary: str
-    sections: tuple[str, ...]  # of the configuration: those whose fields the command obeys
+    obeys: tuple[str, ...]  # sections and fields of the configuration; flags of others are refused by name
 
     def load(self) -> ModuleType:
         return import_module(self.module)
 
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(setting for setting in SETTINGS if {setting.section, setting.name} & set(self.obeys))
+
+
+_PLACE = ("run.output_dir", "device.mode", "device.device", "device.ids")
 
 COMMANDS = {
     "check": Command(
         "drivetrain.check",
         "What is here, what would be used, what is wrong and how to mend it.",
-        ("run", "device", "precision", "batch", "data"),
+        (*_PLACE, "precision", "batch", "data"),
     ),
     "verify": Command(
         "drivetrain.verify",
         "Does real work on every part of this machine and prints a checklist; exits 0 only if nothing failed.",
-        ("run", "device"),
+        _PLACE,
     ),
     "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
     "config": Command(
@@ -50,9 +58,23 @@ COMMANDS = {
 }
 
 
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    """For a terminal or pipe that is not UTF-8: the nearest plain letter, so that no output ends in a traceback."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    plain = {"×": "x", "·": "|", "–": "-", "✓": "+", "✗": "x", "µ": "u", "…": "...", "→": "->", "↔": "<->"}
+    return "".join(plain.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("in_plain_letters", _in_plain_letters)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code; only a bug in drivetrain itself shows a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="in_plain_letters")
     try:
         return _dispatch(words)
     except DrivetrainError as error:
@@ -94,12 +116,11 @@ def _dispatch(words: list[str]) -> int:
 
 def flag_parser(name: str, module: ModuleType) -> FlagParser:
     used_by = {
-        section: [f"`drivetrain {other}`" for other, command in COMMANDS.items() if section in command.sections]
-        for section in SECTIONS
+        setting.name: [f"`drivetrain {other}`" for other, command in COMMANDS.items() if setting in command.settings]
+        for setting in SETTINGS
     }
-    return FlagParser(
-        f"drivetrain {name}", COMMANDS[name].summary, module.Options, COMMANDS[name].sections, used_by, module.EXAMPLES
-    )
+    command = COMMANDS[name]
+    return FlagParser(f"drivetrain {name}", command.summary, module.Options, command.settings, used_by, module.EXAMPLES)
 
 
 def overview() -> str:

@@ -72,21 +72,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 class FlagParser:
-    """The flags of one command: its own options, and those of the configuration's sections that it obeys."""
+    """The flags of one command: its own options, and those of the configuration's fields that it obeys."""
 
     def __init__(
         self,
         prog: str,
         summary: str,
         options: type[BaseModel],
-        sections: Sequence[str],
+        settings: Sequence[Setting],
         used_elsewhere: Mapping[str, Sequence[str]] | None = None,
         examples: Sequence[str] = (),
     ) -> None:
         self._options_model = options
         self._options = settings_of(options)
         self._used_elsewhere = used_elsewhere or {}
-        settings = [setting for setting in SETTINGS if setting.section in sections]
+        sections = dict.fromkeys(setting.section for setting in settings)
         self._known: dict[str, Setting | None] = {"config": None, "help": None}
         self._known |= {name: setting for setting in settings for name in setting.names}
         self._known |= {normal(setting.flag): setting for setting in self._options if not setting.is_positional}
@@ -198,7 +198,7 @@ class FlagParser:
     def _unknown(self, name: str, key: str, value: str) -> Problem:
         elsewhere = BY_NAME.get(key) or BY_NAME.get(key.removeprefix("no-"))
         if elsewhere is not None:
-            commands = self._used_elsewhere.get(elsewhere.section, ())
+            commands = self._used_elsewhere.get(elsewhere.name, ())
             return Problem(
                 name,
                 f"`{self._parser.prog}` does not use it",

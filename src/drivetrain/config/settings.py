@@ -95,7 +95,7 @@ class Setting:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
-        annotated: Any = Annotated[self.info.annotation, *self.info.metadata]
+        annotated: Any = Annotated[self.info.annotation, self, *self.info.metadata]
         return TypeAdapter(annotated)
 
     def parse(self, value: Any) -> Any:

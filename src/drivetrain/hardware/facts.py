@@ -1,4 +1,4 @@
-"""What is known of a machine. Plain facts are as the driver or the kernel reported them; a rate carries where it is from."""
+"""What is known of a machine. Plain facts are as the driver or the kernel gave them; a rate says where it is from."""
 
 from typing import Literal
 
@@ -57,7 +57,8 @@ class Gpu(Value):
     pci_bus_id: str | None = None
     pcie_generation: int | None = Field(default=None, description="highest that card and slot can do together")
     pcie_width: int | None = None
-    numa_node: int | None = None
+    numa_node: int | None = Field(default=None, description="of the host, nearest to the card")
+    num_nvlinks: int = Field(default=0, description="NVLinks that are up, to other GPUs or to a switch")
     mig: MigSlice | None = None
     precisions: tuple[Precision, ...] = Field(description="those the chip has hardware for")
     peaks: dict[Precision, Rate] = Field(default_factory=dict, description="dense matrix product, by precision")
@@ -73,7 +74,7 @@ class Link(Value):
     b: int
     kind: Literal["nvlink", "pcie switch", "host bridge", "numa node", "between numa nodes", "unknown"]
     num_nvlinks: int = 0
-    bandwidth: Rate | None = None
+    bandwidth: Rate | None = Field(default=None, description="one direction, all links of the pair together")
 
 
 class Cpu(Value):
@@ -85,7 +86,9 @@ class Cpu(Value):
     num_usable: int = Field(description="what to plan with: the least of the above, at least 1")
     num_numa_nodes: int = 1
     precisions: tuple[Precision, ...] = Field(description="those with instructions of their own")
-    peaks: dict[Precision, Rate] = Field(default_factory=dict, description="matrix product on all usable cores; only when measured")
+    peaks: dict[Precision, Rate] = Field(
+        default_factory=dict, description="matrix product, all usable cores; when measured"
+    )
     memory_bandwidth: Rate | None = None
 
 

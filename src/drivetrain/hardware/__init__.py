@@ -1,0 +1,63 @@
+"""What this machine is and what this process may use of it. Importing it does not import torch."""
+
+from drivetrain.hardware.detection import detect
+from drivetrain.hardware.device import DeviceManager, DeviceMemory, GpuMode, assert_on_device, canonical_device
+from drivetrain.hardware.facts import (
+    GIB,
+    Accelerator,
+    Cpu,
+    Disk,
+    Gpu,
+    Hardware,
+    Link,
+    Memory,
+    MigSlice,
+    Note,
+    Origin,
+    Precision,
+    Rate,
+    Software,
+)
+from drivetrain.hardware.measured import (
+    CpuRates,
+    DiskRates,
+    GpuRates,
+    MeasuredRates,
+    MeasuredStore,
+    apply_measured,
+    load_measured,
+    measured_path,
+    save_measured,
+)
+
+__all__ = [
+    "GIB",
+    "Accelerator",
+    "Cpu",
+    "CpuRates",
+    "DeviceManager",
+    "DeviceMemory",
+    "Disk",
+    "DiskRates",
+    "Gpu",
+    "GpuMode",
+    "GpuRates",
+    "Hardware",
+    "Link",
+    "MeasuredRates",
+    "MeasuredStore",
+    "Memory",
+    "MigSlice",
+    "Note",
+    "Origin",
+    "Precision",
+    "Rate",
+    "Software",
+    "apply_measured",
+    "assert_on_device",
+    "canonical_device",
+    "detect",
+    "load_measured",
+    "measured_path",
+    "save_measured",
+]

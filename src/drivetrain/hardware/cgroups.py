@@ -1,0 +1,139 @@
+"""What the control groups leave to this process: CPU time and memory, cgroup v1, v2, and both at once.
+
+A limit holds for everything below it, so the least one counts between this process's own group and the highest group
+that can be seen from here. What is mounted may start in the middle of the hierarchy (containers), so paths are taken
+relative to the mount's own root.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from drivetrain.hardware.mounts import Mount, read_mounts
+
+
+@dataclass(frozen=True)
+class CpuLimit:
+    cores: float
+    version: str  # `cgroup v1`, `cgroup v2`
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The least limit, and the least room left under any limit; the two can belong to different groups."""
+
+    total_bytes: int
+    free_bytes: int
+    version: str
+
+
+def cpu_limit(root: Path = Path("/")) -> CpuLimit | None:
+    """CPU time in cores; None where nothing limits it."""
+    limits = [CpuLimit(cores, "cgroup v1") for group in _groups(root, "cpu") if (cores := _v1_cores(group)) is not None]
+    limits += [CpuLimit(cores, "cgroup v2") for group in _groups(root, None) if (cores := _v2_cores(group)) is not None]
+    return min(limits, key=lambda limit: limit.cores, default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """Memory in bytes; None where nothing limits it. A limit above the host's memory is the caller's to ignore."""
+    limits = [limit for group in _groups(root, "memory") if (limit := _v1_memory(group)) is not None]
+    limits += [limit for group in _groups(root, None) if (limit := _v2_memory(group)) is not None]
+    if not limits:
+        return None
+    least = min(limits, key=lambda limit: limit.total_bytes)
+    return MemoryLimit(least.total_bytes, max(0, min(limit.free_bytes for limit in limits)), least.version)
+
+
+def _groups(root: Path, controller: str | None) -> Iterator[Path]:
+    """Folders of this process's group and those above it, from the inside out; controller None means cgroup v2."""
+    memberships = _memberships(root)
+    for mount in read_mounts(root):
+        if controller is None:
+            is_ours, path = mount.filesystem == "cgroup2", memberships.get("")
+        else:
+            is_ours = mount.filesystem == "cgroup" and controller in mount.super_options
+            path = memberships.get(controller)
+        if is_ours:
+            yield from _up_from(path, mount, root)
+
+
+def _up_from(path: str | None, mount: Mount, root: Path) -> Iterator[Path]:
+    top = root / mount.point.lstrip("/")
+    inside = PurePosixPath(path or "/")
+    base = PurePosixPath(mount.root)
+    # Outside the mount, or through a namespace (`/..`): then the top is all that can be seen, and it is above us.
+    parts: Sequence[str] = inside.relative_to(base).parts if inside.is_relative_to(base) else ()
+    if ".." in parts:
+        parts = ()
+    for depth in range(len(parts), -1, -1):
+        yield top.joinpath(*parts[:depth])
+
+
+def _memberships(root: Path) -> dict[str, str]:
+    """Controller -> path of this process's group; the key of cgroup v2 is the empty string."""
+    found: dict[str, str] = {}
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        fields = line.split(":", 2)
+        if len(fields) == 3:
+            for controller in fields[1].split(","):
+                found[controller] = fields[2]
+    return found
+
+
+def _v1_cores(group: Path) -> float | None:
+    quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+    return quota / period if quota and period and quota > 0 and period > 0 else None
+
+
+def _v2_cores(group: Path) -> float | None:
+    fields = (_text(group / "cpu.max") or "").split()
+    if len(fields) != 2 or not all(field.isdecimal() for field in fields):
+        return None  # `max 100000` is no limit
+    quota, period = map(int, fields)
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _v1_memory(group: Path) -> MemoryLimit | None:
+    stat = _stat(group / "memory.stat")
+    # The hierarchical limit knows groups above the mount, too, which a container cannot see otherwise.
+    limits = [_number(group / "memory.limit_in_bytes"), stat.get("hierarchical_memory_limit")]
+    usage = _number(group / "memory.usage_in_bytes")
+    return _room(limits, usage, stat.get("total_inactive_file", stat.get("inactive_file", 0)), "cgroup v1")
+
+
+def _v2_memory(group: Path) -> MemoryLimit | None:
+    # Above memory.high the kernel slows the group until it stands still, so it is a limit as well.
+    limits = [_number(group / "memory.max"), _number(group / "memory.high")]
+    usage = _number(group / "memory.current")
+    return _room(limits, usage, _stat(group / "memory.stat").get("inactive_file", 0), "cgroup v2")
+
+
+# cgroup v1 says "no limit" with the largest page-aligned number.
+_NO_LIMIT = 2**62
+
+
+def _room(limits: Sequence[int | None], usage: int | None, inactive_file: int, version: str) -> MemoryLimit | None:
+    given = [limit for limit in limits if limit is not None and 0 <= limit < _NO_LIMIT]
+    if not given:
+        return None
+    limit = min(given)
+    # Pages of files not in use are given up before the limit hurts: they are free.
+    held = max(0, (usage or 0) - inactive_file)
+    return MemoryLimit(limit, max(0, limit - held), version)
+
+
+def _stat(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_text(path) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    text = (_text(path) or "").strip()
+    return int(text) if text.lstrip("-").isdecimal() else None  # `max` is no number: no limit
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except (OSError, ValueError):
+        return None

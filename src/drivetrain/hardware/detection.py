@@ -1,0 +1,217 @@
+"""detect(): everything about this machine that a plan needs, in a fraction of a second, and never an exception."""
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drivetrain.hardware.amd import AmdFindings, find_amd
+from drivetrain.hardware.facts import Accelerator, Cpu, Disk, Gpu, Hardware, Memory, Note, Software
+from drivetrain.hardware.host import Found, find_cpu, find_disk, find_memory, find_open_files_limit, printable
+from drivetrain.hardware.measured import apply_measured
+from drivetrain.hardware.nvidia import NvidiaFindings, find_nvidia
+from drivetrain.hardware.software import find_software, runs_on, torch_architectures
+
+Part = TypeVar("Part")
+
+_SEVERITIES = ("problem", "warning", "info")
+
+
+def detect(run_folder: Path | str = "runs", environ: Mapping[str, str] | None = None) -> Hardware:
+    """What this process may use: GPUs, links, cores, memory, the disk of the run folder, versions, and what is wrong.
+
+    Creates no CUDA context and starts CUDA in no way. Never raises: what cannot be found out becomes a note.
+    """
+    return survey(run_folder, os.environ if environ is None else environ, nvml=_pynvml())
+
+
+def survey(
+    run_folder: Path | str,
+    environ: Mapping[str, str],
+    *,
+    nvml: Any,
+    root: Path = Path("/"),
+    system: str = sys.platform,
+    machine: str = platform.machine(),
+    software: Software | None = None,
+    architectures: tuple[str, ...] | None = None,
+    cuda_order: Callable[[Mapping[str, str]], list[str]] | None = None,
+) -> Hardware:
+    """detect() with everything it looks at as an argument: NVML, the root of /proc and /sys, the operating system."""
+    notes: list[Note] = []
+
+    def attempt(part: Callable[[], Part], fallback: Part, what: str) -> Part:
+        try:
+            return part()
+        except Exception as error:  # noqa: BLE001 - one part that fails must not take the others with it
+            sentence = f"{what} could not be found out ({type(error).__name__}: {error})."
+            notes.append(
+                Note(severity="warning", sentence=sentence, remedy="please report this with: drivetrain check --json")
+            )
+            return fallback
+
+    folder = Path(run_folder)
+    cpu = attempt(lambda: find_cpu(root), _unknown_cpu(), "What the CPU can do")
+    memory = attempt(lambda: find_memory(root), Found(_unknown_memory()), "How much memory there is")
+    disk = attempt(lambda: find_disk(folder, root), Found(_unknown_disk(folder)), f"The disk of {str(run_folder)!r}")
+    notes += [
+        *memory.notes,
+        *disk.notes,
+        *attempt(find_open_files_limit, tuple[Note, ...](), "The limit of open files"),
+    ]
+
+    installed = software or attempt(find_software, _unknown_software(), "What is installed")
+    nvidia = attempt(lambda: find_nvidia(nvml, environ, memory.fact, root, cuda_order), NvidiaFindings(), "NVIDIA GPUs")
+    amd = attempt(lambda: find_amd(environ, root), AmdFindings(), "AMD GPUs")
+    installed = installed.model_copy(update={"driver": nvidia.driver, "driver_cuda": nvidia.driver_cuda})
+    notes += nvidia.notes
+
+    is_apple = system == "darwin" and machine == "arm64"
+    if is_apple:
+        gpus: tuple[Gpu, ...] = (_apple_gpu(cpu, memory.fact),)
+    else:
+        gpus = amd.gpus if installed.torch_backend == "rocm" else nvidia.gpus
+    accelerator, reasons = _accelerator(installed, nvidia, amd, is_apple, cpu)
+    notes += reasons
+    if accelerator == "cuda":
+        notes += _gpus_without_code(installed, gpus, torch_architectures() if architectures is None else architectures)
+
+    hardware = Hardware(
+        accelerator=accelerator,
+        gpus=gpus,
+        links=nvidia.links if gpus == nvidia.gpus else (),
+        cpu=cpu,
+        memory=memory.fact,
+        disk=disk.fact,
+        software=installed,
+        notes=tuple(notes),
+    )
+    hardware = attempt(lambda: apply_measured(hardware, environ), hardware, "Which rates were measured")
+    late = tuple(note for note in notes if note not in hardware.notes)
+    ordered = sorted((*hardware.notes, *late), key=lambda note: _SEVERITIES.index(note.severity))
+    return hardware.model_copy(update={"notes": tuple(ordered)})
+
+
+def _accelerator(
+    software: Software, nvidia: NvidiaFindings, amd: AmdFindings, is_apple: bool, cpu: Cpu
+) -> tuple[Accelerator, list[Note]]:
+    """What training would run on with this torch, and why it is not the GPU where it is not."""
+    if software.torch_backend == "none":
+        return "cpu", [Note(severity="problem", sentence="PyTorch is not installed.", remedy="pip install torch")]
+    if is_apple:
+        sentence = "This is an Apple GPU; drivetrain trains on CUDA or the CPU, so it would use the CPU here."
+        return "cpu", [Note(severity="info", sentence=sentence)]
+    if software.torch_backend == "rocm" and amd.num_present:
+        return _rocm(amd)
+    if nvidia.num_present:
+        return _cuda(software, nvidia)
+    return "cpu", [*_amd_without_rocm(software, amd), *_no_gpu(nvidia, cpu)]
+
+
+def _rocm(amd: AmdFindings) -> tuple[Accelerator, list[Note]]:
+    notes = list(amd.notes)
+    usable = bool(amd.gpus) and not any(note.severity == "problem" for note in notes)
+    sentence = "AMD GPUs are read from /sys as AMD documents it; drivetrain has not been tried on real AMD hardware."
+    notes.append(Note(severity="info", sentence=sentence, remedy="drivetrain verify"))
+    return ("rocm" if usable else "cpu"), notes
+
+
+def _cuda(software: Software, nvidia: NvidiaFindings) -> tuple[Accelerator, list[Note]]:
+    if not nvidia.gpus:
+        return "cpu", []  # hidden, lost or not permitted: the notes on the GPUs say which
+    count = f"There are {len(nvidia.gpus)} NVIDIA GPUs" if len(nvidia.gpus) > 1 else "There is an NVIDIA GPU"
+    version = software.torch.partition("+")[0]
+    driver_major = _major(nvidia.driver_cuda)
+    if software.torch_backend != "cuda":
+        sentence = f"{count} here, but torch {software.torch} is not a CUDA build: training would run on the CPU."
+        return "cpu", [Note(severity="problem", sentence=sentence, remedy=_cuda_torch(version, driver_major))]
+    if driver_major and _major(software.torch_cuda) > driver_major:
+        sentence = (
+            f"torch {software.torch} needs CUDA {software.torch_cuda}, but driver {nvidia.driver} can run CUDA "
+            f"{nvidia.driver_cuda} at most: torch will find no GPU."
+        )
+        remedy = f"install a newer NVIDIA driver, or: {_cuda_torch(version, driver_major)}"
+        return "cpu", [Note(severity="problem", sentence=sentence, remedy=remedy)]
+    return "cuda", []
+
+
+def _gpus_without_code(software: Software, gpus: tuple[Gpu, ...], architectures: tuple[str, ...]) -> list[Note]:
+    notes = []
+    for gpu in gpus:
+        if gpu.capability is not None and not runs_on(architectures, gpu.capability):
+            capability = ".".join(map(str, gpu.capability))
+            sentence = (
+                f"torch {software.torch} holds no code for GPU {gpu.index} ({gpu.name}, capability {capability}); "
+                f"it was built for {' '.join(architectures)}."
+            )
+            remedy = "choose a build of torch for it on pytorch.org, or hide it with export CUDA_VISIBLE_DEVICES=…"
+            notes.append(Note(severity="problem", sentence=sentence, remedy=remedy))
+    return notes
+
+
+def _amd_without_rocm(software: Software, amd: AmdFindings) -> list[Note]:
+    if not amd.num_present:
+        return []
+    sentence = f"There is an AMD GPU, but torch {software.torch} is not a ROCm build: training would run on the CPU."
+    return [Note(severity="info", sentence=sentence, remedy="choose the ROCm build of torch on pytorch.org")]
+
+
+def _no_gpu(nvidia: NvidiaFindings, cpu: Cpu) -> list[Note]:
+    if any(note.severity == "problem" for note in nvidia.notes):
+        return []  # there is one; those notes say what is wrong with it
+    cores = "1 core" if cpu.num_usable == 1 else f"{cpu.num_usable} cores"
+    return [Note(severity="info", sentence=f"No usable GPU was found: training would run on the CPU ({cores}).")]
+
+
+def _cuda_torch(version: str, driver_major: int) -> str:
+    if 0 < driver_major < 12:
+        return "update the NVIDIA driver first (it cannot run CUDA 12), then install the CUDA build of torch"
+    tag = "cu126" if driver_major == 12 else "cu130"
+    return f"pip install torch=={version}+{tag} --index-url https://download.pytorch.org/whl/{tag}"
+
+
+def _major(version: str) -> int:
+    number = version.partition(".")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def _apple_gpu(cpu: Cpu, memory: Memory) -> Gpu:
+    return Gpu(
+        index=0,
+        physical_index=0,
+        uuid="apple-0",
+        name=f"{cpu.model} GPU",
+        vendor="apple",
+        architecture="",
+        memory_total_bytes=memory.total_bytes,  # one memory for both
+        memory_free_bytes=memory.free_bytes,
+        precisions=("fp32", "fp16"),
+    )
+
+
+def _pynvml() -> Any:
+    try:
+        import pynvml
+    except Exception:  # noqa: BLE001 - a broken installation of it counts as none
+        return None
+    return pynvml
+
+
+def _unknown_cpu() -> Cpu:
+    return Cpu(
+        model="", machine=platform.machine(), num_logical=1, num_affinity=1, num_usable=1, precisions=("fp64", "fp32")
+    )
+
+
+def _unknown_memory() -> Memory:
+    return Memory(total_bytes=0, free_bytes=0, host_total_bytes=0, shm_total_bytes=0, shm_free_bytes=0)
+
+
+def _unknown_disk(folder: Path) -> Disk:
+    return Disk(path=printable(folder), total_bytes=0, free_bytes=0, filesystem="", is_network=False)
+
+
+def _unknown_software() -> Software:
+    return Software(python=platform.python_version(), platform=sys.platform, torch="", torch_backend="none")

@@ -1,0 +1,261 @@
+"""The one device manager: which devices a run uses, and a check that things are where they belong."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.value import Value
+from drivetrain.hardware.facts import Gpu, Hardware
+
+if TYPE_CHECKING:
+    import torch
+
+GpuMode = Literal["auto", "cpu", "single_gpu", "multi_gpu"]
+
+_NAMED_AT_MOST = 8
+
+
+class DeviceMemory(Value):
+    """Memory of one device in bytes. On a CPU torch does not count: zeros, and None where zero would be wrong."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+def canonical_device(device: "str | int | torch.device") -> "torch.device":
+    """The device with its index, so that equal ones compare equal: `cuda` is the current GPU, `cpu:0` is `cpu`."""
+    import torch
+
+    try:
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DrivetrainError(
+            f"{device!r} is not a device", remedy="use auto, cpu, cuda or cuda:0, cuda:1, …"
+        ) from error
+    if wanted.type in ("cpu", "meta"):
+        return torch.device(wanted.type)
+    if ":" in str(wanted):
+        return wanted
+    # Asking for the current GPU would start CUDA; as long as nobody has, it is the first.
+    current = torch.cuda.current_device() if wanted.type == "cuda" and _cuda_is_started() else 0
+    return torch.device(wanted.type, current)
+
+
+class DeviceManager:
+    """The devices of a run, decided once from what was asked for and what is here.
+
+    `mode` says how many, `device` which kind or exactly which one, `ids` which GPUs (as this process counts them).
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        mode: GpuMode = "auto",
+        device: "str | torch.device" = "auto",
+        ids: Sequence[int] | None = None,
+    ) -> None:
+        self.hardware = hardware
+        indices = _gpu_indices(hardware, mode, str(device), ids)
+        names: Sequence[str] = [f"cuda:{index}" for index in indices] if indices else ["cpu"]
+        self.devices: tuple[torch.device, ...] = tuple(canonical_device(name) for name in names)
+
+    @property
+    def device(self) -> "torch.device":
+        """The first device: the only one, unless several GPUs are used."""
+        return self.devices[0]
+
+    @property
+    def uses_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    @property
+    def mode(self) -> GpuMode:
+        """What was decided; never `auto`."""
+        if not self.uses_gpu:
+            return "cpu"
+        return "multi_gpu" if len(self.devices) > 1 else "single_gpu"
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """What is known of the GPUs in use, in the order of `devices`."""
+        if not self.uses_gpu:
+            return ()
+        known = {gpu.index: gpu for gpu in self.hardware.gpus}
+        return tuple(known[device.index] for device in self.devices)
+
+    def memory_stats(self, device: "str | torch.device | None" = None) -> DeviceMemory:
+        """What torch holds on a device now and at its peak. Does not start CUDA where it is not started yet."""
+        import torch
+
+        wanted = self.device if device is None else canonical_device(device)
+        if wanted.type == "cpu":
+            return DeviceMemory()
+        if not _cuda_is_started():
+            gpu = next((gpu for gpu in self.hardware.gpus if gpu.index == wanted.index), None)
+            return DeviceMemory(
+                total_bytes=gpu.memory_total_bytes if gpu else None, free_bytes=gpu.memory_free_bytes if gpu else None
+            )
+        free, total = torch.cuda.mem_get_info(wanted)
+        return DeviceMemory(
+            allocated_bytes=torch.cuda.memory_allocated(wanted),
+            reserved_bytes=torch.cuda.memory_reserved(wanted),
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(wanted),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(wanted),
+            total_bytes=total,
+            free_bytes=free,
+        )
+
+    def assert_on_device(self, **things: Any) -> None:
+        """That everything given is on `device`; see the function of the same name."""
+        assert_on_device(self.device, **things)
+
+    def __repr__(self) -> str:
+        return f"DeviceManager({self.mode}: {', '.join(map(str, self.devices))})"
+
+
+def assert_on_device(device: "str | torch.device", **things: Any) -> None:
+    """Raises unless every tensor in these modules, tensors and containers is on the device; names those elsewhere."""
+    expected = canonical_device(device)
+    misplaced = [
+        f"{path} is on {where}"
+        for name, thing in things.items()
+        for path, where in _devices_in(name, thing, set())
+        if where != expected
+    ]
+    if not misplaced:
+        return
+    shown = misplaced[:_NAMED_AT_MOST]
+    if len(misplaced) > len(shown):
+        shown.append(f"and {len(misplaced) - _NAMED_AT_MOST} more")
+    count = "1 tensor is" if len(misplaced) == 1 else f"{len(misplaced)} tensors are"
+    remedy = f'move them with .to("{expected}") before the step'
+    if any(line.endswith(" meta") for line in shown):
+        remedy += f'; on meta there is no data yet: module.to_empty(device="{expected}"), then initialise it'
+    raise DrivetrainError("\n    ".join([f"{count} not on {expected}:", *shown]), remedy=remedy)
+
+
+def _cuda_is_started() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _devices_in(path: str, thing: Any, seen: set[int]) -> "Iterator[tuple[str, torch.device]]":
+    import torch
+
+    if isinstance(thing, torch.Tensor):
+        yield path, canonical_device(thing.device)
+        return
+    if isinstance(thing, str | bytes) or id(thing) in seen:
+        return
+    children = list(_children(path, thing))
+    if not children:
+        return
+    seen.add(id(thing))  # a container that holds itself must not hold us forever
+    for child_path, child in children:
+        yield from _devices_in(child_path, child, seen)
+
+
+def _children(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(thing, torch.nn.Module):
+        for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
+            yield f"{path}.{name}", tensor
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            yield f"{path}[{key!r}]", value
+    elif isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        for name, value in zip(thing._fields, thing, strict=True):
+            yield f"{path}.{name}", value
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        for field in dataclasses.fields(thing):
+            yield f"{path}.{field.name}", getattr(thing, field.name, None)
+    elif isinstance(thing, Sequence | Set) and not isinstance(thing, range):
+        for index, value in enumerate(thing):
+            yield f"{path}[{index}]", value
+
+
+def _gpu_indices(hardware: Hardware, mode: GpuMode, device: str, ids: Sequence[int] | None) -> tuple[int, ...]:
+    """Indices of the GPUs to use; none means the CPU."""
+    if mode not in get_args(GpuMode):
+        raise DrivetrainError(f"{mode!r} is not a GPU mode", remedy=f"use one of {', '.join(get_args(GpuMode))}")
+    kind, number = _kind_and_number(device)
+    asked = _what_was_asked(mode, device, ids)
+    if mode == "cpu" or kind == "cpu":
+        if ids is not None or kind == "cuda" or mode in ("single_gpu", "multi_gpu"):
+            raise DrivetrainError(f"{asked} contradict each other", remedy="ask for the CPU or for GPUs, not for both")
+        return ()
+    needs_gpu = kind == "cuda" or ids is not None or mode != "auto"
+    available = _usable_gpus(hardware)
+    if not available:
+        if needs_gpu:
+            raise _no_gpu_error(hardware, asked)
+        return ()
+    if ids is not None and number is not None and list(ids) != [number]:
+        raise DrivetrainError(f"{asked} contradict each other", remedy="give the device or the ids, not both")
+    wanted = tuple(ids) if ids is not None else (number,) if number is not None else available
+    _check_there(wanted, available, asked)
+    if mode == "single_gpu" and len(wanted) > 1:
+        if ids is not None:
+            raise DrivetrainError(f"{asked} contradict each other", remedy="name one id, or use multi_gpu")
+        return wanted[:1]
+    if mode == "multi_gpu" and len(wanted) < 2:
+        here = f"{len(available)} GPU{'s' if len(available) > 1 else ''} can be used here"
+        raise DrivetrainError(f"{asked} needs at least two GPUs; {here}", remedy="use auto or single_gpu")
+    return wanted
+
+
+def _kind_and_number(device: str) -> tuple[str, int | None]:
+    if device == "auto":
+        return "auto", None
+    if device == "cuda":
+        return "cuda", None
+    wanted = canonical_device(device)
+    if wanted.type not in ("cpu", "cuda"):
+        raise DrivetrainError(
+            f"device {device!r}: drivetrain trains on CUDA or the CPU", remedy="use auto, cpu, cuda or cuda:0"
+        )
+    return wanted.type, wanted.index
+
+
+def _what_was_asked(mode: str, device: str, ids: Sequence[int] | None) -> str:
+    parts = [f"mode {mode}"] if mode != "auto" else []
+    parts += [f"device {device}"] if device != "auto" else []
+    parts += [f"device ids {list(ids)}"] if ids is not None else []
+    return " and ".join(parts) or "mode auto"
+
+
+def _usable_gpus(hardware: Hardware) -> tuple[int, ...]:
+    return tuple(gpu.index for gpu in hardware.gpus) if hardware.accelerator in ("cuda", "rocm") else ()
+
+
+def _check_there(wanted: Sequence[int], available: Sequence[int], asked: str) -> None:
+    if not wanted:
+        raise DrivetrainError(f"{asked}: no GPU is named", remedy="name at least one, or leave the ids out")
+    if len(set(wanted)) < len(wanted):
+        raise DrivetrainError(f"{asked}: a GPU is named twice", remedy="name each once")
+    missing = [index for index in wanted if index not in available]
+    if missing:
+        there = ", ".join(f"cuda:{index}" for index in available)
+        missing_names = ", ".join(f"cuda:{index}" for index in missing)
+        raise DrivetrainError(
+            f"{asked}: there is no {missing_names} here; this process may use {there}",
+            remedy="nvidia-smi -L lists all GPUs; CUDA_VISIBLE_DEVICES says which of them this process sees",
+        )
+
+
+def _no_gpu_error(hardware: Hardware, asked: str) -> DrivetrainError:
+    reasons = [note for note in hardware.notes if note.severity in ("problem", "warning") and "GPU" in note.sentence]
+    reasons = reasons or [note for note in hardware.notes if "GPU" in note.sentence]
+    because = "".join(f"\n    {note.sentence}" for note in reasons)
+    remedies = [note.remedy for note in reasons if note.remedy]
+    return DrivetrainError(
+        f"{asked}: there is no GPU that can be used here{'.' if not because else ':'}{because}",
+        remedy=remedies[0] if remedies else "use mode auto or cpu; drivetrain check says what is here",
+    )

@@ -1,0 +1,292 @@
+"""Cores, memory, shared memory and disk as this process may use them: in a container less than the host has."""
+
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import psutil
+
+from drivetrain.hardware.cgroups import cpu_limit, memory_limit
+from drivetrain.hardware.facts import GIB, Cpu, Disk, Memory, Note, Precision
+from drivetrain.hardware.mounts import Mount, mount_of, read_mounts
+
+SMALL_SHM_BYTES = GIB
+LOW_OPEN_FILES = 4096
+LITTLE_DISK_BYTES = 10 * GIB
+HARDLY_ANY_DISK_BYTES = GIB
+
+# Arm's registry of implementers (0x41: Arm itself) and the cores found in servers and workstations.
+_ARM_CORES = {
+    (0x41, 0xD03): "Arm Cortex-A53",
+    (0x41, 0xD07): "Arm Cortex-A57",
+    (0x41, 0xD08): "Arm Cortex-A72",
+    (0x41, 0xD0B): "Arm Cortex-A76",
+    (0x41, 0xD0C): "Arm Neoverse-N1",
+    (0x41, 0xD40): "Arm Neoverse-V1",
+    (0x41, 0xD49): "Arm Neoverse-N2",
+    (0x41, 0xD4F): "Arm Neoverse-V2",
+    (0x41, 0xD83): "Arm Neoverse-V3AE",
+    (0x41, 0xD84): "Arm Neoverse-V3",
+    (0x41, 0xD8E): "Arm Neoverse-N3",
+    (0x46, 0x001): "Fujitsu A64FX",
+    (0x48, 0xD01): "HiSilicon Kunpeng-920",
+    (0xC0, 0xAC3): "Ampere-1",
+    (0xC0, 0xAC4): "Ampere-1a",
+}
+_BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
+_FP16_FLAGS = {"amx_fp16", "avx512_fp16", "asimdhp"}
+
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(frozen=True)
+class Found(Generic[Fact]):
+    """A fact, with what a user should know about it."""
+
+    fact: Fact
+    notes: tuple[Note, ...] = ()
+
+
+def find_cpu(root: Path = Path("/")) -> Cpu:
+    num_logical = os.cpu_count() or psutil.cpu_count() or 1
+    # macOS has no affinity: every core it is.
+    num_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_logical
+    limit = cpu_limit(root)
+    usable = min(num_logical, num_affinity, int(limit.cores) if limit else num_logical)
+    cpuinfo = _cpuinfo(root)
+    return Cpu(
+        model=_cpu_model(cpuinfo),
+        machine=platform.machine(),
+        num_logical=num_logical,
+        num_affinity=num_affinity,
+        quota_cores=limit.cores if limit else None,
+        num_usable=max(1, usable),
+        num_numa_nodes=_num_numa_nodes(root),
+        precisions=_cpu_precisions(cpuinfo),
+    )
+
+
+def find_memory(root: Path = Path("/")) -> Found[Memory]:
+    host_total, host_free = _host_memory(root)
+    limit = memory_limit(root)
+    limited = limit is not None and limit.total_bytes < host_total
+    total = limit.total_bytes if limit and limited else host_total
+    free = min(host_free, limit.free_bytes) if limit and limited else host_free
+    shm_total, shm_free = _shm(root)
+    memory = Memory(
+        total_bytes=total,
+        free_bytes=min(free, total),
+        host_total_bytes=host_total,
+        limited_by=limit.version if limit and limited else "",
+        # A tmpfs takes its pages from RAM: it cannot hold more than that, whatever its own size says.
+        shm_total_bytes=min(shm_total, total),
+        shm_free_bytes=min(shm_free, free),
+    )
+    return Found(memory, _shm_notes(shm_total))
+
+
+def find_disk(run_folder: Path, root: Path = Path("/")) -> Found[Disk]:
+    existing = nearest_existing(run_folder)
+    mount = mount_of(str(existing), read_mounts(root) or _psutil_mounts())
+    space = os.statvfs(existing)
+    disk = Disk(
+        path=printable(run_folder),
+        total_bytes=space.f_blocks * space.f_frsize,
+        free_bytes=space.f_bavail * space.f_frsize,
+        filesystem=mount.filesystem if mount else "",
+        is_network=mount.is_network if mount else False,
+    )
+    no_inodes = space.f_files > 0 and space.f_favail == 0
+    return Found(disk, tuple(_disk_notes(disk, existing, no_inodes)))
+
+
+def find_open_files_limit() -> tuple[Note, ...]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return open_files_notes(soft, hard)
+
+
+def open_files_notes(soft: int, hard: int) -> tuple[Note, ...]:
+    """Data loader workers hand over tensors as open files: a low limit ends training with `Too many open files`."""
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= LOW_OPEN_FILES:
+        return ()
+    can_raise = hard == unlimited or hard >= LOW_OPEN_FILES
+    target = 65536 if hard == unlimited else min(hard, 65536)
+    return (
+        Note(
+            severity="warning" if soft < 1024 else "info",
+            sentence=f"This process may open {soft} files at once; data loader workers can need more.",
+            remedy=f"ulimit -n {target}" if can_raise else "docker run --ulimit nofile=65536:65536 …",
+        ),
+    )
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself or the closest one above it that exists, absolute and with links followed."""
+    path = Path(os.path.realpath(folder))
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def printable(path: Path) -> str:
+    """The path as text that can be stored: names on disk need not be valid text."""
+    return str(path).encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """The first processor's entries."""
+    try:
+        text = (root / "proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for line in text.lstrip().splitlines():
+        key, separator, value = line.partition(":")
+        if not separator:
+            break  # an empty line: the next processor
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _cpu_model(cpuinfo: dict[str, str]) -> str:
+    if "model name" in cpuinfo:
+        return cpuinfo["model name"]
+    if "CPU implementer" in cpuinfo and "CPU part" in cpuinfo:
+        try:
+            implementer, part = int(cpuinfo["CPU implementer"], 16), int(cpuinfo["CPU part"], 16)
+        except ValueError:
+            return platform.machine()
+        return _ARM_CORES.get((implementer, part), f"Arm implementer {implementer:#04x} part {part:#05x}")
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def _sysctl(name: str) -> str:
+    try:
+        answer = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=1, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip()
+
+
+def _cpu_precisions(cpuinfo: dict[str, str]) -> tuple[Precision, ...]:
+    flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    precisions: list[Precision] = ["fp64", "fp32"]
+    if flags & _FP16_FLAGS:
+        precisions.append("fp16")
+    if flags & _BF16_FLAGS:
+        precisions.append("bf16")
+    return tuple(precisions)
+
+
+def _num_numa_nodes(root: Path) -> int:
+    # A node without cores is memory only (a GPU's, on some machines), and nothing can run there.
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return max(1, sum(1 for node in nodes if _stripped(node / "cpulist")))
+
+
+def _stripped(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _host_memory(root: Path) -> tuple[int, int]:
+    found: dict[str, int] = {}
+    for line in _stripped(root / "proc/meminfo").splitlines():
+        fields = line.replace(":", " ").split()
+        if len(fields) >= 2 and fields[1].isdecimal():
+            found[fields[0]] = int(fields[1]) * 1024
+    if "MemTotal" in found and "MemAvailable" in found:
+        return found["MemTotal"], found["MemAvailable"]
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
+
+
+def _shm(root: Path) -> tuple[int, int]:
+    try:
+        space = os.statvfs(root / "dev/shm")
+    except OSError:
+        return 0, 0
+    return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+
+
+def _shm_notes(size: int) -> tuple[Note, ...]:
+    if size >= SMALL_SHM_BYTES or sys.platform == "darwin":
+        return ()
+    return (
+        Note(
+            severity="warning",
+            sentence=f"/dev/shm holds {size / GIB:.2f} GiB; "
+            "data loader workers pass batches through it and die when it is full.",
+            remedy="docker run --shm-size=8g … (outside containers: sudo mount -o remount,size=8G /dev/shm)",
+        ),
+    )
+
+
+def _psutil_mounts() -> tuple[Mount, ...]:
+    try:
+        partitions = psutil.disk_partitions(all=True)
+    except (OSError, psutil.Error):
+        return ()
+    return tuple(Mount("/", partition.mountpoint, partition.fstype) for partition in partitions)
+
+
+def _disk_notes(disk: Disk, existing: Path, no_inodes: bool) -> list[Note]:
+    where = shlex.quote(printable(existing))
+    notes: list[Note] = []
+    if not existing.is_dir():
+        notes.append(
+            Note(
+                severity="problem",
+                sentence=f"The run folder {disk.path} cannot be made: {where} is a file.",
+                remedy=f"mv {where} {where}.old",
+            )
+        )
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        notes.append(
+            Note(
+                severity="problem",
+                sentence=f"The run folder {disk.path} cannot be written: {where} is read-only or not yours.",
+                remedy=f'sudo chown -R "$USER" {where} (or choose another run folder)',
+            )
+        )
+    if no_inodes:
+        notes.append(
+            Note(
+                severity="problem",
+                sentence=f"The disk of the run folder {disk.path} can hold no more files (no inodes left).",
+                remedy=f"df -i {where}, then remove old files",
+            )
+        )
+    if disk.free_bytes < LITTLE_DISK_BYTES:
+        notes.append(
+            Note(
+                severity="problem" if disk.free_bytes < HARDLY_ANY_DISK_BYTES else "warning",
+                sentence=f"The disk of the run folder {disk.path} has {disk.free_bytes / GIB:.1f} GiB free; "
+                "checkpoints may not fit.",
+                remedy=f"du -xh --max-depth=2 {where} | sort -h | tail, then remove what is not needed",
+            )
+        )
+    if disk.is_network:
+        notes.append(
+            Note(
+                severity="info",
+                sentence=f"The run folder {disk.path} is on a network file system ({disk.filesystem}); "
+                "checkpoints may take longer there.",
+                remedy="drivetrain verify measures it; a local disk is usually faster",
+            )
+        )
+    return notes
