@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import startup
+from benchmarks import gpt2, overhead, startup
 from drivetrain.hardware import Hardware, detect
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {"startup": startup.measure}
+BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
+    "startup": startup.measure,
+    "overhead": overhead.measure,
+    "gpt2": gpt2.measure,
+}
+NEEDS_A_GPU = {"gpt2"}
 
 
 def main() -> None:
@@ -27,7 +32,7 @@ def main() -> None:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there is {', '.join(BENCHMARKS)}")
     hardware = detect()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.names or BENCHMARKS:
+    for name in arguments.names or [name for name in BENCHMARKS if hardware.gpus or name not in NEEDS_A_GPU]:
         begin = time.monotonic()
         samples = BENCHMARKS[name]()
         document = {

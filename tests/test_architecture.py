@@ -27,8 +27,9 @@ LAYERS = (
 )
 ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
 
-# The only files that may load drivetrain's modules late. The fourth, and its reason, stand in docs/decisions.md.
-MAY_LOAD_LATE = {"__init__.py", "cli.py", "launch/worker.py", "verify/zygote.py"}
+# The only places that may load modules late: the root, the command table, the strategy table; and the processes of
+# `verify`, whose parent must stay free of torch (docs/decisions.md).
+MAY_LOAD_LATE = {"__init__.py", "cli.py", "launch/worker.py", "verify/child.py", "verify/zygote.py"}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def test_a_boolean_leaves_the_next_word_alone() -> None:
     parser = flag_parser("train", COMMANDS["train"].load())
     parsed = parser.parse(["--compile", "digits"])
     assert parsed.problems == []
-    assert parsed.options == {"recipe": "digits"}
+    assert parsed.options == {"target": "digits"}
     assert [(entry.name, entry.value) for entry in parsed.given] == [("compile.enabled", "true")]
 
 
@@ -120,7 +120,7 @@ def test_all_problems_at_once(capsys, tmp_path: Path) -> None:
         (["config", "--compile=banana"], "true or false"),
         (["check", "--epochs", "3"], "`drivetrain check` does not use it"),
         (["check", "--no-compile"], "`drivetrain check` does not use it"),
-        (["train"], "RECIPE (command line): it is missing"),
+        (["train"], "TARGET (command line): it is missing"),
         (["train", "digit"], "did you mean `digits`?"),
         (["config", "--seed", "1", "--seed", "2"], "set twice"),
         (["config", "--no-compile=true"], "ignored explicit argument"),

@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from drivetrain.api import Result as Result
+    from drivetrain.api import export as export
+    from drivetrain.api import train as train
     from drivetrain.config import Config as Config
     from drivetrain.config import configure as configure
     from drivetrain.core.errors import ConfigError as ConfigError
     from drivetrain.core.errors import DrivetrainError as DrivetrainError
+    from drivetrain.core.hook import Hook as Hook
+    from drivetrain.core.hook import StepContext as StepContext
+    from drivetrain.core.loss import LossSum as LossSum
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
     from drivetrain.hardware import detect as detect
+    from drivetrain.job import Constant as Constant
+    from drivetrain.job import Job as Job
+    from drivetrain.job import WarmupCosine as WarmupCosine
 
 _HOME = {
     "Config": "drivetrain.config",
@@ -28,6 +37,15 @@ _HOME = {
     "Hardware": "drivetrain.hardware",
     "assert_on_device": "drivetrain.hardware",
     "detect": "drivetrain.hardware",
+    "Job": "drivetrain.job",
+    "WarmupCosine": "drivetrain.job",
+    "Constant": "drivetrain.job",
+    "LossSum": "drivetrain.core.loss",
+    "Hook": "drivetrain.core.hook",
+    "StepContext": "drivetrain.core.hook",
+    "Result": "drivetrain.api",
+    "train": "drivetrain.api",
+    "export": "drivetrain.api",
 }
 
 __all__ = ["__version__", *_HOME]

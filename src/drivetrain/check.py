@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drivetrain import __version__
-from drivetrain.config import Config, Flag, Resolved
+from drivetrain.config import Flag, Resolved
 from drivetrain.hardware import GIB, Gpu, Hardware, Note, detect
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 
@@ -36,7 +36,7 @@ class Options(BaseModel):
 
 def run(options: Options, resolved: Resolved) -> int:
     hardware = detect(resolved.config.run.output_dir)
-    settings = choose_settings(hardware, pins_of(resolved.config))
+    settings = choose_settings(hardware, Pins(**resolved.config.pins()))
     ready = is_ready(hardware)
     if options.json_output:
         print(json.dumps(as_document(hardware, settings), indent=2))
@@ -45,20 +45,6 @@ def run(options: Options, resolved: Resolved) -> int:
         console.width = min(console.width, MAX_WIDTH)
         render(console, hardware, settings)
     return 0 if ready else 1
-
-
-def pins_of(config: Config) -> Pins:
-    """What the configuration fixes, in the planner's words."""
-    return Pins(
-        gpu_mode=config.device.mode,
-        device=config.device.device,
-        device_ids=config.device.ids,
-        precision=config.precision.dtype,
-        micro_batch=config.batch.size,
-        accumulation=config.batch.accumulation,
-        num_workers=None if config.data.num_workers == -1 else config.data.num_workers,
-        pin_memory=config.data.pin_memory,
-    )
 
 
 def is_ready(hardware: Hardware) -> bool:

@@ -42,7 +42,7 @@ COMMANDS = {
     "check": Command(
         "drivetrain.check",
         "What is here, what would be used, what is wrong and how to mend it.",
-        (*_PLACE, "precision", "batch", "data"),
+        (*_PLACE, "precision", "batch", "data.num_workers", "data.pin_memory"),
     ),
     "verify": Command(
         "drivetrain.verify",

@@ -1,42 +1,92 @@
-"""A run folder is never overwritten."""
+"""A run folder: continued by its own job, never overwritten by another, never shared."""
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.run_folder import RunFolder, read_job
+
+JOB = {"seed": 1, "global_batch": 8}
 
 
-def test_the_default_name_gets_a_number(tmp_path: Path) -> None:
-    made = [RunFolder.create(tmp_path / "runs", None, "digits").path.name for _ in range(3)]
-    assert made == ["digits", "digits-2", "digits-3"]
+def test_an_unfinished_run_of_the_same_job_is_continued(tmp_path: Path) -> None:
+    first = RunFolder.claim(tmp_path, "mine", JOB)
+    assert not first.is_resumed
+    first.close()
+    again = RunFolder.claim(tmp_path, "mine", JOB)
+    assert again.is_resumed
+    assert again.path == first.path
+    assert read_job(again.path) == JOB
 
 
-def test_a_given_name_must_be_free(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "mine", "digits")
-    folder.write("kept.txt", "work")
-    with pytest.raises(DrivetrainError, match="is there already") as caught:
-        RunFolder.create(tmp_path, "mine", "digits")
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    for expected in ("mine", "mine-2", "mine-3"):
+        folder = RunFolder.claim(tmp_path, "mine", JOB)
+        assert folder.path.name == expected
+        assert not folder.is_resumed
+        folder.finish({})
+        folder.close()
+
+
+def test_another_job_is_refused_with_the_difference(tmp_path: Path) -> None:
+    RunFolder.claim(tmp_path, "mine", JOB).close()
+    with pytest.raises(DrivetrainError, match="seed is 2 now and was 1") as caught:
+        RunFolder.claim(tmp_path, "mine", {**JOB, "seed": 2})
     assert "--name" in caught.value.remedy
-    assert (tmp_path / "mine" / "kept.txt").read_text() == "work"
+    assert RunFolder.claim(tmp_path, "mine", JOB).is_resumed  # and the lock was let go
+
+
+def _try_to_claim(folder: Path, answer) -> None:
+    try:
+        RunFolder.claim(folder, "mine", JOB)
+    except DrivetrainError as error:
+        answer.send(str(error))
+    else:
+        answer.send("claimed")
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    held = RunFolder.claim(tmp_path, "mine", JOB)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    for expected in ("is in use by another run", "claimed"):
+        child = context.Process(target=_try_to_claim, args=(tmp_path, there))
+        child.start()
+        assert expected in here.recv()
+        child.join()
+        held.close()
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("work")
+    with pytest.raises(DrivetrainError, match="no run of drivetrain"):
+        RunFolder.claim(tmp_path, "mine", JOB)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DrivetrainError, match="cannot be made") as caught:
-        RunFolder.create(tmp_path / "file" / "runs", None, "digits")
+        RunFolder.claim(tmp_path / "file" / "runs", "mine", JOB)
     assert "--output-dir" in caught.value.remedy
 
 
 def test_files_are_whole_and_lines_are_json(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, None, "digits")
+    folder = RunFolder.claim(tmp_path, "mine", JOB)
     folder.write("a.txt", "one")
     folder.write("a.txt", "two")
     assert (folder.path / "a.txt").read_text() == "two"
-    for step in range(3):
-        folder.append("steps.jsonl", {"step": step})
-    lines = (folder.path / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
-    assert sorted(path.name for path in folder.path.iterdir()) == ["a.txt", "steps.jsonl"]
+    log = folder.log("steps.jsonl")
+    for step in range(1, 6):
+        log.append({"step": step})
+    with (folder.path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # torn by a crash
+    log.keep_up_to(3)
+    log.append({"step": 4, "again": True})
+    lines = [json.loads(line) for line in (folder.path / "steps.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}]
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "a.txt", "job.yaml", "steps.jsonl"]

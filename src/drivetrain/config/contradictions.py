@@ -32,7 +32,7 @@ def find_contradictions(
     unusable: Collection[str],
     hardware: Callable[[], Hardware] | None,
 ) -> list[Problem]:
-    """Every contradiction among the valid values. A field with an invalid value takes no part: its problem is enough."""
+    """Every contradiction among the valid values. An invalid value takes no part: its own problem is enough."""
     case = _Case(config, given)
     problems = [*_between_values(case)]
     if hardware is not None and any(name in given for name in _NEEDS_THE_MACHINE):

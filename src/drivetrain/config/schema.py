@@ -119,8 +119,52 @@ class DataSection(Section):
     num_workers: Annotated[int, Flag("num-workers")] = Field(
         -1, ge=-1, description="loader processes per rank; -1 is automatic, 0 loads in the training process"
     )
+    path: Annotated[Path | None, Flag("data")] = Field(None, description="file or folder that the recipe reads")
     pin_memory: Annotated[bool | None, Flag("pin-memory")] = Field(
         None, description="page-locked host memory for faster copies (auto: where there is a GPU)"
+    )
+
+
+class CheckpointSection(Section):
+    """What is saved, and how much of it is kept."""
+
+    every: Annotated[int | None, Flag("checkpoint-every")] = Field(
+        None, ge=1, description="optimizer steps between checkpoints (auto: the job's own, else each epoch's end)"
+    )
+    keep_last: Annotated[int | None, Flag("keep-last")] = Field(
+        None, ge=1, description="how many checkpoints stay (auto: the job's own, else 3)"
+    )
+
+
+class DistributedSection(Section):
+    """How several processes work together."""
+
+    backend: Annotated[Literal["auto", "nccl", "gloo"], Flag("backend")] = Field(
+        "auto", description="auto is nccl where each process has a GPU, else gloo"
+    )
+    init_method: Annotated[str | None, Flag("init-method"), Allowed("env://, tcp://HOST:PORT, file:///PATH")] = Field(
+        None, pattern=r"^(env|tcp|file)://", description="where processes meet (default: as the launcher set it)"
+    )
+    timeout_seconds: Annotated[float, Flag("timeout-seconds")] = Field(
+        600, gt=0, allow_inf_nan=False, description="how long a collective may take before the run is stopped"
+    )
+    find_unused_parameters: Annotated[bool, Flag("find-unused-parameters")] = Field(
+        False, description="for models that do not use every parameter in every step"
+    )
+    broadcast_buffers: Annotated[bool, Flag("broadcast-buffers")] = Field(
+        True, description="give all ranks the buffers of rank 0 before each forward"
+    )
+    bucket_cap_mb: Annotated[float | None, Flag("bucket-cap-mb")] = Field(
+        None, gt=0, allow_inf_nan=False, description="size of the gradient buckets (auto: torch's own, 25)"
+    )
+    static_graph: Annotated[bool, Flag("static-graph")] = Field(
+        False, description="promise that every step uses the same parameters"
+    )
+    gradient_as_bucket_view: Annotated[bool, Flag("gradient-as-bucket-view")] = Field(
+        True, description="keep gradients in the buckets: one copy less"
+    )
+    sync_batchnorm: Annotated[bool, Flag("sync-batchnorm")] = Field(
+        False, description="batch statistics over all ranks; needs GPUs"
     )
 
 
@@ -144,3 +188,18 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     data: DataSection = DataSection()
     compile: CompileSection = CompileSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    distributed: DistributedSection = DistributedSection()
+
+    def pins(self) -> dict[str, Any]:
+        """What it fixes of a plan, in the planner's words. `plan` stands beside `config` and does not know it."""
+        return {
+            "gpu_mode": self.device.mode,
+            "device": self.device.device,
+            "device_ids": self.device.ids,
+            "precision": self.precision.dtype,
+            "micro_batch": self.batch.size,
+            "accumulation": self.batch.accumulation,
+            "num_workers": None if self.data.num_workers == -1 else self.data.num_workers,
+            "pin_memory": self.data.pin_memory,
+        }

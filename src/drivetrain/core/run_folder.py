@@ -1,26 +1,42 @@
-"""The folder that everything of one run lands in. Nothing in it is ever overwritten by another run."""
+"""The folder that everything of one run lands in. Only one process writes to it, and never over another run."""
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from drivetrain.core.errors import DrivetrainError
+
+_JOB, _LOCK, _FINISHED = "job.yaml", ".lock", "finished.json"
 
 
 class RunFolder:
-    """`output_dir/name`, made new."""
+    """`output_dir/name`, locked for as long as the object lives."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: int, is_resumed: bool) -> None:
         self.path = path
+        self.is_resumed = is_resumed
+        self._lock = lock
 
     @classmethod
-    def create(cls, output_dir: Path, name: str | None, default_name: str) -> "RunFolder":
-        """A new folder. A name that was given must be free; the default name gets a number where it is taken."""
+    def claim(cls, output_dir: Path, name: str, identity: Mapping[str, Any]) -> "RunFolder":
+        """A new folder, or the one that holds an unfinished run of the same job.
+
+        Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken. Another job's unfinished
+        run is left as it is, and so is a run that another process is working on.
+        """
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            return cls._named(output_dir, name) if name else cls._numbered(output_dir, default_name)
+            number = 1
+            while True:
+                path = output_dir / (name if number == 1 else f"{name}-{number}")
+                if not (path / _FINISHED).exists():
+                    return cls._claim(path, identity)
+                number += 1
         except OSError as error:
             raise DrivetrainError(
                 f"the run folder cannot be made below {output_dir}: {error.strerror}",
@@ -28,27 +44,41 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def _named(cls, output_dir: Path, name: str) -> "RunFolder":
-        try:
-            (output_dir / name).mkdir()
-        except FileExistsError:
+    def _claim(cls, path: Path, identity: Mapping[str, Any]) -> "RunFolder":
+        if path.exists() and not (path / _JOB).exists() and any(entry.name != _LOCK for entry in path.iterdir()):
             raise DrivetrainError(
-                f"{output_dir / name} is there already, and is left as it is",
-                remedy="choose another --name, or move that folder away",
+                f"{path} is there already and is no run of drivetrain's; it is left as it is",
+                remedy="choose another --name or --output-dir",
+            )
+        path.mkdir(exist_ok=True)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with this process, and not inherited by its workers
+        except OSError:
+            os.close(lock)
+            raise DrivetrainError(
+                f"{path} is in use by another run", remedy="wait for it, stop it, or choose another --name"
             ) from None
-        return cls(output_dir / name)
+        folder = cls(path, lock, is_resumed=(path / _JOB).exists())
+        if folder.is_resumed:
+            folder._check_same(identity)
+        else:
+            folder.write(_JOB, yaml.safe_dump(dict(identity), sort_keys=False))
+        return folder
 
-    @classmethod
-    def _numbered(cls, output_dir: Path, default_name: str) -> "RunFolder":
-        number = 1
-        while True:
-            path = output_dir / (default_name if number == 1 else f"{default_name}-{number}")
-            try:
-                path.mkdir()  # fails if another process was faster, so two runs never share a folder
-            except FileExistsError:
-                number += 1
-            else:
-                return cls(path)
+    def _check_same(self, identity: Mapping[str, Any]) -> None:
+        recorded = read_job(self.path)
+        differences = [
+            f"{key} is {identity.get(key)!r} now and was {recorded.get(key)!r}"
+            for key in sorted({*identity, *recorded})
+            if json.loads(json.dumps(identity.get(key))) != recorded.get(key)
+        ]
+        if differences:
+            self.close()
+            raise DrivetrainError(
+                f"{self.path} holds an unfinished run of another job: {'; '.join(differences)}",
+                remedy="choose another --name, or use the same settings to go on with that run",
+            )
 
     def write(self, name: str, content: str | bytes) -> Path:
         """A whole file, or the one before it: never a half."""
@@ -62,7 +92,55 @@ class RunFolder:
         temporary.replace(path)
         return path
 
-    def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """One line of JSON, in one write, so that a crash leaves whole lines."""
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.write(_FINISHED, json.dumps(summary, indent=2) + "\n")
+
+    def log(self, name: str) -> "JsonLines":
+        return JsonLines(self.path / name)
+
+    def close(self) -> None:
+        """Let other processes claim the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """The identity of the job whose run a folder holds; empty where there is none."""
+    try:
+        found = yaml.safe_load((path / _JOB).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DrivetrainError(f"{path / _JOB} cannot be read: {error}", remedy="choose another --name") from None
+    return found if isinstance(found, dict) else {}
+
+
+def is_finished(path: Path) -> bool:
+    return (path / _FINISHED).exists()
+
+
+class JsonLines:
+    """A file of JSON lines. Each line is one write, so that a crash leaves whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        os.write(self._file, (json.dumps(record) + "\n").encode())
+
+    def keep_up_to(self, step: int) -> None:
+        """Drop the lines of steps that are going to be done again, and a torn last line."""
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(self._path)
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,33 +1,96 @@
-"""`drivetrain train RECIPE`: the recipes that come with drivetrain."""
+"""`drivetrain train TARGET`: a recipe that comes with drivetrain, a function of one's own, or a script."""
 
-from typing import Annotated
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from drivetrain.config import Positional, Resolved, nearest
-from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.hardware import detect
-from drivetrain.recipes import digits
+from drivetrain.api import Result, configured, num_trained, train
+from drivetrain.config import Config, Positional, Resolved, nearest
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.job import Job
+from drivetrain.recipes import digits, gpt
 
-RECIPES = {"digits": digits.train}
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named function that returns a job, and what to show when it is trained."""
+
+    job: Callable[[Config], Job]
+    about: str
+    show: Callable[[Result], None] | None = None
+
+
+RECIPES = {
+    "digits": Recipe(digits.job, "a small network on handwritten digits", digits.show),
+    "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
+}
 
 EXAMPLES = (
-    "drivetrain train digits                       handwritten digits, about ten seconds on a CPU",
-    "drivetrain train digits --epochs 5 --seed 1   other values",
-    "drivetrain train digits --config train.yaml   values from a file",
+    "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
+    "drivetrain train digits --epochs 5 --seed 1    other values",
+    "drivetrain train gpt --data book.txt           a small language model on a text of your own",
+    "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
+    "drivetrain train train.py --batch-size 32      a script that calls dt.train",
+    "torchrun --nproc-per-node 2 -m drivetrain train digits    on two processes",
 )
 
 
 class Options(BaseModel):
-    recipe: Annotated[str, Positional()] = Field(description=f"what to train: {', '.join(RECIPES)}")
+    target: Annotated[str, Positional()] = Field(
+        description=f"a recipe ({', '.join(RECIPES)}), `module:function` that returns a dt.Job, or a script"
+    )
 
 
 def run(options: Options, resolved: Resolved) -> int:
-    if options.recipe not in RECIPES:
-        meant = nearest(options.recipe, RECIPES)
-        remedy = f"did you mean `{meant}`?" if meant else f"drivetrain train {next(iter(RECIPES))}"
-        raise ConfigError(
-            [Problem(options.recipe, "there is no such recipe", allowed=", ".join(RECIPES), remedy=remedy)]
-        )
-    RECIPES[options.recipe](resolved, detect(resolved.config.run.output_dir))
+    target, config = options.target, resolved.config
+    if target in RECIPES:
+        recipe = RECIPES[target]
+        result = train(recipe.job(config), config)
+        if recipe.show is not None and result.is_main:
+            recipe.show(result)
+    elif target.endswith(".py"):
+        _run_script(Path(target), config)
+    elif ":" in target:
+        train(_job_of(target, config), config)
+    else:
+        meant = nearest(target, RECIPES)
+        remedy = f"did you mean `{meant}`?" if meant else "drivetrain train digits"
+        allowed = f"{', '.join(RECIPES)}, module:function, or a script that ends in .py"
+        raise ConfigError([Problem(target, "there is no such recipe", allowed=allowed, remedy=remedy)])
     return 0
+
+
+def _run_script(path: Path, config: Config) -> None:
+    if not path.is_file():
+        raise ConfigError([Problem(str(path), "there is no such script", remedy="give the path of a Python file")])
+    before = num_trained()
+    sys.path.insert(0, str(path.parent.absolute()))  # as `python script.py` does
+    with configured(config):
+        runpy.run_path(str(path), run_name="__main__")
+    if num_trained() == before:
+        raise DrivetrainError(f"{path} ended without calling dt.train", remedy="call dt.train(job) in it")
+
+
+def _job_of(target: str, config: Config) -> Job:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DrivetrainError(
+            f"{target} cannot be loaded: {error}", remedy="give `module:function`, importable from this folder"
+        ) from error
+    try:
+        job = found if isinstance(found, Job) else found()
+    except TypeError as error:
+        raise DrivetrainError(
+            f"{target} cannot be called: {error}", remedy="give a function without arguments"
+        ) from error
+    if not isinstance(job, Job):
+        raise DrivetrainError(f"{target} returned {type(job).__name__}", remedy="return a dt.Job")
+    return job

@@ -1,0 +1,137 @@
+"""What the trainer costs per step, against loops written by hand, on one thread of a CPU.
+
+A small network, data in memory, JSON lines on. Runs of the three loops are interleaved, several rounds; what is kept is
+each run's median time per step, so that a busy moment of the machine does not count.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Job
+from drivetrain.api import train
+from drivetrain.config import configure
+
+ROUNDS = 7
+STEPS = 600
+BATCH = 128
+
+
+def measure() -> dict[str, list[float]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        data = TensorDataset(torch.randn(60_000, 64), torch.randint(0, 10, (60_000,)))
+        loops: dict[str, Callable[[TensorDataset], float]] = {
+            "by hand, tensors indexed (µs per step)": by_hand_indexed,
+            "by hand, DataLoader (µs per step)": by_hand_with_loader,
+            "drivetrain (µs per step)": by_drivetrain,
+        }
+        samples: dict[str, list[float]] = {name: [] for name in loops}
+        for _ in range(ROUNDS):
+            for name, loop in loops.items():
+                samples[name].append(loop(data) * 1e6)
+        indexed, loader, ours = samples.values()
+        samples["overhead against indexing by hand (µs per step)"] = [b - a for a, b in zip(indexed, ours, strict=True)]
+        samples["overhead against a DataLoader by hand (µs per step)"] = [
+            b - a for a, b in zip(loader, ours, strict=True)
+        ]
+        return samples
+    finally:
+        torch.set_num_threads(threads)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def loss_of(network: nn.Module, batch: list[Tensor]) -> Tensor:
+    return functional.cross_entropy(network(batch[0]), batch[1])
+
+
+class Stopwatch:
+    """Times between the ends of steps."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def median(self) -> float:
+        differences = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return statistics.median(differences[50:])
+
+
+def by_hand_indexed(data: TensorDataset) -> float:
+    """The leanest loop there is: a permutation, tensors indexed by it, a fused optimizer, one line of JSON a step."""
+    inputs, labels = data.tensors
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    watch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.open(Path(folder) / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        order = torch.randperm(len(data))
+        for step in range(STEPS):
+            chosen = order[step * BATCH % 50_000 : step * BATCH % 50_000 + BATCH]
+            _step(network, optimizer, [inputs[chosen], labels[chosen]], log, step)
+            watch.mark()
+        os.close(log)
+    return watch.median()
+
+
+def by_hand_with_loader(data: TensorDataset) -> float:
+    """As most people write it."""
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    watch = Stopwatch()
+    step = 0
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.open(Path(folder) / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        while step < STEPS:
+            for batch in DataLoader(data, BATCH, shuffle=True, drop_last=True):
+                _step(network, optimizer, batch, log, step)
+                watch.mark()
+                step += 1
+                if step == STEPS:
+                    break
+        os.close(log)
+    return watch.median()
+
+
+def _step(network: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor], log: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss = loss_of(network, batch)
+    loss.backward()
+    optimizer.step()
+    os.write(log, (json.dumps({"step": step, "loss": float(loss.detach())}) + "\n").encode())
+
+
+def by_drivetrain(data: TensorDataset) -> float:
+    watch = Stopwatch()
+
+    def timed_loss(network: nn.Module, batch: list[Tensor]) -> Tensor:
+        watch.mark()  # once per step, as there is one micro-batch
+        return loss_of(network, batch)
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            name="overhead",
+            model=model,
+            data=data,
+            loss=timed_loss,
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+            global_batch=BATCH,
+            max_steps=STEPS,
+        )
+        train(job, configure(output_dir=folder, gpu_mode="cpu"), quiet=True)
+    return watch.median()

@@ -1,0 +1,25 @@
+"""Checkpoints: named tensors and JSON in a folder that is valid or does not exist. It knows nothing of models."""
+
+from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
+from drivetrain.checkpoint.checkpointer import Checkpointer
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
+from drivetrain.checkpoint.export import export
+from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.manifest import FORMAT_VERSION
+from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
+from drivetrain.core.state import Shard
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Checkpoint",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "Checkpointer",
+    "Files",
+    "NewerFormatError",
+    "Shard",
+    "TensorInfo",
+    "export",
+    "refuse_unstorable_meta",
+    "refuse_unstorable_shards",
+]

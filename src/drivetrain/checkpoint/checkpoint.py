@@ -1,0 +1,193 @@
+"""A checkpoint that is there, verified: any range of any of its tensors, whatever world wrote it."""
+
+import contextlib
+import errno
+import hashlib
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.box import Box
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredTensor
+from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
+
+MOST_OPEN_FILES = 64  # a checkpoint of thousands of ranks must not use up the process's file descriptors
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """`open` gives one whose every byte was compared with its hash."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self._manifest = manifest
+        self._open_files: dict[str, TensorFile] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> "Checkpoint":
+        """Not collective: this process alone verifies all of it."""
+        checkpoint = cls(path, read_manifest(path))
+        checkpoint.verify(checkpoint.files)
+        return checkpoint
+
+    @property
+    def step(self) -> int:
+        return self._manifest.step
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return self._manifest.meta
+
+    @property
+    def format_version(self) -> int:
+        return self._manifest.format_version
+
+    @property
+    def world_size(self) -> int:
+        """Of the run that wrote it."""
+        return self._manifest.world_size
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(self._manifest.files)
+
+    @cached_property
+    def keys(self) -> Mapping[str, TensorInfo]:
+        return {key: TensorInfo(DTYPES[t.dtype], t.shape) for key, t in self._manifest.tensors.items()}
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """A range of the global tensor: from `offsets` (default: its start), of `shape` (default: all that is left).
+
+        A new tensor on the CPU, put together from the stored parts that reach into the range.
+        """
+        stored = self._stored(key)
+        start = tuple(offsets) if offsets is not None else (0,) * len(stored.shape)
+        if shape is None and len(start) == len(stored.shape):
+            shape = [total - first for total, first in zip(stored.shape, start, strict=True)]
+        wanted = Box(start, tuple(shape or ()))
+        if not wanted.fits_in(stored.shape):
+            raise CheckpointError(
+                f"the range at {list(wanted.offsets)} of shape {list(wanted.shape)} is not inside the tensor {key!r}"
+                f" of shape {list(stored.shape)}",
+                remedy="ask for a range inside the tensor",
+                path=self.path,
+            )
+        result = torch.empty(wanted.shape, dtype=DTYPES[stored.dtype])
+        for part in stored.parts:
+            if common := part.box.intersection(wanted):
+                piece = self._file(part.file).read(part.name, common.slices_in(part.box))
+                result[common.slices_in(wanted)].copy_(piece)
+        return result
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Raises a CheckpointDamagedError if a file is not what was written, or not what the manifest says."""
+        for name in names:
+            expected, path = self._manifest.files[name], self.path / name
+            size, sha256 = _fingerprint(path)
+            if size != expected.size:
+                raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
+            if sha256 != expected.sha256:
+                raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
+            file = self._file(name)
+            for key, part_name, code, shape in self._parts_by_file[name]:
+                if file.layout(part_name) != (code, shape):
+                    raise CheckpointDamagedError(
+                        f"{path} does not hold the part {part_name!r} of {key!r} as {code} {list(shape)}", path=path
+                    )
+
+    def close(self) -> None:
+        """Lets go of the files; the next `read` opens them again."""
+        self._open_files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @cached_property
+    def _parts_by_file(self) -> dict[str, list[tuple[str, str, str, tuple[int, ...]]]]:
+        by_file: dict[str, list[tuple[str, str, str, tuple[int, ...]]]] = {name: [] for name in self._manifest.files}
+        for key, tensor in self._manifest.tensors.items():
+            for part in tensor.parts:
+                by_file[part.file].append((key, part.name, tensor.dtype, part.shape))
+        return by_file
+
+    def _stored(self, key: str) -> StoredTensor:
+        try:
+            return self._manifest.tensors[key]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.path} holds no tensor {key!r}",
+                remedy=f"`keys` lists the {len(self._manifest.tensors)} that it holds",
+                path=self.path,
+            ) from None
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open_files:
+            if len(self._open_files) >= MOST_OPEN_FILES:
+                self._open_files.clear()
+            with _reading(self.path / name):
+                self._open_files[name] = TensorFile(self.path / name)
+        return self._open_files[name]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Of the checkpoint in this folder."""
+    file = path / MANIFEST_NAME
+    with _reading(file):
+        size = _size_of_plain_file(file)
+        if size > LARGEST_MANIFEST_BYTES:
+            raise CheckpointDamagedError(
+                f"{file} has {size} bytes; a manifest has {LARGEST_MANIFEST_BYTES} at most", path=file
+            )
+        return Manifest.unsealed(file.read_bytes(), file)
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    with _reading(path):
+        size = _size_of_plain_file(path)
+        with path.open("rb") as file:
+            return size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size_of_plain_file(path: Path) -> int:
+    """Asked before opening: a pipe in its place would block for ever."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamagedError(f"{path} is not a file", path=path)
+    return status.st_size
+
+
+# The disk or the folder lost something. Other errors (no permission, a server that does not answer, too many files)
+# say nothing about the checkpoint: nothing may be set aside because of them.
+_SIGNS_OF_DAMAGE = {errno.ENOENT, errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENODATA, errno.EUCLEAN}
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise CheckpointDamagedError(f"{path} is missing", path=path) from None
+        if error.errno in _SIGNS_OF_DAMAGE:
+            raise CheckpointDamagedError(f"{path} cannot be read: {error.strerror}", path=path) from None
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}", remedy="make it readable and start again", path=path
+        ) from None

@@ -1,0 +1,352 @@
+"""Saves, finds and prunes the checkpoints of one run. A checkpoint is valid or it does not exist.
+
+    checkpoints/step-00000120/rank-00000.safetensors, …, manifest.json
+
+A save writes into a new hidden folder: every rank its file, then rank 0 the manifest. One rename makes it a checkpoint,
+and only when that is on the disk are older ones removed; a removal starts with a rename, too. So a crash at any point
+leaves whole checkpoints and hidden leftovers, which the next start removes. A step that is there already is never
+replaced: between the two renames that it takes, a crash would leave neither.
+
+All ranks use one shared folder and call every collective method together. What goes wrong on one rank is raised on all.
+"""
+
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.checkpoint.failure import Failure
+from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    Part,
+    StoredFile,
+    StoredTensor,
+    file_name,
+    merged_tensors,
+)
+from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
+from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, encoded
+from drivetrain.core.state import Shard
+from drivetrain.core.value import Value
+from drivetrain.core.world import World
+
+T = TypeVar("T")
+
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,18}\.corrupt(-[0-9]+)?")
+_LEFTOVER = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]{16}|\.trash-step-[0-9]{8,18}-[0-9a-f]{16}")
+
+
+def step_folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class RankReport(Value):
+    """What a rank wrote, or why it could not."""
+
+    failure: Failure | None = None
+    file: StoredFile | None = None  # none for a rank that has no data
+    tensors: tuple[tuple[str, StoredTensor], ...] = ()  # with this rank's parts only; a key may come several times
+
+
+class Checkpointer:
+    """Made by all ranks together; the folder is made, and the leftovers of a crash are removed from it."""
+
+    def __init__(self, folder: Path, world: World, keep_last: int = 3, *, files: Files | None = None) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
+        self.folder = folder
+        self.problems: list[str] = []  # what was found and did not stop the run, in words; grows, never shrinks
+        self._world, self._keep_last, self._files = world, keep_last, files or Files()
+        self._pinned: set[int] = set()
+        self._closed = False
+        self.problems += self._decided_by_main(self._prepare_folder, "checkpoints cannot be kept")
+
+    def save(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> Path:
+        """Collective. When this returns, the checkpoint is on the disk.
+
+        The parts that all ranks hand in must hold every element of every tensor exactly once; `meta` (JSON) is taken
+        from rank 0. A CheckpointError, on all ranks alike, means that there is no such checkpoint, and that the ones
+        before it are as they were.
+        """
+        self._refuse_closed()
+        doing = f"step {step} cannot be saved"
+        needed_bytes = self._agree_on_what_is_saved(step, shards, meta, doing)
+        name, free_bytes = self._decided_by_main(lambda: self._begin(step), doing, needed_bytes)
+        draft = self.folder / name
+        try:
+            report = self._write(draft, shards)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
+            report = RankReport(failure=Failure.of(error, self.folder, doing, needed_bytes, free_bytes))
+        reports = [RankReport.from_json(text) for text in self._world.gather(report.model_dump_json())]
+        self.problems += self._decided_by_main(
+            lambda: self._commit(step, draft, reports, meta), doing, needed_bytes, free_bytes
+        )
+        return self.folder / step_folder_name(step)
+
+    def latest(self) -> Checkpoint | None:
+        """Collective. The newest valid checkpoint, the same on all ranks; None if there never was one.
+
+        Every byte is compared with its hash, the files divided among the ranks. A damaged checkpoint is renamed to
+        `….corrupt` and named in `problems`, and the one before it is looked at. If damaged ones are all there is, that
+        is an error: starting anew would throw away a run in silence. So is one of a newer format, which stays as it is.
+        """
+        self._refuse_closed()
+        damaged: set[int] = set()
+        while True:
+            there = self._decided_by_main(self.steps, "checkpoints cannot be listed")
+            step = max((step for step in there if step not in damaged), default=None)
+            if step is None:
+                self._refuse_to_start_anew(damaged)
+                return None
+            checkpoint, own_failure = self._examine(step)
+            failures = self._failures(own_failure)
+            found = Failure.joined(failures)
+            if checkpoint is not None and found is None:
+                return checkpoint
+            for failure in failures:
+                if failure is not None and failure.kind != "damaged":
+                    raise failure.error()
+            damaged.add(step)
+            self.problems.append(self._set_aside(step, found.message if found else ""))
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, as this rank sees the folder; ascending. They are not verified."""
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        found = (_STEP_FOLDER.fullmatch(name) for name in names)
+        return sorted(step for match in found if match and step_folder_name(step := int(match[1])) == match[0])
+
+    def pin(self, step: int) -> None:
+        """Never prune this one. A pin lives as long as this object; what rank 0 pinned counts."""
+        self._pinned.add(step)
+
+    def unpin(self, step: int) -> None:
+        self._pinned.discard(step)
+
+    def close(self) -> None:
+        """No save after this. Every save that returned is on the disk already."""
+        self._closed = True
+
+    # Saving
+
+    def _agree_on_what_is_saved(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any], doing: str) -> int:
+        """The bytes of all ranks' tensors. Nothing is written before all ranks have something that can be."""
+        failure, num_bytes = None, 0
+        try:
+            if not 0 <= step < 10**18:
+                raise CheckpointError(f"a step cannot be {step}", remedy="count steps from 0")
+            refuse_unstorable_shards(shards)
+            if self._world.is_main:
+                refuse_unstorable_meta(meta)
+            num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
+            failure = Failure.of(error, self.folder, doing)
+        if found := Failure.joined(self._failures(failure)):
+            raise found.error()
+        answers = self._world.gather([step, num_bytes])
+        steps = sorted({answer[0] for answer in answers})
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"the ranks save different steps: {', '.join(map(str, steps))}",
+                remedy="this is a mistake in the training loop: ranks have to save together",
+            )
+        return sum(answer[1] for answer in answers)
+
+    def _begin(self, step: int) -> tuple[str, int]:
+        """On rank 0. The name of a new folder to write into, and the bytes that were free before."""
+        final = self.folder / step_folder_name(step)
+        if final.exists() or final.is_symlink():
+            raise CheckpointError(
+                f"{final} is there already, and is left as it is",
+                remedy="save each step once; to save it anew, move that folder away",
+                path=final,
+            )
+        name = f".{final.name}.tmp-{secrets.token_hex(8)}"
+        free_bytes = shutil.disk_usage(self.folder).free
+        self._files.make_folder(self.folder / name)
+        return name, free_bytes
+
+    def _write(self, draft: Path, shards: Sequence[Shard]) -> RankReport:
+        """This rank's file."""
+        name = file_name(self._world.rank)
+        tensors: list[tuple[str, StoredTensor]] = []
+        entries: list[Entry] = []
+        taken = {RESERVED_NAME}
+        for shard in shards:
+            code, shape = CODES[shard.tensor.dtype], tuple(shard.tensor.shape)
+            parts: tuple[Part, ...] = ()
+            if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still told
+                inner_name = _free_name(shard.key, taken)
+                taken.add(inner_name)
+                entries.append(Entry(inner_name, code, shape, shard.tensor.detach))
+                parts = (Part(file=name, name=inner_name, offsets=tuple(shard.offsets), shape=shape),)
+            tensors.append((shard.key, StoredTensor(dtype=code, shape=tuple(shard.global_shape), parts=parts)))
+        if not entries:
+            return RankReport(tensors=tuple(tensors))
+        written = self._files.write_file(draft / name, encoded(entries))
+        return RankReport(tensors=tuple(tensors), file=StoredFile(size=written.size, sha256=written.sha256))
+
+    def _commit(self, step: int, draft: Path, reports: Sequence[RankReport], meta: Mapping[str, Any]) -> list[str]:
+        """On rank 0. From a folder of files to a checkpoint, or back to nothing."""
+        final = self.folder / step_folder_name(step)
+        renamed = False
+        try:
+            if failure := Failure.joined([report.failure for report in reports]):
+                raise failure.error()
+            manifest = Manifest(
+                format_version=FORMAT_VERSION,
+                step=step,
+                world_size=self._world.size,
+                meta=dict(meta),
+                files={file_name(rank): report.file for rank, report in enumerate(reports) if report.file},
+                tensors=merged_tensors([report.tensors for report in reports]),
+            )
+            if problem := manifest.problem():
+                raise CheckpointError(
+                    f"the parts that the ranks handed in do not make whole tensors: {problem}",
+                    remedy="hand in each element once: replicated tensors on one rank, sharded ones part by part",
+                )
+            self._files.write_file(draft / MANIFEST_NAME, [manifest.sealed()])
+            self._files.fsync_folder(draft)
+            self._files.rename(draft, final)
+            renamed = True
+            self._files.fsync_folder(self.folder)
+        except BaseException:
+            self._discard(final if renamed else draft)
+            raise
+        return self._prune(step)
+
+    def _discard(self, path: Path) -> None:
+        """A failed save leaves nothing behind. If even this fails, the first error is still the news."""
+        try:
+            if _STEP_FOLDER.fullmatch(path.name):
+                self._remove_checkpoint(path)
+            else:
+                self._files.remove_tree(path)
+        except OSError as error:
+            self.problems.append(f"{path} could not be removed: {error.strerror}")
+
+    def _prune(self, just_saved: int) -> list[str]:
+        """On rank 0. A checkpoint that cannot be removed costs space, not the run."""
+        problems = []
+        try:
+            steps = self.steps()
+        except OSError as error:
+            return [f"old checkpoints could not be listed: {error.strerror}"]
+        kept = {*steps[-self._keep_last :], *self._pinned, just_saved}
+        for step in steps:
+            path = self.folder / step_folder_name(step)
+            try:
+                if step not in kept:
+                    self._remove_checkpoint(path)
+            except OSError as error:
+                problems.append(f"{path} could not be removed: {error.strerror}")
+        return problems
+
+    def _remove_checkpoint(self, path: Path) -> None:
+        """Renamed first: a crash inside the removal must leave no half checkpoint under a valid name."""
+        trash = self.folder / f".trash-{path.name}-{secrets.token_hex(8)}"
+        self._files.rename(path, trash)
+        self._files.remove_tree(trash)
+
+    def _prepare_folder(self) -> list[str]:
+        """On rank 0. Only names that a save or a removal gave are touched."""
+        self.folder.mkdir(mode=0o775, parents=True, exist_ok=True)
+        problems = []
+        for path in list(self.folder.iterdir()):
+            try:
+                if _LEFTOVER.fullmatch(path.name):
+                    self._files.remove_tree(path)
+            except OSError as error:
+                problems.append(f"{path}, left by a crash, could not be removed: {error.strerror}")
+        return problems
+
+    # Finding
+
+    def _examine(self, step: int) -> tuple[Checkpoint | None, Failure | None]:
+        """This rank's share of the verification: the manifest, and every n-th file."""
+        path = self.folder / step_folder_name(step)
+        try:
+            checkpoint = Checkpoint(path, read_manifest(path))
+            if checkpoint.step != step:
+                raise CheckpointDamagedError(f"{path} holds step {checkpoint.step}", path=path)
+            checkpoint.verify(checkpoint.files[self._world.rank :: self._world.size])
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
+            return None, Failure.of(error, path, "it cannot be verified")
+        return checkpoint, None
+
+    def _set_aside(self, step: int, reason: str) -> str:
+        """Out of the way but not gone: what is left in it may be worth a lot to someone."""
+        path = self.folder / step_folder_name(step)
+
+        def rename() -> str:
+            number, target = 1, path.with_name(f"{path.name}.corrupt")
+            while target.exists():
+                number += 1
+                target = path.with_name(f"{path.name}.corrupt-{number}")
+            try:
+                self._files.rename(path, target)
+                self._files.fsync_folder(self.folder)
+            except OSError as error:
+                return f"could not be set aside ({error.strerror})"
+            return f"was set aside as {target.name}"
+
+        outcome = self._decided_by_main(rename, "a damaged checkpoint cannot be set aside")
+        return f"{path.name} is damaged and {outcome}: {reason}"
+
+    def _refuse_to_start_anew(self, damaged: set[int]) -> None:
+        def set_aside_before() -> list[str]:
+            return [path.name for path in self.folder.iterdir() if _SET_ASIDE.fullmatch(path.name)]
+
+        names = self._decided_by_main(set_aside_before, "checkpoints cannot be listed")
+        if names or damaged:
+            reasons = "".join(f"\n  {problem}" for problem in self.problems)
+            raise CheckpointError(
+                f"there is no valid checkpoint in {self.folder}, only damaged ones:"
+                f" {', '.join(sorted(names)) or ', '.join(map(step_folder_name, sorted(damaged)))}{reasons}",
+                remedy="restore one from a copy; or move the damaged ones away to start anew",
+                path=self.folder,
+            )
+
+    # Agreement
+
+    def _decided_by_main(
+        self, decide: Callable[[], T], doing: str, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> T:
+        """What rank 0 found or did, or its error, on all ranks. What is decided must be JSON."""
+        answer: dict[str, Any] = {}
+        if self._world.is_main:
+            try:
+                answer["value"] = decide()
+            except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
+                answer["failure"] = Failure.of(error, self.folder, doing, needed_bytes, free_bytes).model_dump()
+        answer = self._world.agree(answer)
+        if "failure" in answer:
+            raise Failure.model_validate(answer["failure"]).error()
+        value: T = answer["value"]
+        return value
+
+    def _failures(self, own: Failure | None) -> list[Failure | None]:
+        """Every rank's, in the order of ranks."""
+        records = self._world.gather(own.model_dump() if own else None)
+        return [Failure.model_validate(record) if record else None for record in records]
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the checkpoints in {self.folder} were closed", remedy="close after the last save")
+
+
+def _free_name(key: str, taken: set[str]) -> str:
+    """The key, so that other tools show it; numbered where one rank holds several parts of it."""
+    name, number = key, 1
+    while name in taken:
+        number += 1
+        name = f"{key}#{number}"
+    return name

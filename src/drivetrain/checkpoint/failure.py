@@ -1,0 +1,73 @@
+"""An error that travels: what went wrong on one rank, in JSON, so that it can be raised on all."""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
+from drivetrain.core.value import Value
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_KINDS = {"damaged": CheckpointDamagedError, "newer": NewerFormatError, "other": CheckpointError}
+
+
+class Failure(Value):
+    message: str
+    remedy: str = ""
+    path: str = ""
+    needed_bytes: int | None = None
+    free_bytes: int | None = None
+    kind: Literal["damaged", "newer", "other"] = "other"
+
+    @classmethod
+    def of(
+        cls, error: Exception, folder: Path, doing: str, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> "Failure":
+        if isinstance(error, CheckpointError):
+            damaged, newer = isinstance(error, CheckpointDamagedError), isinstance(error, NewerFormatError)
+            return cls(
+                message=error.message,
+                remedy=error.remedy,
+                path=str(error.path or folder),
+                needed_bytes=error.needed_bytes,
+                free_bytes=error.free_bytes,
+                kind="damaged" if damaged else "newer" if newer else "other",
+            )
+        start = f"{doing} in {folder}"
+        if not isinstance(error, OSError):
+            return cls(message=f"{start}: {type(error).__name__}: {error}", path=str(folder))
+        if error.errno not in _NO_SPACE or needed_bytes is None:
+            remedy = "make that folder writable, or name another one"
+            return cls(message=f"{start}: {error.strerror or error}", path=str(folder), remedy=remedy)
+        free = "" if free_bytes is None else f", and {free_bytes} were free when it began"
+        return cls(
+            message=f"{start}: {error.strerror}; it needs {needed_bytes} bytes{free}",
+            remedy="free space there, keep fewer checkpoints, or name another folder; older ones are as they were",
+            path=str(folder),
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )
+
+    @classmethod
+    def joined(cls, by_rank: Sequence["Failure | None"]) -> "Failure | None":
+        """One for all ranks, with the words of each rank that failed; None if none did."""
+        ranks: dict[str, list[int]] = {}
+        for rank, failure in enumerate(by_rank):
+            if failure is not None:
+                ranks.setdefault(failure.message, []).append(rank)
+        first = next((failure for failure in by_rank if failure is not None), None)
+        if first is None or len(by_rank) == 1:
+            return first
+        told = [f"rank {', '.join(map(str, numbers))}: {message}" for message, numbers in ranks.items()]
+        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+        return first.model_copy(update={"message": "; ".join(told[:3]) + more})
+
+    def error(self) -> CheckpointError:
+        return _KINDS[self.kind](
+            self.message,
+            remedy=self.remedy,
+            path=Path(self.path) if self.path else None,
+            needed_bytes=self.needed_bytes,
+            free_bytes=self.free_bytes,
+        )

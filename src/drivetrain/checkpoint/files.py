@@ -1,0 +1,74 @@
+"""Everything that a save changes on the disk goes through here, one operation at a time.
+
+The crash tests kill the process before, inside and after each of these operations; so an operation that is not here is
+one that is not tested.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+CHUNK_BYTES = 16 * 2**20  # hashed while it is in the cache, then written
+
+
+@dataclass(frozen=True)
+class Written:
+    size: int
+    sha256: str
+
+
+class Files:
+    """Modes follow the umask, but nothing is ever writable by everyone."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(mode=0o775)
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+        """A new file that is on the disk when this returns. The hash is of what was to be written."""
+        digest, size = hashlib.sha256(), 0
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
+        with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123  (a path cannot be opened with these flags)
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                size += len(view)
+                for start in range(0, len(view), CHUNK_BYTES):
+                    left = view[start : start + CHUNK_BYTES]
+                    digest.update(left)
+                    while left:  # the system may take less than it was given
+                        left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        return Written(size, digest.hexdigest())
+
+    def fsync_folder(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def remove_file(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()
+
+    def remove_tree(self, path: Path) -> None:
+        """With all in it. What another process removes at the same time is no error."""
+        try:
+            with os.scandir(path) as entries:
+                inside = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
+        except FileNotFoundError:
+            return
+        for inner, is_folder in inside:
+            if is_folder:
+                self.remove_tree(inner)
+            else:
+                self.remove_file(inner)
+        self.remove_folder(path)

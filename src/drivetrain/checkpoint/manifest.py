@@ -1,0 +1,162 @@
+"""The manifest: what is in a checkpoint, in which files, with which hashes. It is written last.
+
+The file is `{"sha256":"…","manifest":{…}}`, one line of JSON. The hash is over the exact bytes of the inner object and
+is compared before anything is parsed, so that a flipped bit anywhere in the file is found. This envelope, and
+`format_version` in it, stay the same in all formats to come: an older drivetrain can tell a newer checkpoint from a
+damaged one.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from drivetrain.checkpoint.box import Box, tiling_problem
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
+from drivetrain.checkpoint.tensor_file import DTYPES
+from drivetrain.core.value import Value
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+LARGEST_MANIFEST_BYTES = 256 * 2**20
+LARGEST_TENSOR_BYTES = 2**63 - 1
+MOST_DIMENSIONS = 64
+
+_OPENING = b'{"sha256":"'
+_BETWEEN = b'","manifest":'
+_CLOSING = b"}\n"
+_BODY_START = len(_OPENING) + 64 + len(_BETWEEN)
+_FILE_NAME = re.compile(
+    r"rank-[0-9]{5,9}\.safetensors"
+)  # no separator, no `..`: nothing outside the folder is ever opened
+
+Size = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+class StoredFile(Value):
+    size: Size
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Part(Value):
+    """A box of a tensor, and where its data is."""
+
+    file: str
+    name: str  # in the file
+    offsets: tuple[Size, ...]
+    shape: tuple[Size, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.shape)
+
+
+class StoredTensor(Value):
+    dtype: str  # as safetensors writes it: `BF16`
+    shape: tuple[Size, ...]  # of the whole
+    parts: tuple[Part, ...]  # that hold each element once; none for a tensor without elements
+
+
+class Manifest(Value):
+    format_version: int
+    step: Size
+    world_size: Annotated[int, Field(ge=1)]
+    meta: dict[str, Any]
+    files: dict[str, StoredFile]
+    tensors: dict[str, StoredTensor]
+
+    def problem(self) -> str:
+        """Empty if all of it fits together. Nothing is allocated or opened before this was asked."""
+        for name in self.files:
+            if not _FILE_NAME.fullmatch(name):
+                return f"{name!r} is not the name of a file in a checkpoint"
+        return next((f"the tensor {key!r}: {p}" for key, t in self.tensors.items() if (p := self._problem_of(t))), "")
+
+    def _problem_of(self, tensor: StoredTensor) -> str:
+        if tensor.dtype not in DTYPES:
+            return f"its type {tensor.dtype!r} is unknown"
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            return f"it has {len(tensor.shape)} dimensions"
+        # Sizes of 0 are left out, so that [0, 2**62, 2**62], which torch cannot make, is refused, too.
+        if math.prod(size for size in tensor.shape if size) * DTYPES[tensor.dtype].itemsize > LARGEST_TENSOR_BYTES:
+            return f"its shape {list(tensor.shape)} is impossible"
+        for part in tensor.parts:
+            if part.file not in self.files:
+                return f"its part is in {part.file!r}, which is not one of the files"
+            if not part.box.fits_in(tensor.shape):
+                return (
+                    f"its part at {list(part.offsets)} of shape {list(part.shape)} reaches out of {list(tensor.shape)}"
+                )
+        return tiling_problem(tensor.shape, [part.box for part in tensor.parts])
+
+    def sealed(self) -> bytes:
+        """The content of the file."""
+        body = self.model_dump_json().encode()
+        content = b"".join((_OPENING, _hash(body), _BETWEEN, body, _CLOSING))
+        if len(content) > LARGEST_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"the manifest would take {len(content)} bytes; {LARGEST_MANIFEST_BYTES} are allowed",
+                remedy="store large state as tensors, not in meta",
+            )
+        return content
+
+    @classmethod
+    def unsealed(cls, content: bytes, path: Path) -> "Manifest":
+        """From a file's content, with all that can be told without looking at other files."""
+        body = content[_BODY_START : -len(_CLOSING)]
+        if content != b"".join((_OPENING, _hash(body), _BETWEEN, body, _CLOSING)):
+            raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
+        try:
+            version = _AnyVersion.model_validate_json(body, strict=True).format_version
+            if version > FORMAT_VERSION:
+                raise NewerFormatError(
+                    f"{path} has checkpoint format {version}; this drivetrain reads formats up to {FORMAT_VERSION}",
+                    remedy="install the drivetrain that wrote it, or a newer one; the checkpoint is left as it is",
+                    path=path,
+                )
+            manifest = cls.model_validate_json(body, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(step) for step in first["loc"])
+            raise CheckpointDamagedError(f"{path} is no manifest: {where}: {first['msg']}", path=path) from None
+        if problem := manifest.problem():
+            raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
+        return manifest
+
+
+class _AnyVersion(BaseModel):
+    """All that can be asked of a manifest of any format."""
+
+    format_version: Annotated[int, Field(ge=1)]
+
+
+def _hash(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
+
+
+def merged_tensors(by_rank: Sequence[Sequence[tuple[str, StoredTensor]]]) -> dict[str, StoredTensor]:
+    """The tensors by key, each with the parts of all ranks."""
+    first_seen: dict[str, tuple[int, StoredTensor]] = {}
+    parts: dict[str, list[Part]] = {}
+    for rank, tensors in enumerate(by_rank):
+        for key, tensor in tensors:
+            first_rank, first = first_seen.setdefault(key, (rank, tensor))
+            if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+                raise CheckpointError(
+                    f"the tensor {key!r} is {tensor.dtype} {list(tensor.shape)} on rank {rank},"
+                    f" but {first.dtype} {list(first.shape)} on rank {first_rank}",
+                    remedy="hand in the parts of one tensor with the same type and global shape on all ranks",
+                )
+            parts.setdefault(key, []).extend(tensor.parts)
+    return {
+        key: StoredTensor(dtype=tensor.dtype, shape=tensor.shape, parts=tuple(parts[key]))
+        for key, (_, tensor) in first_seen.items()
+    }

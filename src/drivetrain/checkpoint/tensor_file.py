@@ -1,0 +1,112 @@
+"""A safetensors file, written as a stream and read by ranges.
+
+safetensors' own `save_file` wants every tensor in host memory at once and leaves the hash to a second reading. Here one
+tensor at a time comes from its device, and what is hashed is what was to be written, not what the disk gives back.
+Reading is the library's.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+LARGEST_HEADER_BYTES = 100_000_000  # the library refuses to read a longer one
+RESERVED_NAME = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file that is to be written; its data is asked for when its turn comes."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.code].itemsize
+
+
+def encoded(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+    """The bytes of a safetensors file, piece by piece."""
+    # Wide elements first, as the library does: then each tensor starts at a multiple of its element's size.
+    ordered = sorted(entries, key=lambda entry: -DTYPES[entry.code].itemsize)
+    header: dict[str, Any] = {RESERVED_NAME: dict(metadata)} if metadata else {}
+    position = 0
+    for entry in ordered:
+        end = position + entry.num_bytes
+        header[entry.name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > LARGEST_HEADER_BYTES:
+        raise CheckpointError(
+            f"{len(entries)} tensors are too many for one file: the table of their names takes {len(text)} bytes",
+            remedy="hand them in on more ranks, or under shorter names",
+        )
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for entry in ordered:
+        if entry.num_bytes:
+            yield _bytes_of(entry.load())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements in order; the host waits for the device here."""
+    on_host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return on_host.reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A file that is there. Ranges come from a memory map, so a slice costs a slice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            opener: Any = safe_open  # its methods carry no types
+            self._open = opener(str(path), framework="pt")
+            self._names = frozenset(self._open.keys())
+        except SafetensorError as error:
+            raise CheckpointDamagedError(f"{path} is not a safetensors file: {error}", path=path) from None
+
+    def layout(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """The type code and shape of a tensor; None if it is not in the file."""
+        if name not in self._names:
+            return None
+        view = self._open.get_slice(name)
+        return view.get_dtype(), tuple(view.get_shape())
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        try:
+            tensor: Tensor = self._open.get_slice(name)[slices] if slices else self._open.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointDamagedError(f"{name} cannot be read from {self.path}: {error}", path=self.path) from None
+        return tensor

@@ -1,0 +1,137 @@
+"""Who works together: rank, size, device, and the few collectives that decisions need.
+
+One process is a world of one, not a special case: the same calls work and cost nothing. What travels is JSON or
+tensors, never pickled objects.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.core.errors import DrivetrainError
+
+
+class World:
+    """The processes of a run. `join()` makes one from the environment that a launcher sets."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if size > 1 and group is None:
+            raise ValueError("a world of several processes needs their process group")
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+        self.device = device or torch.device("cpu")
+        self.group = group
+        self._owns_group = False
+
+    @classmethod
+    def join(
+        cls,
+        devices: Sequence[torch.device],
+        *,
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout_seconds: float = 600,
+    ) -> "World":
+        """Join the world that `RANK`, `WORLD_SIZE` and `LOCAL_RANK` describe; without them, a world of one.
+
+        Local ranks take the devices in turn. A process group that is there already is used as it is.
+        """
+        rank, size, local_rank, local_size = (_number(name, default) for name, default in _ENVIRONMENT)
+        joined_here = not dist.is_initialized()
+        if not joined_here:
+            rank, size = dist.get_rank(), dist.get_world_size()
+        device = devices[local_rank % len(devices)]
+        if size == 1:
+            return cls(device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if joined_here:
+            dist.init_process_group(
+                # NCCL refuses two ranks on one GPU; gloo takes them.
+                backend or ("nccl" if device.type == "cuda" and local_size <= len(devices) else "gloo"),
+                init_method=init_method,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        world = cls(rank, size, local_rank, device, dist.group.WORLD)
+        world._owns_group = joined_here
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduced in place, on all ranks."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op, self.group)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks if it is true on one."""
+        if self.group is None:
+            return flag
+        return bool(self.all_reduce(torch.tensor(int(flag), device=self._device), dist.ReduceOp.MAX).item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank, in the order of ranks. The value must survive JSON."""
+        text = json.dumps(value).encode()
+        if self.group is None:
+            return [json.loads(text)]
+        length = torch.tensor([len(text)], device=self._device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, self.group)
+        longest = max(int(entry.item()) for entry in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        texts = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(texts, padded, self.group)
+        return [
+            json.loads(bytes(entry[: int(size.item())].cpu().numpy()))
+            for entry, size in zip(texts, lengths, strict=True)
+        ]
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return self.gather(value if self.is_main else None)[0]
+
+    def close(self) -> None:
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
+
+    @property
+    def _device(self) -> torch.device:
+        """Where small tensors for collectives live: gloo takes CPU tensors with any device."""
+        return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
+
+
+_ENVIRONMENT = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise DrivetrainError(
+            f"the environment variable {name} is {text!r}, not a number",
+            remedy=f"unset {name}, or let a launcher set it",
+        ) from None

@@ -1,0 +1,75 @@
+"""How a global batch is divided: over ranks, then into micro-steps. Only work is divided; what a step means is not.
+
+A step takes the next `global_batch` samples of the stream, the last of an epoch what is left. Each rank takes one
+contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. All ranks run
+equally many micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """One forward and backward on one rank. Positions are within the epoch."""
+
+    start: int
+    stop: int
+    weight: int  # 1; or 0 for a sample that only keeps the rank in step with the others
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Place:
+    """A step's place in the job: which epoch, and the positions it covers there."""
+
+    step: int  # counted over the whole job, from 0
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Division:
+    """How `num_samples` per epoch are divided into steps, and steps over `world_size` ranks and micro-steps."""
+
+    num_samples: int
+    global_batch: int
+    micro_batch: int
+    world_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.global_batch)
+
+    def place(self, step: int) -> Place:
+        epoch, number = divmod(step, self.steps_per_epoch)
+        start = number * self.global_batch
+        return Place(step, epoch, start, min(start + self.global_batch, self.num_samples))
+
+    def rank_slice(self, place: Place, rank: int) -> tuple[int, int]:
+        """This rank's positions: contiguous, and together with the others' exactly the step's."""
+        count = place.num_samples
+        return place.start + count * rank // self.world_size, place.start + count * (rank + 1) // self.world_size
+
+    def num_micro_steps(self, place: Place) -> int:
+        """The same on every rank: as many as the largest slice needs."""
+        largest = -(-place.num_samples // self.world_size)
+        return max(1, -(-largest // self.micro_batch))
+
+    def micro_steps(self, place: Place, rank: int) -> list[MicroStep]:
+        start, stop = self.rank_slice(place, rank)
+        found = [
+            MicroStep(first, min(first + self.micro_batch, stop), 1) for first in range(start, stop, self.micro_batch)
+        ]
+        # The sample that is repeated is one of this step's own, so that no other data is touched.
+        spare = min(start, place.stop - 1)
+        while len(found) < self.num_micro_steps(place):
+            found.append(MicroStep(spare, spare + 1, 0))
+        return found

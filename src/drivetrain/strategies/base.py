@@ -1,0 +1,176 @@
+"""The seven verbs of a strategy, and the parts that strategies share.
+
+The objective is a module whose forward is the user's whole loss function: what wraps it (DDP, a compiler) sees one
+forward with one output, while the user's function gets the plain model.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.loss import LossSum
+from drivetrain.core.precision import FP32_ON_CPU, Precision
+from drivetrain.core.records import StepOutcome
+from drivetrain.core.state import Shard, TensorSource
+
+LossFunction = Callable[[Any, Any], Tensor | LossSum]
+ObjectiveCall = Callable[[Any, int, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class StrategyParts:
+    """What a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
+
+    model: nn.Module
+    loss: LossFunction
+    optimizer: Optimizer
+    clip_norm: float | None = None
+    precision: Precision = FP32_ON_CPU
+    called_model: Callable[..., Any] | None = None  # what the loss function gets: the model, or it compiled
+
+    @cached_property
+    def scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.precision.device_type, enabled=self.precision.scales_loss)
+
+    @cached_property
+    def trained(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def update(self, factor: Tensor | float | None) -> Tensor | None:
+        """Rescale the reduced gradients, clip them, step the optimizer. Returns the norm before clipping."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        if factor is not None:
+            gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+        norm = None if self.clip_norm is None else nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)  # skips a step with infinite gradients; waits for the device to know
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        return norm
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A batch to try a model out on."""
+
+    batch: Any
+    num_samples: int
+
+
+class Strategy(Protocol):
+    """How devices share the work of a step."""
+
+    name: str
+
+    def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        """Take the parts over, and try them out once on a batch, with everything restored afterwards.
+
+        Returns the objective: (batch, its samples, the step's samples, weight) -> scalar.
+        """
+
+    def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around one micro-step: only the last of a step communicates."""
+
+    def backward(self, objective: Tensor) -> None: ...
+
+    def step(self, stop: bool) -> StepOutcome:
+        """Reduce, rescale by the actual count, clip, step the optimizer, clear the gradients.
+
+        `stop` is this rank's wish; this outcome or the next one says, on all ranks alike, whether any has it.
+        """
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        """This rank's parts of the state, and what of it is not tensors."""
+
+    def load(self, source: TensorSource) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Objective(nn.Module):
+    """The user's loss as one forward. Its value is sum ÷ the step's samples: what a step's gradient is the sum of."""
+
+    def __init__(self, parts: StrategyParts, scale: float) -> None:
+        super().__init__()
+        self.model = parts.model
+        self.scale = scale  # undoes the averaging of whatever reduces the gradients
+        self._loss, self._precision = parts.loss, parts.precision
+        # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
+        self._called = (parts.called_model or parts.model,)
+        self.counts_items = False  # whether the loss counts something other than samples
+        self.tallies: list[tuple[Tensor, Tensor | float, float]] = []  # (value, its count, samples it is a mean over)
+
+    def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        with self._precision.around_forward():
+            result = self._loss(self._called[0], batch)
+        if isinstance(result, LossSum):
+            self.counts_items = True
+            factor = weight * self.scale / step_samples
+            self.tally(result.total, result.count, 1.0, weight)
+            return result.total * factor
+        if not isinstance(result, Tensor):
+            raise DrivetrainError(
+                f"the loss function returned {type(result).__name__}",
+                remedy="return a scalar tensor (a mean over the batch), or dt.LossSum(sum, count)",
+            )
+        factor = weight * self.scale * num_samples / step_samples
+        self.tally(result, num_samples, num_samples, weight)
+        return result if factor == 1.0 else result * factor
+
+    def tally(self, value: Tensor, count: Tensor | float, per: float, weight: int) -> None:
+        """Keep what the record needs, without waiting for it."""
+        if weight:
+            self.tallies.append((value.detach(), count, per))
+
+    def take_tallies(self) -> tuple[Tensor | float, Tensor | float]:
+        """Sum and count of this process since the last call, in float64."""
+        total: Tensor | float = 0.0
+        count: Tensor | float = 0.0
+        for value, items, per in self.tallies:
+            total = total + value.double() * per
+            count = count + (items.detach().double() if isinstance(items, Tensor) else items)
+        self.tallies = []
+        return total, count
+
+
+def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:
+    """One forward and backward before the first step. Buffers are put back; the caller clears gradients.
+
+    It finds a wrong loss function before anything was trained. And DDP rebuilds its buckets after the first backward,
+    in the order the gradients came: after this it has done so, and a resumed run reduces in the same order as one that
+    was never stopped.
+    """
+    before = [buffer.detach().clone() for buffer in model.buffers()]
+    value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
+    _check_objective(value, model)
+    torch.autograd.backward(value)
+    with torch.no_grad():
+        for buffer, saved in zip(model.buffers(), before, strict=True):
+            buffer.copy_(saved)
+
+
+def _check_objective(value: Tensor, model: nn.Module) -> None:
+    if value.dim() != 0:
+        raise DrivetrainError(
+            f"the loss has shape {tuple(value.shape)}, not that of a scalar",
+            remedy="return loss.mean(), or dt.LossSum(loss.sum(), loss.numel())",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise DrivetrainError(
+            "no parameter of the model is trained", remedy="set requires_grad on those that should be"
+        )
+    if not value.requires_grad:
+        raise DrivetrainError(
+            "the loss does not depend on any parameter that is trained",
+            remedy="compute it from the model's output, without detach(), .item() or torch.no_grad()",
+        )

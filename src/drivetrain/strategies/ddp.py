@@ -1,0 +1,110 @@
+"""DistributedDataParallel: every rank holds a whole copy, gradients are reduced while backward runs.
+
+Loss sum, count and the wish to stop travel with the gradients: they are the gradient of one small parameter that takes
+part in every forward at value zero. So a step has no collective of its own, and no extra wait.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain.core.records import StepOutcome
+from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.world import World
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, try_out
+from drivetrain.strategies.replicated import load_whole_state, whole_state
+
+_NOTHING_AROUND = nullcontext()
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """As in torch, with its defaults, except that gradients live in the buckets: one copy less."""
+
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float | None = None
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+
+
+class _CarryingObjective(Objective):
+    """An objective whose gradient also carries loss sum, count and stop flag of this rank."""
+
+    def __init__(self, parts: StrategyParts, world: World) -> None:
+        super().__init__(parts, scale=float(world.size))  # DDP averages over ranks; a step is a sum
+        # float64: counts stay exact, and sums are as good as the losses they are made of.
+        self.carrier = nn.Parameter(torch.zeros(3, dtype=torch.float64, device=world.device))
+        self.stop = False
+
+    def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        objective = super().forward(batch, num_samples, step_samples, weight)
+        total, count = self.take_tallies()
+        device = self.carrier.device
+        parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in (total, count, float(self.stop))]
+        return objective + torch.dot(self.carrier, torch.stack(parts))
+
+
+class DdpStrategy:
+    """One process per device; the same weights on all of them after every step."""
+
+    name = "ddp"
+
+    def __init__(self, world: World, options: DdpOptions | None = None) -> None:
+        self._world = world
+        self._options = options or DdpOptions()
+
+    def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        self._parts = parts
+        self._objective = _CarryingObjective(parts, self._world)
+        options = self._options
+        self._ddp = DistributedDataParallel(
+            self._objective,
+            device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
+            process_group=self._world.group,
+            find_unused_parameters=options.find_unused_parameters,
+            broadcast_buffers=options.broadcast_buffers,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+        self._samples = 0
+        try_out(self._call, parts.model, trial)
+        self._ddp.zero_grad()
+        return self._call
+
+    def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        self._samples = step_samples
+        objective: Tensor = self._ddp(batch, num_samples, step_samples, weight)
+        return objective
+
+    def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
+        return _NOTHING_AROUND if is_last else cast(AbstractContextManager[Any], self._ddp.no_sync())
+
+    def backward(self, objective: Tensor) -> None:
+        torch.autograd.backward(self._parts.scaler.scale(objective))
+
+    def step(self, stop: bool) -> StepOutcome:
+        carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
+        if self._parts.scaler.is_enabled():
+            carried = carried / self._parts.scaler.get_scale()
+        total, count, stopping = carried.unbind()
+        norm = self._parts.update(self._samples / count if self._objective.counts_items else None)
+        self._ddp.zero_grad()
+        self._objective.stop = stop  # travels with the next gradients
+        return StepOutcome(total, count, stopping, norm)
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        """Every rank has the same; rank 0 writes it."""
+        shards, meta = whole_state(self._parts.model, self._parts.optimizer)
+        return (shards if self._world.is_main else []), meta
+
+    def load(self, source: TensorSource) -> None:
+        load_whole_state(self._parts.model, self._parts.optimizer, source)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,143 @@
+"""What strategies share that hold a whole copy of model and optimizer on every device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.state import Shard, TensorSource
+
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+def whole_state(model: nn.Module, optimizer: Optimizer) -> tuple[list[Shard], dict[str, Any]]:
+    """Model and optimizer by name. Tensors as shards, the rest as JSON; anything else is refused by its name."""
+    shards = []
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise _cannot_save(f"the model's state {name!r}", value)
+        shards.append(Shard.whole(_MODEL + name, value.detach()))
+    names = parameter_names(model, optimizer)
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        for field, value in state.items():
+            if isinstance(value, Tensor):
+                shards.append(Shard.whole(f"{_OPTIMIZER}{names[parameter]}/{field}", value.detach()))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                scalars.setdefault(names[parameter], {})[field] = value
+            else:
+                raise _cannot_save(f"the optimizer's state {field!r} of {names[parameter]}", value)
+    groups = []
+    for group in optimizer.param_groups:
+        values = {name: value for name, value in group.items() if name != "params"}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.item()
+            elif not _is_json(value):
+                raise _cannot_save(f"the optimizer's setting {name!r}", value)
+        groups.append({"params": [names[parameter] for parameter in group["params"]], "values": values})
+    return shards, {"optimizer_groups": groups, "optimizer_scalars": scalars}
+
+
+def load_whole_state(model: nn.Module, optimizer: Optimizer, source: TensorSource) -> None:
+    """The reverse. Everything is compared before anything is changed."""
+    state = model.state_dict()
+    stored = {key.removeprefix(_MODEL): info for key, info in source.keys.items() if key.startswith(_MODEL)}
+    _check_keys(state, stored)
+    groups = source.meta["optimizer_groups"]
+    names = parameter_names(model, optimizer)
+    ours = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in groups] != ours:
+        raise DrivetrainError(
+            "the checkpoint's optimizer trains other parameters, or in other groups",
+            remedy="use the job that wrote it, or another --name for this one",
+        )
+    _check_settings(optimizer, groups)
+    with torch.no_grad():
+        for name, target in state.items():
+            target.copy_(source.read(_MODEL + name))
+
+    numbers = {name: number for number, name in enumerate(name for group in ours for name in group)}
+    by_number: dict[int, dict[str, Any]] = {}
+    for key in source.keys:
+        if key.startswith(_OPTIMIZER):
+            name, _, field = key.removeprefix(_OPTIMIZER).rpartition("/")
+            by_number.setdefault(numbers[name], {})[field] = source.read(key)
+    for name, values in source.meta["optimizer_scalars"].items():
+        by_number.setdefault(numbers[name], {}).update(values)
+    settings = [
+        {**group, **stored_group["values"], "params": [numbers[name] for name in stored_group["params"]]}
+        for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": by_number, "param_groups": settings})
+
+
+def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """The optimizer's settings are part of the job. How it is implemented, and where the schedule stands, is not."""
+    differences = [
+        f"{name} is {group[name]} now and was {stored['values'][name]}"
+        for group, stored in zip(optimizer.param_groups, groups, strict=True)
+        for name in sorted(group.keys() & stored["values"].keys() - {"lr", "params", "fused", "foreach", "capturable"})
+        if _plain(group[name]) != _plain(stored["values"][name])
+    ]
+    if differences:
+        raise DrivetrainError(
+            f"the checkpoint's optimizer has other settings: {_some(differences)}",
+            remedy="use the same settings to go on with that run, or another --name for this one",
+        )
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: a tuple is a list."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise DrivetrainError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
+                    remedy="make the optimizer from the parameters it is called with",
+                )
+    return names
+
+
+def _check_keys(state: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    missing, extra = sorted(set(state) - set(stored)), sorted(set(stored) - set(state))
+    shapes = [
+        f"{name} is {tuple(state[name].shape)} here and {tuple(stored[name].shape)} there"
+        for name in sorted(set(state) & set(stored))
+        if tuple(state[name].shape) != tuple(stored[name].shape)
+    ]
+    lines = [f"only in the model: {_some(missing)}"] if missing else []
+    lines += [f"only in the checkpoint: {_some(extra)}"] if extra else []
+    lines += [f"other shapes: {_some(shapes)}"] if shapes else []
+    if lines:
+        raise DrivetrainError(
+            "the checkpoint is of another model: " + "; ".join(lines),
+            remedy="use the model that wrote it, or another --name for this one",
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _cannot_save(what: str, value: object) -> DrivetrainError:
+    return DrivetrainError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it takes tensors, numbers and text",
+        remedy="keep it as a tensor, or use another optimizer",
+    )

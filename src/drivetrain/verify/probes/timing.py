@@ -1,0 +1,79 @@
+"""Measuring how often something can be done per second, and saying it."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from drivetrain.hardware import Gpu
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given; a CPU already has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def use_all_cores(num_usable: int) -> None:
+    """Threads by what this process may use: torch's own default counts the host's cores, whatever a cgroup allows."""
+    torch.set_num_threads(max(1, num_usable))
+
+
+def seconds_per_call(work: Callable[[], object], device: torch.device, *, budget_seconds: float) -> float:
+    """The median over several stretches, each long enough that the wait at its end does not count.
+
+    The first call warms up (kernel choice, caches, clocks) and the second is timed to size the stretches.
+    """
+    work()
+    synchronize(device)
+    once = _stretch(work, device, 1)
+    num_stretches = 5
+    num_calls = max(1, int(budget_seconds / num_stretches / max(once, 1e-7)))
+    if num_calls == 1:  # slow work: as many single calls as fit, at least two
+        num_stretches = max(2, min(num_stretches, int(budget_seconds / once)))
+    return statistics.median(_stretch(work, device, num_calls) / num_calls for _ in range(num_stretches))
+
+
+def _stretch(work: Callable[[], object], device: torch.device, num_calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def span(values: Sequence[float], unit: str) -> str:
+    """One figure, or the range over several devices."""
+    low, high = min(values), max(values)
+    if shown(low) == shown(high):
+        return f"{shown(low)} {unit}"
+    return f"{shown(low)}-{shown(high)} {unit}"
+
+
+def flops_span(tflops: Sequence[float]) -> str:
+    """In the unit that needs no zeros after the point: a small CPU has not a tenth of a TFLOP/s."""
+    if max(tflops) < 0.1:
+        return span([1000 * value for value in tflops], "GFLOP/s")
+    return span(tflops, "TFLOP/s")
+
+
+def shown(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
+
+
+def slow_gpus(gpus: Sequence[Gpu], rates: Sequence[float], *, tolerance: float = 0.15) -> list[str]:
+    """Those GPUs that are more than `tolerance` below the median of their own model, each in a few words."""
+    found = []
+    for gpu, rate in zip(gpus, rates, strict=True):
+        equals = [other_rate for other, other_rate in zip(gpus, rates, strict=True) if other.name == gpu.name]
+        usual = statistics.median(equals)
+        if rate < (1 - tolerance) * usual:
+            below = round(100 * (1 - rate / usual))
+            found.append(f"GPU {gpu.index} ({gpu.name}, {gpu.uuid}) is {below} % below the median of its kind")
+    return found

@@ -1,0 +1,161 @@
+"""What a user sees: a progress line while probes run, then the checklist. 80 columns, and plain ASCII where need be."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from drivetrain.verify.probe import Probe
+from drivetrain.verify.result import ProbeResult, Report, Status
+
+STYLES: dict[Status, str] = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
+MARKS: dict[Status, str] = {"passed": "✓", "failed": "✗", "not applicable": "–"}
+ASCII_MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAILED", "not applicable": "-"}
+_ASCII = str.maketrans({"–": "-", "×": "x", "³": "^3", "…": "...", "·": "*"})
+
+
+def console_for(stream: IO[str]) -> Console:
+    """A pipe has no width of its own: 80 columns, as a terminal at least has."""
+    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = 80
+    return console
+
+
+def speaks_unicode(console: Console) -> bool:
+    try:
+        "✓✗–×³".encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def plain(text: str, console: Console) -> str:
+    """The text in characters that the stream can carry."""
+    if speaks_unicode(console):
+        return text
+    return text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
+
+
+def mark(status: Status, console: Console) -> str:
+    return (MARKS if speaks_unicode(console) else ASCII_MARKS)[status]
+
+
+class LiveProgress:
+    """Which probes run now, and for how long; one line that redraws itself."""
+
+    def __init__(self, console: Console, num_probes: int) -> None:
+        self._num_probes = num_probes
+        self._num_ended = 0
+        self._running: dict[str, tuple[Probe, float]] = {}
+        self._spinner = Spinner("dots" if speaks_unicode(console) else "line")
+
+    def started(self, probe: Probe) -> None:
+        self._running = {
+            **self._running,
+            probe.name: (probe, time.monotonic()),
+        }  # replaced: the line is drawn by a thread
+
+    def ended(self, result: ProbeResult) -> None:
+        self._running = {name: entry for name, entry in self._running.items() if name != result.name}
+        self._num_ended += 1
+
+    def __rich__(self) -> RenderableType:
+        now = time.monotonic()
+        names = ", ".join(f"{probe.title} {now - since:.0f} s" for probe, since in self._running.values())
+        self._spinner.update(text=Text(f"{self._num_ended}/{self._num_probes}  {names or 'loading torch'}"))
+        return self._spinner
+
+
+class PlainProgress:
+    """One line per probe that ended."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def started(self, probe: Probe) -> None:
+        pass
+
+    def ended(self, result: ProbeResult) -> None:
+        word = "n/a" if result.status == "not applicable" else result.status
+        line = f"{word:<6}  {result.title:<18}  {result.seconds:5.1f} s"
+        self._console.print(plain(line, self._console), soft_wrap=True)
+
+
+class Silence:
+    def started(self, probe: Probe) -> None:
+        pass
+
+    def ended(self, result: ProbeResult) -> None:
+        pass
+
+
+@contextmanager
+def progress(console: Console, num_probes: int, *, only_live: bool) -> Iterator[LiveProgress | PlainProgress | Silence]:
+    """Redrawn on a terminal, line by line elsewhere; nothing elsewhere if `only_live`."""
+    if not console.is_terminal:
+        yield Silence() if only_live else PlainProgress(console)
+        return
+    live = LiveProgress(console, num_probes)
+    with Live(live, console=console, refresh_per_second=8, transient=True):
+        yield live
+
+
+def show_checklist(results: Sequence[ProbeResult], console: Console) -> None:
+    """The table; below a failed row its cause and its remedy, for the others the small print."""
+    unicode = speaks_unicode(console)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, width=1 if unicode else 6)
+    table.add_column(no_wrap=True, width=18)
+    table.add_column(ratio=1, overflow="fold")
+    table.add_column(justify="right", no_wrap=True, width=6)
+    for result in results:
+        style = STYLES[result.status]
+        table.add_row(
+            Text(mark(result.status, console), style),
+            Text(result.title, style if result.status != "passed" else ""),
+            _findings(result, console),
+            Text(f"{result.seconds:.1f} s", "dim"),
+        )
+    console.print(table)
+
+
+def _findings(result: ProbeResult, console: Console) -> Text:
+    if result.status == "not applicable":
+        return Text(plain(f"not applicable: {result.detail}", console), "dim")
+    text = Text(plain(result.figure or result.status, console))
+    if result.detail:
+        text.append(plain(f"\n{result.detail}", console), "red" if result.status == "failed" else "dim")
+    if result.remedy:
+        text.append(plain(f"\nremedy: {result.remedy}", console), "yellow")
+    return text
+
+
+def show_saving(report: Report, console: Console) -> None:
+    if report.saved_to is None:
+        line = "nothing to save: no probe that measures rates passed"
+    elif report.quick:
+        line = f"rates saved to {report.saved_to}; rough ones, as --quick measures them"
+    else:
+        line = f"rates saved to {report.saved_to}"
+    console.print(plain(line, console), soft_wrap=True)
+
+
+def show_summary(report: Report, console: Console) -> None:
+    """The last word: one line."""
+    count = {status: sum(result.status == status for result in report.results) for status in STYLES}
+    failures = [result.name for result in report.results if result.status == "failed"]
+    line = Text("verify failed: " if failures else "verify passed: ", "bold red" if failures else "bold green")
+    line.append(f"{count['passed']} passed, {count['failed']} failed")
+    if failures:
+        line.append(f" ({', '.join(failures)})", "red")
+    line.append(
+        f", {count['not applicable']} not applicable; {report.total_seconds:.1f} s on {', '.join(report.devices)}"
+    )
+    console.print(line, soft_wrap=True)

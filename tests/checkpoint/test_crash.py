@@ -1,0 +1,100 @@
+"""Killed at any point of a save: the old checkpoint or the new one, never a mix, never none."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import Checkpointer
+from drivetrain.core.world import World
+from tests.checkpoint.crashing import ROWS, points_of
+
+REPOSITORY = Path(__file__).parents[2]
+SHORT = [(1, 0), (3, 2)]
+LONG = [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 3)]
+
+
+def crash(folder: Path, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    words = [f"{size}/{rank}" for size, rank in cases]
+    command = [sys.executable, "-m", "tests.checkpoint.crashing", str(folder), *words]
+    environment = {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def short_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return crash(tmp_path_factory.mktemp("crashes"), SHORT)
+
+
+def found_after(folder: Path, size: int) -> int:
+    """The step that a new start finds, after a look at all of it."""
+    checkpointer = Checkpointer(folder, World())
+    assert all(path.name.startswith("step-") for path in folder.iterdir()), "leftovers are removed at the start"
+    checkpoint = checkpointer.latest()
+    assert checkpointer.problems == []
+    assert checkpoint is not None
+    step = checkpoint.step
+    assert checkpoint.meta == {"step": step}
+    assert torch.equal(checkpoint.read("w"), torch.full((ROWS, 3), float(step)))
+    for rank in range(size):
+        assert torch.equal(checkpoint.read(f"only on {rank}"), torch.full((5,), step))
+    return step
+
+
+def check(results: list[dict[str, Any]], size: int, fatal_rank: int) -> None:
+    calm, *killed = [r for r in results if (r["size"], r["fatal_rank"]) == (size, fatal_rank)]
+    assert calm["codes"] == [0] * size
+    assert found_after(Path(calm["folder"]), size) == 2
+    operations = calm["operations"]
+    points = points_of(operations)
+    assert [result["point"] for result in killed] == points
+    assert all(result["codes"][fatal_rank] == -signal.SIGKILL for result in killed)
+    found = {result["point"]: found_after(Path(result["folder"]), size) for result in killed}
+    if fatal_rank != 0:
+        assert operations == [f"write_file rank-{fatal_rank:05d}.safetensors"]
+        # Killed after its file was whole but before it could say so: nobody commits.
+        assert set(found.values()) == {1}
+        return
+    removals = ["remove_file"] * (size + 1)
+    assert operations == [
+        "make_folder",
+        "write_file rank-00000.safetensors",
+        "write_file manifest.json",
+        "fsync_folder",
+        "rename to step-0",
+        "fsync_folder",
+        "rename to .trash",
+        *removals,
+        "remove_folder",
+    ]
+    committed = points.index("5-after")
+    assert list(found.values()) == [1] * committed + [2] * (len(points) - committed)
+
+
+@pytest.mark.parametrize(("size", "fatal_rank"), SHORT)
+def test_a_rank_killed_at_every_point(short_results: list[dict[str, Any]], size: int, fatal_rank: int) -> None:
+    check(short_results, size, fatal_rank)
+
+
+@pytest.mark.soak
+def test_every_rank_of_larger_worlds_killed_at_every_point(tmp_path: Path) -> None:
+    results = crash(tmp_path, LONG)
+    for size, fatal_rank in LONG:
+        check(results, size, fatal_rank)
+
+
+def test_the_first_save_of_all_killed_leaves_nothing(tmp_path: Path) -> None:
+    """Before anything was committed, none is right; and it is not mistaken for damage."""
+    draft = tmp_path / "c" / ".step-00000001.tmp-0123456789abcdef"
+    draft.mkdir(parents=True)
+    (draft / "rank-00000.safetensors").write_bytes(b"half")
+    checkpointer = Checkpointer(tmp_path / "c", World())
+    assert checkpointer.latest() is None
+    assert list((tmp_path / "c").iterdir()) == []

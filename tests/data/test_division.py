@@ -1,0 +1,61 @@
+"""How a global batch is divided: nothing lost, nothing twice, the same for every world."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.data.division import Division
+
+divisions = st.builds(
+    Division,
+    num_samples=st.integers(1, 400),
+    global_batch=st.integers(1, 100),
+    micro_batch=st.integers(1, 40),
+    world_size=st.integers(1, 9),
+)
+
+
+@given(divisions)
+def test_an_epoch_takes_each_position_once(division: Division) -> None:
+    seen = []
+    for step in range(division.steps_per_epoch):
+        place = division.place(step)
+        assert place.epoch == 0
+        for rank in range(division.world_size):
+            for part in division.micro_steps(place, rank):
+                if part.weight:
+                    seen += range(part.start, part.stop)
+    assert seen == list(range(division.num_samples))
+
+
+@given(divisions, st.integers(0, 50))
+def test_all_ranks_run_equally_many_micro_steps(division: Division, step: int) -> None:
+    place = division.place(step)
+    lengths = {len(division.micro_steps(place, rank)) for rank in range(division.world_size)}
+    assert lengths == {division.num_micro_steps(place)}
+
+
+@given(divisions, st.integers(0, 50))
+def test_no_micro_step_is_empty_or_too_large(division: Division, step: int) -> None:
+    place = division.place(step)
+    for rank in range(division.world_size):
+        for part in division.micro_steps(place, rank):
+            assert 1 <= part.num_samples <= division.micro_batch
+            assert place.start <= part.start < part.stop <= place.stop
+            assert part.weight == 1 or part.num_samples == 1
+
+
+@given(divisions, st.integers(0, 50))
+def test_ranks_share_as_equally_as_can_be(division: Division, step: int) -> None:
+    place = division.place(step)
+    sizes = [stop - start for start, stop in (division.rank_slice(place, r) for r in range(division.world_size))]
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == place.num_samples
+
+
+@given(divisions, st.integers(0, 200), st.integers(1, 9), st.integers(1, 40))
+def test_a_steps_place_knows_nothing_of_the_world(division: Division, step: int, world: int, micro: int) -> None:
+    other = Division(division.num_samples, division.global_batch, micro, world)
+    assert other.place(step) == division.place(step)
+    assert division.place(step).num_samples == division.global_batch or step % division.steps_per_epoch == (
+        division.steps_per_epoch - 1
+    )

@@ -1,0 +1,154 @@
+"""The loader: the same samples in the same order for every world and number of workers; randomness keyed by sample."""
+
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from drivetrain.data.division import Division
+from drivetrain.data.items import KeyedItems
+from drivetrain.data.loader import Loader
+
+
+class Numbers(Dataset[Any]):
+    """Items that are their own index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Noisy(Numbers):
+    """Items with noise from all three global generators."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
+
+
+class SeldomNoisy(Numbers):
+    """Only one item in fifty draws."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, random.random() if index % 50 == 7 else 0.0], dtype=torch.float64)
+
+
+class OwnGenerator(Numbers):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(2, generator=self.generator)
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 13:
+            raise KeyError("no such picture")
+        return torch.tensor(index)
+
+
+def loader(
+    dataset: Dataset[Any], global_batch: int, micro_batch: int, world: int = 1, rank: int = 0, **options: Any
+) -> Loader:
+    division = Division(len(dataset), global_batch, micro_batch, world)  # type: ignore[arg-type]
+    return Loader(dataset, division, rank, options.pop("seed", 5), options.pop("collate", default_collate), **options)
+
+
+def items_by_step(dataset: Dataset[Any], world: int, steps: range, **options: Any) -> list[list[Any]]:
+    """What all ranks together saw in each step, in the order of ranks and micro-steps, weight 0 left out."""
+    found: list[list[Any]] = [[] for _ in steps]
+    for rank in range(world):
+        source = loader(dataset, world=world, rank=rank, **options)
+        for number, (_, parts) in enumerate(source.batches(steps.start, steps.stop)):
+            for part in parts:
+                if part.weight:
+                    assert len(part.batch) == part.num_samples
+                    found[number] += part.batch.tolist()
+    return found
+
+
+@settings(max_examples=30)
+@given(
+    size=st.integers(1, 90),
+    global_batch=st.integers(1, 40),
+    micro_batch=st.integers(1, 20),
+    world=st.integers(1, 5),
+    first=st.integers(0, 12),
+)
+def test_the_global_order_knows_nothing_of_the_world(size, global_batch, micro_batch, world, first) -> None:
+    steps = range(first, first + 4)
+    reference = items_by_step(Numbers(size), 1, steps, global_batch=global_batch, micro_batch=size)
+    assert items_by_step(Numbers(size), world, steps, global_batch=global_batch, micro_batch=micro_batch) == reference
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("dataset", [Numbers(40), Noisy(40), SeldomNoisy(120)], ids=["plain", "noisy", "seldom"])
+def test_workers_and_worlds_change_nothing(dataset: Dataset[Any], num_workers: int) -> None:
+    steps = range(12)
+    reference = items_by_step(dataset, 1, steps, global_batch=16, micro_batch=16)
+    assert items_by_step(dataset, 1, steps, global_batch=16, micro_batch=5, num_workers=num_workers) == reference
+    assert items_by_step(dataset, 2, steps, global_batch=16, micro_batch=3, num_workers=num_workers) == reference
+
+
+def test_noise_differs_between_epochs_and_samples() -> None:
+    rows = [row for step in items_by_step(Noisy(8), 1, range(2), global_batch=8, micro_batch=8) for row in step]
+    for column in (1, 2, 3):
+        assert len({row[column] for row in rows}) == 16
+
+
+def test_starting_in_the_middle_sees_what_a_whole_pass_saw() -> None:
+    whole = items_by_step(Noisy(50), 1, range(20), global_batch=8, micro_batch=8)
+    assert items_by_step(Noisy(50), 1, range(11, 20), global_batch=8, micro_batch=8, num_workers=2) == whole[11:]
+
+
+def test_tensors_are_gathered_with_the_same_bits() -> None:
+    tensors = TensorDataset(torch.randn(40, 3), torch.arange(40))
+    source = loader(tensors, 16, 16)
+    assert source._gathers
+    for place, parts in source.batches(0, 3):
+        (part,) = parts
+        one_by_one = default_collate([tensors[sample] for sample in source.samples_of(place)])
+        assert all(torch.equal(a, b) for a, b in zip(part.batch, one_by_one, strict=True))
+
+
+def test_items_that_do_not_draw_are_not_reseeded_one_by_one() -> None:
+    items = KeyedItems(Numbers(10), 0)
+    items.__getitems__([(0, 1), (0, 2)])
+    assert items.draws is False
+    noisy = KeyedItems(Noisy(10), 0)
+    noisy.__getitems__([(0, 1)])
+    assert noisy.draws is True
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_item_that_raises_is_named(num_workers: int) -> None:
+    source = loader(Broken(20), 20, 20, num_workers=num_workers, shuffle=False)
+    with pytest.raises(Exception, match="item 13 of the data set raised KeyError"):
+        [list(parts) for _, parts in source.batches(0, 1)]
+
+
+def test_what_cannot_be_exact_is_said() -> None:
+    with pytest.warns(UserWarning, match="generator of its own"):
+        loader(OwnGenerator(10), 4, 4).warn_if_inexact()
+
+    def noisy_collate(items: list[Any]) -> Any:
+        return default_collate(items) + torch.rand(())
+
+    with pytest.warns(UserWarning, match="collate function draws"):
+        loader(Numbers(10), 4, 4, collate=noisy_collate).warn_if_inexact()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader(Noisy(10), 4, 4).warn_if_inexact() == []

@@ -1,0 +1,159 @@
+"""`drivetrain train`: recipes learn and leave their files; scripts and functions of one's own are trained alike."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drivetrain.cli import main
+from drivetrain.recipes.digits import DigitNet, load_digits
+from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_byte_loss
+
+
+def train(folder: Path, target: str, *flags: str) -> int:
+    return main(["train", target, "--gpu-mode", "cpu", "--output-dir", str(folder), *flags])
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
+def test_digits_learns_and_leaves_its_files(tmp_path: Path, capsys) -> None:
+    assert train(tmp_path, "digits", "--epochs", "6") == 0
+    run = tmp_path / "digits"
+    assert str(run) in capsys.readouterr().out.replace("\n", "")
+    epochs = [json.loads(line) for line in (run / "epochs.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in epochs] == [1, 2, 3, 4, 5, 6]
+    assert epochs[-1]["valid_accuracy"] > 0.95
+    assert (run / "training_metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert "compilation           not asked for" in (run / "performance_summary.txt").read_text()
+
+    model = DigitNet()  # the weights load into plain PyTorch, and reach the accuracy that was claimed
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    _, images, labels = load_digits()
+    accuracy = float((model.eval()(images).argmax(1) == labels).double().mean())
+    assert accuracy == pytest.approx(epochs[-1]["valid_accuracy"])
+
+
+def test_flags_reach_the_job(tmp_path: Path) -> None:
+    flags = ["--max-steps", "3", "--batch-size", "10", "--accumulation-steps", "3", "--seed", "7"]
+    assert train(tmp_path, "digits", "--name", "a", *flags) == 0
+    assert train(tmp_path, "digits", "--name", "b", *flags) == 0
+    assert train(tmp_path, "digits", "--name", "c", *flags[:-1], "8") == 0
+    rows = [json.loads(line) for line in (tmp_path / "a" / "steps.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in rows] == [30, 30, 30]
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+def test_bf16_workers_assertions_and_a_smaller_rate(tmp_path: Path) -> None:
+    assert train(tmp_path, "digits", "--name", "plain", "--max-steps", "3") == 0
+    assert (
+        train(tmp_path, "digits", "--name", "other", "--max-steps", "3", "--num-workers", "1", "--device-assertions")
+        == 0
+    )
+    assert losses(tmp_path / "plain") == losses(tmp_path / "other")
+    assert train(tmp_path, "digits", "--name", "bf16", "--max-steps", "3", "--precision", "bf16") == 0
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "plain"), rel=0.05)
+    assert losses(tmp_path / "bf16") != losses(tmp_path / "plain")
+    assert train(tmp_path, "digits", "--name", "slow", "--max-steps", "3", "--learning-rate", "1e-6") == 0
+    assert losses(tmp_path / "slow")[1:] != losses(tmp_path / "plain")[1:]
+
+
+def test_a_lost_run_stops_with_the_cause(tmp_path: Path, capsys) -> None:
+    assert train(tmp_path, "digits", "--learning-rate", "1e30") == 1
+    err = capsys.readouterr().err
+    assert "the loss of step" in err
+    assert "learning rate" in err
+
+
+def test_gpt_learns_a_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
+    assert train(tmp_path, "gpt", "--data", str(text), "--max-steps", "25", "--batch-size", "8", "--epochs", "99") == 0
+    found = losses(tmp_path / "gpt")
+    assert found[0] > 5
+    assert found[-1] < 3.5
+
+
+def test_gpt_counts_bytes_not_pieces() -> None:
+    pieces = Windows(bytes(range(200)) + b"x")
+    assert len(pieces) == 2
+    torch.manual_seed(0)
+    model = SmallGpt(width=16, num_layers=1, num_heads=2).double()
+    inputs, targets = (torch.stack(column) for column in zip(*(pieces[0], pieces[1]), strict=True))
+    loss = next_byte_loss(model, [inputs, targets])
+    assert float(loss.count) == 200
+    logits = model(inputs)
+    kept = [(row, column) for row in range(2) for column in range(CONTEXT) if row * CONTEXT + column < 200]
+    by_hand = -sum(torch.log_softmax(logits[r, c], 0)[int(targets[r, c])] for r, c in kept)
+    assert float(loss.total.detach()) == pytest.approx(float(by_hand), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "this recipe learns from a text file"),
+        (["--data", "missing.txt"], "No such file"),
+        (["--data", "/dev/null"], "holds no text"),
+    ],
+)
+def test_gpt_without_a_text(tmp_path: Path, capsys, flags: list[str], words: str) -> None:
+    assert train(tmp_path, "gpt", *flags) == 2
+    assert words in capsys.readouterr().err
+
+
+SCRIPT = """
+import torch, drivetrain as dt
+from torch.utils.data import TensorDataset
+
+data = TensorDataset(torch.arange(24.0).unsqueeze(1) / 24, torch.arange(24.0).unsqueeze(1) / 12)
+
+def make_job():
+    return dt.Job(
+        name="mine", model=lambda: torch.nn.Linear(1, 1), data=data, epochs=4, global_batch=6,
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.3),
+    )
+
+if __name__ == "__main__":
+    result = dt.train(make_job())
+    print("steps", result.steps, "in", result.folder)
+"""
+
+
+def in_a_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_script_alone_by_drivetrain_and_as_a_function(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "drivetrain", "train"]
+    alone = in_a_process(tmp_path, sys.executable, "mine.py")
+    assert "steps 16" in alone.stdout, alone.stderr
+    by_drivetrain = in_a_process(tmp_path, *command, "mine.py", "--output-dir", "elsewhere", "--batch-size", "2")
+    assert "steps 16" in by_drivetrain.stdout, by_drivetrain.stderr
+    function = in_a_process(tmp_path, *command, "mine:make_job", "--output-dir", "third")
+    assert function.returncode == 0, function.stderr
+    assert losses(tmp_path / "elsewhere" / "mine") == pytest.approx(losses(tmp_path / "runs" / "mine"), rel=1e-5)
+    assert losses(tmp_path / "third" / "mine") == losses(tmp_path / "runs" / "mine")
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "words"),
+    [
+        ("missing.py", 2, "there is no such script"),
+        ("empty.py", 1, "ended without calling dt.train"),
+        ("nothing.here:job", 1, "cannot be loaded"),
+        ("json:dumps", 1, "dumps"),
+        ("digit", 2, "did you mean `digits`?"),
+    ],
+)
+def test_targets_that_are_not_there(tmp_path: Path, target: str, code: int, words: str) -> None:
+    (tmp_path / "empty.py").write_text("print('nothing to see')\n")
+    done = in_a_process(tmp_path, sys.executable, "-m", "drivetrain", "train", target)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
