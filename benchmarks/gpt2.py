@@ -5,6 +5,7 @@ import os
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,4 +130,4 @@ def by_drivetrain(data: TensorDataset) -> float:
 
 
 def _median(marks: list[float]) -> float:
-    return statistics.median([b - a for a, b in zip(marks, marks[1:], strict=False)][10:])
+    return statistics.median([b - a for a, b in pairwise(marks)][10:])

@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ class Stopwatch:
         self._marks.append(time.perf_counter())
 
     def median(self) -> float:
-        differences = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        differences = [b - a for a, b in pairwise(self._marks)]
         return statistics.median(differences[50:])
 
 

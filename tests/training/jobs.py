@@ -147,10 +147,18 @@ class Trained:
 
 
 def run(
-    folder: str, variant: Variant, micro_batch: int | None = None, num_workers: int = 0, **changes: Any
+    folder: str,
+    variant: Variant,
+    micro_batch: int | None = None,
+    num_workers: int = 0,
+    gpu_mode: str = "cpu",
+    settings: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Trained | None:
     """Train in this world (of one, or the process group that is there). The main rank returns what came of it."""
-    config = configure(output_dir=folder, gpu_mode="cpu", num_workers=num_workers, batch_size=micro_batch)
+    config = configure(
+        output_dir=folder, gpu_mode=gpu_mode, num_workers=num_workers, batch_size=micro_batch, **settings or {}
+    )
     result = train(make_job(variant, **changes), config, quiet=True)
     return read(result.folder, result.resumed_from) if result.is_main else None
 

@@ -85,7 +85,7 @@ def test_synchronised_batch_norm_equals_one_process(gloo_pool: GlooPool, tmp_pat
 
 
 def test_the_host_never_waits_inside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call that makes the host wait for the device raises inside a step, but for the first, which sets things up."""
+    """Whatever makes the host wait for the device raises inside a step; the first step, which sets things up, aside."""
     steps = []
     original = Stepper.run
 

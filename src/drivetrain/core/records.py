@@ -18,10 +18,10 @@ class StepOutcome:
 
 
 class Reading:
-    """An outcome on its way to the host. `values` waits for that step alone, not for what was given to the device since.
+    """An outcome on its way to the host. `values` waits for that step alone, not for what the device was given since.
 
-    Asking a GPU tensor for its value would wait for everything before it in the stream, the next step too; so the numbers
-    are copied to pinned memory right behind the step, with an event behind the copy.
+    Asking a GPU tensor for its value would wait for everything before it in the stream, the next step too; so the
+    numbers are copied to pinned memory right behind the step, with an event behind the copy.
     """
 
     def __init__(self, outcome: StepOutcome, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Reading:
             on_device = [torch.as_tensor(part, dtype=torch.float64, device=device).detach() for part in self._parts]
             self._host = torch.empty(len(on_device), dtype=torch.float64, pin_memory=True)
             self._host.copy_(torch.stack(on_device), non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def values(self) -> tuple[float, float, float, float | None]:
