@@ -1,6 +1,7 @@
 """Shared by every test: a cache folder of its own, and hypothesis profiles."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import HealthCheck, settings
 from tests.gloo_pool import gloo_pool
 
 __all__ = ["gloo_pool"]
+
+# Child processes, whatever folder they start in, find the package also where it is not installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
 
 settings.register_profile("default", max_examples=100, deadline=None)
 settings.register_profile("soak", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -185,6 +185,8 @@ def _rank_main(rank: int, connection: Connection, traces: str) -> None:
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: no rank outlives the tests
+    # As in a process that somebody started by hand: children, such as loader workers, are forked.
+    multiprocessing.set_start_method("fork", force=True)
     with Path(traces).open("w", encoding="utf-8") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", ONEDNN_JIT_PROFILE="0")

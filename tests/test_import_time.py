@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PAIRS = 5
+PAIRS = 3
 TIMED = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
 TORCH = TIMED.format("import torch")
 DRIVETRAIN = TIMED.format("import drivetrain")

@@ -90,7 +90,7 @@ def export(run: Path | str | Result, path: Path | str | None = None) -> Path:
     folder = run.folder if isinstance(run, Result) else Path(run)
     if not (folder / _CHECKPOINTS).is_dir():
         raise DrivetrainError(f"{folder} holds no checkpoints", remedy="give the folder of a run, such as runs/digits")
-    checkpoint = Checkpointer(folder / _CHECKPOINTS, World()).latest()
+    checkpoint = Checkpoint.latest_in(folder / _CHECKPOINTS)  # changes nothing, so a run may go on beside it
     if checkpoint is None:
         raise DrivetrainError(f"{folder} holds no checkpoint that is whole", remedy="train on under the same name")
     target = Path(path) if path is not None else folder / "model.safetensors"

@@ -189,6 +189,23 @@ def test_opening_one_by_its_path(folder: Path) -> None:
         Checkpoint.open(folder / "nothing")
 
 
+def test_reading_beside_a_run_changes_nothing(folder: Path) -> None:
+    (folder / ".step-00000003.tmp-0123456789abcdef").mkdir()  # a save that is under way
+    checkpoint = Checkpoint.latest_in(folder)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    truncate(folder / "step-00000002" / "manifest.json")
+    before = sorted(path.name for path in folder.iterdir())
+    checkpoint = Checkpoint.latest_in(folder)
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    empty(folder / "step-00000001" / "manifest.json")
+    assert Checkpoint.latest_in(folder) is None
+    assert sorted(path.name for path in folder.iterdir()) == before
+    with pytest.raises(CheckpointError, match="nowhere is missing"):
+        Checkpoint.latest_in(folder / "nowhere")
+
+
 def find_in_processes(folder: str, size: int) -> tuple[int, list[str]]:
     world = World(dist.get_rank(), size, group=dist.group.WORLD)
     checkpointer = Checkpointer(Path(folder), world)

@@ -101,14 +101,17 @@ before = state()
 for _ in range(3):
     detect()
 time.sleep(0.2)
-assert state() == before, (before, state())
+# The driver's own use moves by a few MiB when a client comes or goes; a context takes hundreds.
+def grown(now):
+    return now[1] != before[1] or any(b - a > 64 * 2**20 for a, b in zip(before[0], now[0]))
+assert not grown(state()), (before, state())
 assert not torch.cuda.is_initialized()
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
 count = ctypes.c_int()
 assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 3, "cuInit was called"  # 3: CUDA_ERROR_NOT_INITIALIZED
 torch.zeros(1, device="cuda")
-assert state() != before, "this test would not notice a context"
+assert grown(state()), "this test would not notice a context"
 print("ok")
 """
     assert child(code).strip() == "ok"
@@ -126,13 +129,13 @@ def test_visible_by_uuid_and_by_nothing() -> None:
         assert torch_says(CUDA_VISIBLE_DEVICES=setting) == []
 
 
-@pytest.mark.parametrize("setting", ["0,0", "0,99,0", "0gpu", "+0", " 0", "0,-1", "GPU-", "0,GPU-"])
+@pytest.mark.parametrize("setting", ["0,0", "0,99,0", "0gpu", "+0", " 0", "0,-1", "0,GPU-"])
 def test_odd_settings_as_torch_counts(setting: str) -> None:
     ours = [gpu.uuid for gpu in detected(CUDA_VISIBLE_DEVICES=setting).gpus]
     assert ours == [gpu["uuid"] for gpu in torch_says(CUDA_VISIBLE_DEVICES=setting)]
 
 
-@pytest.mark.parametrize("setting", ["0", "0,0", "0gpu", "+0", " 0", "0,-1", "0,x", "99", "", "-1"])
+@pytest.mark.parametrize("setting", ["0", "0,0", "0gpu", "+0", " 0", "0,-1", "0,x", "99", "", "-1", "GPU-"])
 def test_odd_settings_as_the_driver_counts(setting: str) -> None:
     """torch has a reader of its own; this asks libcuda."""
     code = (
@@ -155,11 +158,9 @@ def test_versions() -> None:
     code = "import torch; print(torch.__version__, torch.version.cuda, torch.backends.cudnn.version())"
     version, cuda, cudnn = child(code).split()
     assert (software.torch, software.torch_cuda) == (version, cuda)
-    code = "import torch; from drivetrain.hardware import detect; s = detect().software; print(s.cudnn, s.nccl)"
-    loaded_cudnn, nccl = child(code).split()
-    major, minor, patch = (int(part) for part in loaded_cudnn.split("."))
-    assert major * 10000 + minor * 100 + patch == int(cudnn) or major < 9
-    assert nccl.startswith("2.")
+    major, minor, patch = (int(part) for part in software.cudnn.split(".")[:3])
+    assert major * 10000 + minor * 100 + patch == int(cudnn)
+    assert software.nccl.startswith("2.")
 
 
 def test_is_quick() -> None:

@@ -95,8 +95,9 @@ class Transformer(nn.Module):
         self.out = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.out.weight.dtype)
-        mask = mask.to(tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            tokens.shape[1], device=tokens.device, dtype=self.out.weight.dtype
+        )
         result: Tensor = self.out(self.encoder(self.embedding(tokens), mask=mask, is_causal=True))
         return result
 
@@ -212,6 +213,6 @@ def plain_loop(variant: Variant) -> tuple[list[float], dict[str, Any]]:
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 * ((step + 1) / 5 if step < 5 else cosine)
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         epoch += 1
     return losses, {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}

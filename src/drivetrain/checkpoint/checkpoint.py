@@ -17,6 +17,7 @@ from torch import Tensor
 from drivetrain.checkpoint.box import Box
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredTensor
+from drivetrain.checkpoint.names import step_name, steps_in
 from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
 
 MOST_OPEN_FILES = 64  # a checkpoint of thousands of ranks must not use up the process's file descriptors
@@ -42,6 +43,18 @@ class Checkpoint:
         checkpoint = cls(path, read_manifest(path))
         checkpoint.verify(checkpoint.files)
         return checkpoint
+
+    @classmethod
+    def latest_in(cls, folder: Path) -> "Checkpoint | None":
+        """The newest valid one; None if none is there. Not collective, and changes nothing: damaged ones stay."""
+        with _reading(folder):
+            steps = steps_in(folder)
+        for step in reversed(steps):
+            try:
+                return cls.open(folder / step_name(step))
+            except CheckpointDamagedError:
+                continue
+        return None
 
     @property
     def step(self) -> int:

@@ -10,8 +10,6 @@ replaced: between the two renames that it takes, a crash would leave neither.
 All ranks use one shared folder and call every collective method together. What goes wrong on one rank is raised on all.
 """
 
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +29,7 @@ from drivetrain.checkpoint.manifest import (
     file_name,
     merged_tensors,
 )
+from drivetrain.checkpoint.names import draft_name, leftovers_in, set_aside_in, step_name, steps_in, trash_name
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
 from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, encoded
 from drivetrain.core.state import Shard
@@ -38,14 +37,6 @@ from drivetrain.core.value import Value
 from drivetrain.core.world import World
 
 T = TypeVar("T")
-
-_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
-_SET_ASIDE = re.compile(r"step-[0-9]{8,18}\.corrupt(-[0-9]+)?")
-_LEFTOVER = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]{16}|\.trash-step-[0-9]{8,18}-[0-9a-f]{16}")
-
-
-def step_folder_name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 class RankReport(Value):
@@ -57,7 +48,10 @@ class RankReport(Value):
 
 
 class Checkpointer:
-    """Made by all ranks together; the folder is made, and the leftovers of a crash are removed from it."""
+    """Made by all ranks of the run that writes here, together. Makes the folder; removes the leftovers of a crash.
+
+    Who only reads, beside a run that may be saving, uses `Checkpoint.latest_in`, which changes nothing.
+    """
 
     def __init__(self, folder: Path, world: World, keep_last: int = 3, *, files: Files | None = None) -> None:
         if keep_last < 1:
@@ -89,7 +83,7 @@ class Checkpointer:
         self.problems += self._decided_by_main(
             lambda: self._commit(step, draft, reports, meta), doing, needed_bytes, free_bytes
         )
-        return self.folder / step_folder_name(step)
+        return self.folder / step_name(step)
 
     def latest(self) -> Checkpoint | None:
         """Collective. The newest valid checkpoint, the same on all ranks; None if there never was one.
@@ -119,9 +113,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, as this rank sees the folder; ascending. They are not verified."""
-        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
-        found = (_STEP_FOLDER.fullmatch(name) for name in names)
-        return sorted(step for match in found if match and step_folder_name(step := int(match[1])) == match[0])
+        return steps_in(self.folder)
 
     def pin(self, step: int) -> None:
         """Never prune this one. A pin lives as long as this object; what rank 0 pinned counts."""
@@ -161,14 +153,14 @@ class Checkpointer:
 
     def _begin(self, step: int) -> tuple[str, int]:
         """On rank 0. The name of a new folder to write into, and the bytes that were free before."""
-        final = self.folder / step_folder_name(step)
+        final = self.folder / step_name(step)
         if final.exists() or final.is_symlink():
             raise CheckpointError(
                 f"{final} is there already, and is left as it is",
                 remedy="save each step once; to save it anew, move that folder away",
                 path=final,
             )
-        name = f".{final.name}.tmp-{secrets.token_hex(8)}"
+        name = draft_name(step)
         free_bytes = shutil.disk_usage(self.folder).free
         self._files.make_folder(self.folder / name)
         return name, free_bytes
@@ -195,7 +187,7 @@ class Checkpointer:
 
     def _commit(self, step: int, draft: Path, reports: Sequence[RankReport], meta: Mapping[str, Any]) -> list[str]:
         """On rank 0. From a folder of files to a checkpoint, or back to nothing."""
-        final = self.folder / step_folder_name(step)
+        final = self.folder / step_name(step)
         renamed = False
         try:
             if failure := Failure.joined([report.failure for report in reports]):
@@ -219,19 +211,19 @@ class Checkpointer:
             renamed = True
             self._files.fsync_folder(self.folder)
         except BaseException:
-            self._discard(final if renamed else draft)
+            self._discard(step, draft, renamed)
             raise
         return self._prune(step)
 
-    def _discard(self, path: Path) -> None:
+    def _discard(self, step: int, draft: Path, renamed: bool) -> None:
         """A failed save leaves nothing behind. If even this fails, the first error is still the news."""
         try:
-            if _STEP_FOLDER.fullmatch(path.name):
-                self._remove_checkpoint(path)
+            if renamed:
+                self._remove_checkpoint(step)
             else:
-                self._files.remove_tree(path)
+                self._files.remove_tree(draft)
         except OSError as error:
-            self.problems.append(f"{path} could not be removed: {error.strerror}")
+            self.problems.append(f"what is left of step {step} could not be removed: {error.strerror}")
 
     def _prune(self, just_saved: int) -> list[str]:
         """On rank 0. A checkpoint that cannot be removed costs space, not the run."""
@@ -242,28 +234,26 @@ class Checkpointer:
             return [f"old checkpoints could not be listed: {error.strerror}"]
         kept = {*steps[-self._keep_last :], *self._pinned, just_saved}
         for step in steps:
-            path = self.folder / step_folder_name(step)
             try:
                 if step not in kept:
-                    self._remove_checkpoint(path)
+                    self._remove_checkpoint(step)
             except OSError as error:
-                problems.append(f"{path} could not be removed: {error.strerror}")
+                problems.append(f"{self.folder / step_name(step)} could not be removed: {error.strerror}")
         return problems
 
-    def _remove_checkpoint(self, path: Path) -> None:
+    def _remove_checkpoint(self, step: int) -> None:
         """Renamed first: a crash inside the removal must leave no half checkpoint under a valid name."""
-        trash = self.folder / f".trash-{path.name}-{secrets.token_hex(8)}"
-        self._files.rename(path, trash)
+        trash = self.folder / trash_name(step)
+        self._files.rename(self.folder / step_name(step), trash)
         self._files.remove_tree(trash)
 
     def _prepare_folder(self) -> list[str]:
         """On rank 0. Only names that a save or a removal gave are touched."""
         self.folder.mkdir(mode=0o775, parents=True, exist_ok=True)
         problems = []
-        for path in list(self.folder.iterdir()):
+        for path in leftovers_in(self.folder):
             try:
-                if _LEFTOVER.fullmatch(path.name):
-                    self._files.remove_tree(path)
+                self._files.remove_tree(path)
             except OSError as error:
                 problems.append(f"{path}, left by a crash, could not be removed: {error.strerror}")
         return problems
@@ -272,7 +262,7 @@ class Checkpointer:
 
     def _examine(self, step: int) -> tuple[Checkpoint | None, Failure | None]:
         """This rank's share of the verification: the manifest, and every n-th file."""
-        path = self.folder / step_folder_name(step)
+        path = self.folder / step_name(step)
         try:
             checkpoint = Checkpoint(path, read_manifest(path))
             if checkpoint.step != step:
@@ -284,7 +274,7 @@ class Checkpointer:
 
     def _set_aside(self, step: int, reason: str) -> str:
         """Out of the way but not gone: what is left in it may be worth a lot to someone."""
-        path = self.folder / step_folder_name(step)
+        path = self.folder / step_name(step)
 
         def rename() -> str:
             number, target = 1, path.with_name(f"{path.name}.corrupt")
@@ -302,15 +292,12 @@ class Checkpointer:
         return f"{path.name} is damaged and {outcome}: {reason}"
 
     def _refuse_to_start_anew(self, damaged: set[int]) -> None:
-        def set_aside_before() -> list[str]:
-            return [path.name for path in self.folder.iterdir() if _SET_ASIDE.fullmatch(path.name)]
-
-        names = self._decided_by_main(set_aside_before, "checkpoints cannot be listed")
+        names = self._decided_by_main(lambda: set_aside_in(self.folder), "checkpoints cannot be listed")
         if names or damaged:
             reasons = "".join(f"\n  {problem}" for problem in self.problems)
             raise CheckpointError(
                 f"there is no valid checkpoint in {self.folder}, only damaged ones:"
-                f" {', '.join(sorted(names)) or ', '.join(map(step_folder_name, sorted(damaged)))}{reasons}",
+                f" {', '.join(names) or ', '.join(map(step_name, sorted(damaged)))}{reasons}",
                 remedy="restore one from a copy; or move the damaged ones away to start anew",
                 path=self.folder,
             )

@@ -127,6 +127,9 @@ def _output_folder(case: _Case) -> Iterator[Problem]:
     folder = case.config.run.output_dir
     if "run.output_dir" not in case.given:
         return
+    if "\0" in str(folder):
+        yield case.problem("run.output_dir", "this is no path", "a folder", "name another folder")
+        return
     blocker = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if blocker is not None:
         yield case.problem(

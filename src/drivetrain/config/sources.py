@@ -46,6 +46,8 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
         return [], [_file_problem(path, f"this is not UTF-8 text (byte {error.start})", "save it as UTF-8")]
     except OSError as error:
         return [], [_file_problem(path, f"it cannot be read: {error.strerror}", f"ls -l {path}")]
+    except ValueError:  # a zero byte in the name
+        return [], [_file_problem(path, "this is no path", "give the path of a YAML file")]
 
     try:
         loader = yaml.SafeLoader(text)

@@ -26,8 +26,9 @@ def find_software() -> Software:
         torch=torch_version,
         torch_backend=backend,
         torch_cuda=cuda or hip,
-        cudnn=_cudnn(cuda) if backend == "cuda" else "",
-        nccl=_nccl(cuda) if backend in ("cuda", "rocm") else "",
+        # Asked of the packages, not of a loaded torch: on an H200 asking torch was seen to start CUDA.
+        cudnn=_installed(*(f"nvidia-cudnn-cu{major}" for major in _majors(cuda))) if backend == "cuda" else "",
+        nccl=_installed(*(f"nvidia-nccl-cu{major}" for major in _majors(cuda))) if backend == "cuda" else "",
         packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
     )
 
@@ -105,29 +106,6 @@ def _installed(*names: str) -> str:
         except (PackageNotFoundError, OSError, ValueError, KeyError):
             continue
     return ""
-
-
-def _cudnn(cuda: str) -> str:
-    torch = sys.modules.get("torch")
-    try:
-        number = torch.backends.cudnn.version() if torch else None
-    except (AttributeError, RuntimeError, OSError):
-        number = None
-    if not number:
-        return _installed(*(f"nvidia-cudnn-cu{major}" for major in _majors(cuda)))
-    scale = 10000 if number >= 90000 else 1000  # cuDNN 9 counts 9.10.2 as 91002, before that 8.9.2 was 8902
-    return f"{number // scale}.{number % scale // 100}.{number % 100}"
-
-
-def _nccl(cuda: str) -> str:
-    torch = sys.modules.get("torch")
-    try:
-        parts = torch.cuda.nccl.version() if torch else None
-    except (AttributeError, RuntimeError, OSError):
-        parts = None
-    if isinstance(parts, tuple) and parts:
-        return ".".join(str(part) for part in parts[:3])
-    return _installed(*(f"nvidia-nccl-cu{major}" for major in _majors(cuda)))
 
 
 def _majors(cuda: str) -> tuple[str, ...]:

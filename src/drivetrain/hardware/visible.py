@@ -117,4 +117,4 @@ def _position(entry: int | str, uuids: Sequence[str]) -> int | None:
         return entry if entry < len(uuids) else None
     # The driver takes the beginning of a UUID, as long as only one device has it.
     matches = [position for position, uuid in enumerate(uuids) if uuid.startswith(entry)]
-    return matches[0] if len(matches) == 1 else None
+    return matches[0] if len(matches) == 1 and len(entry) > len("GPU-") else None

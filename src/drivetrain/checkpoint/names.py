@@ -1,0 +1,39 @@
+"""The names of the folders of checkpoints, and what they tell."""
+
+import re
+import secrets
+from pathlib import Path
+
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,18}\.corrupt(-[0-9]+)?")
+_LEFTOVER = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]{16}|\.trash-step-[0-9]{8,18}-[0-9a-f]{16}")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def draft_name(step: int) -> str:
+    """Of a save that is under way: hidden, and no other attempt has it."""
+    return f".{step_name(step)}.tmp-{secrets.token_hex(8)}"
+
+
+def trash_name(step: int) -> str:
+    """Of a checkpoint that is being removed."""
+    return f".trash-{step_name(step)}-{secrets.token_hex(8)}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Ascending."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    matches = (_STEP.fullmatch(name) for name in names)
+    return sorted(step for match in matches if match and step_name(step := int(match[1])) == match[0])
+
+
+def leftovers_in(folder: Path) -> list[Path]:
+    """Drafts and trash: of a crash, or of a save that is under way."""
+    return [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]
+
+
+def set_aside_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if _SET_ASIDE.fullmatch(path.name))
