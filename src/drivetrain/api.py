@@ -23,6 +23,7 @@ from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
+from drivetrain.data.items import draws_outside_torch
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
 from drivetrain.job import Job
@@ -174,7 +175,8 @@ class _Run:
         self.strategy = strategy.name
         first = loader.micro_batch(division.place(0), 0)
         parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called)
-        objective = strategy.prepare(parts, Trial(to_device(first.batch, world.device), first.num_samples))
+        trial = Trial(to_device(first.batch, world.device), first.num_samples)
+        draws, objective = draws_outside_torch(lambda: strategy.prepare(parts, trial))
         resumed_from = 0
         if checkpoint is not None:
             strategy.load(checkpoint)
@@ -184,7 +186,7 @@ class _Run:
 
         asserts = self.config.device.assertions
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
-        stepper = Stepper(strategy, objective, world, job.seed, check)
+        stepper = Stepper(strategy, objective, world, job.seed, seeds_python=draws, before_micro_step=check)
         with _Books(self, folder, division, resumed_from) as books:
 
             def save(step: int) -> None:

@@ -94,10 +94,11 @@ class Job:
     def save_every(self) -> int:
         return self.checkpoint_every or self.steps_per_epoch
 
-    def lr_factor(self, step: int) -> float:
-        if isinstance(self.schedule, WarmupCosine | Constant):
-            return self.schedule.factor(step, self.num_steps)
-        return float(self.schedule(step))
+    def lr_factor(self, step: int, num_steps: int) -> float:
+        schedule = self.schedule
+        if isinstance(schedule, (WarmupCosine, Constant)):
+            return schedule.factor(step, num_steps)
+        return float(schedule(step))
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The user's optimizer over the parameters that train; fused where it can be, unless the user said how."""

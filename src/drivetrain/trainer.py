@@ -7,9 +7,8 @@ where somebody needs to know: before a checkpoint, before a hook, at the end.
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,8 +23,7 @@ from drivetrain.job import Job
 from drivetrain.step import Stepper
 
 
-@dataclass(frozen=True)
-class _Enqueued:
+class _Enqueued(NamedTuple):
     """A step that the device was given; its outcome may not be there yet."""
 
     place: Place
@@ -62,11 +60,13 @@ class Trainer:
         self._stop = True
 
     def run(self) -> Iterator[StepRecord]:
-        job = self._job
+        # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
+        num_steps, save_every = self._job.num_steps, self._job.save_every
+        hooks = [(hook, self._steps_between(hook)) for hook in self._job.hooks]
         ahead: _Enqueued | None = None
-        for place, micro_batches in self._loader.batches(self._first_step, job.num_steps):
+        for place, micro_batches in self._loader.batches(self._first_step, num_steps):
             began = time.perf_counter()
-            lr = self._set_lr(place.step)
+            lr = self._set_lr(place.step, num_steps)
             outcome = self._stepper.run(place, micro_batches, self._stop)
             enqueued = _Enqueued(place, Reading(outcome, self._world.device), lr, began)
             done = place.step + 1
@@ -75,9 +75,8 @@ class Trainer:
             if ahead is not None:
                 yield self._record(ahead, began)
             ahead = enqueued
-            is_last = done == job.num_steps
-            save_due = done % job.save_every == 0 or is_last or self.stopped_early
-            hooks_due = [hook for hook in job.hooks if done % self._steps_between(hook) == 0]
+            save_due = done % save_every == 0 or done == num_steps or self.stopped_early
+            hooks_due = [hook for hook, every in hooks if done % every == 0]
             if save_due or hooks_due:
                 # The host waits for the device here: nothing is saved, and no hook runs, before the step was judged.
                 yield self._record(ahead, time.perf_counter())
@@ -88,11 +87,11 @@ class Trainer:
             if self.stopped_early:
                 return
 
-    def _set_lr(self, step: int) -> float:
-        factor = self._job.lr_factor(step)
+    def _set_lr(self, step: int, num_steps: int) -> float:
+        factor = self._job.lr_factor(step, num_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        return float(self._optimizer.param_groups[0]["lr"])
+            group["lr"] = lr = group["initial_lr"] * factor
+        return float(lr)
 
     def _record(self, enqueued: _Enqueued, now: float) -> StepRecord:
         """Reads the outcome. The host waits until that step is done on the device."""
@@ -111,7 +110,7 @@ class Trainer:
             epoch=place.epoch,
             samples=place.num_samples,
             loss=loss,
-            count=count,
+            num_items=count,
             lr=enqueued.lr,
             grad_norm=norm,
             seconds=now - enqueued.began,

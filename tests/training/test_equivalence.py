@@ -58,11 +58,17 @@ def test_float32_losses_agree(gloo_pool: GlooPool, tmp_path: Path, kind: str, ca
     assert trained.losses == pytest.approx(losses, rel=1e-6, abs=1e-6)
 
 
+def _tally(objective: Objective, value: Tensor, num_samples: int, weight: int) -> None:
+    if weight:
+        objective.losses.append((value.detach(), num_samples))
+        objective.counts.append(num_samples)
+
+
 def mean_of_means(self: Objective, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
     """Each micro-batch's own mean, averaged: what dividing by the number of micro-steps comes to."""
     result = self._loss(self.model, batch)
     mean = result.total / result.count if isinstance(result, LossSum) else result
-    self.tally(mean, num_samples, num_samples, weight)
+    _tally(self, mean, num_samples, weight)
     return mean * (num_samples / step_samples * weight * self.scale)
 
 
@@ -70,12 +76,12 @@ def unweighted_ranks(self: Objective, batch: Any, num_samples: int, step_samples
     """Every rank's mean counts alike, however many samples it had: what plain DDP does."""
     result = self._loss(self.model, batch)
     assert isinstance(result, Tensor)
-    self.tally(result, num_samples, num_samples, weight)
+    _tally(self, result, num_samples, weight)
     return result * weight
 
 
-def schedule_by_world(self: Job, step: int) -> float:
-    return self.schedule.factor(step * torch.distributed.get_world_size(), self.num_steps)  # type: ignore[union-attr]
+def schedule_by_world(self: Job, step: int, num_steps: int) -> float:
+    return self.schedule.factor(step * torch.distributed.get_world_size(), num_steps)  # type: ignore[union-attr]
 
 
 def epoch_forgotten(self: SampleStream, epoch: int, start: int, stop: int) -> Any:

@@ -1,18 +1,18 @@
 """What is known of a step once it is done."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What a strategy's `step` hands back. Tensors may still be on their way; reading one waits for the device."""
 
-    loss_sum: Tensor | float
-    count: Tensor | float
+    losses: Sequence[tuple[Tensor, float]]  # the step's loss sum is the sum of the products
+    num_items: Tensor | float
     stop: Tensor | float  # above 0 if any rank asks to stop
     grad_norm: Tensor | None
 
@@ -27,10 +27,16 @@ class Reading:
     def __init__(self, outcome: StepOutcome, device: torch.device) -> None:
         norm = outcome.grad_norm
         self._has_norm = norm is not None
-        self._parts = (outcome.loss_sum, outcome.count, outcome.stop, 0.0 if norm is None else norm)
+        self._factors = [factor for _, factor in outcome.losses]
+        self._parts = [
+            outcome.num_items,
+            outcome.stop,
+            0.0 if norm is None else norm,
+            *(value for value, _ in outcome.losses),
+        ]
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            on_device = [torch.as_tensor(part, dtype=torch.float64, device=device).detach() for part in self._parts]
+            on_device = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in self._parts]
             self._host = torch.empty(len(on_device), dtype=torch.float64, pin_memory=True)
             self._host.copy_(torch.stack(on_device), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -40,24 +46,24 @@ class Reading:
         """Loss sum, count, stop flag, gradient norm."""
         if self._event is not None:
             self._event.synchronize()  # the host waits here for that step
-            total, count, stop, norm = self._host.tolist()
+            count, stop, norm, *losses = self._host.tolist()
         else:
-            total, count, stop, norm = (float(part) for part in self._parts)
+            count, stop, norm, *losses = map(float, self._parts)
+        total = sum(map(mul, losses, self._factors))
         return total, count, stop, norm if self._has_norm else None
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One optimizer step, as it is logged. `loss` is over the whole global batch, all ranks."""
 
     step: int  # how many optimizer steps are done
     epoch: int  # how many epochs were done when it began
     samples: int
     loss: float
-    count: float  # items the loss is over: samples, or what `LossSum` counted
+    num_items: float  # what the loss is over: samples, or what `LossSum` counted
     lr: float
     grad_norm: float | None
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return self._asdict()

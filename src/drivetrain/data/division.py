@@ -6,10 +6,10 @@ equally many micro-steps, since collectives need them to; a rank with nothing le
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class MicroStep:
+class MicroStep(NamedTuple):
     """One forward and backward on one rank. Positions are within the epoch."""
 
     start: int
@@ -21,8 +21,7 @@ class MicroStep:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A step's place in the job: which epoch, and the positions it covers there."""
 
     step: int  # counted over the whole job, from 0

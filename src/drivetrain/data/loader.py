@@ -7,8 +7,7 @@ it.
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,14 +20,13 @@ from drivetrain.data.items import Collate, KeyedItems, exactness_warnings, gathe
 from drivetrain.data.stream import SampleStream
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The data of one forward and backward."""
 
     batch: Any
     num_samples: int
     weight: int
-    index: int  # within the step
+    number: int  # within the step
     is_last: bool
 
 

@@ -5,6 +5,8 @@ and starting in the middle of an epoch of a billion samples costs what starting 
 of devices, micro-batches or workers; `division` cuts what it yields.
 """
 
+import hashlib
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,23 +21,22 @@ _ROUNDS = 8
 _BLOCK = 8192
 
 
+def key_of(*parts: int) -> int:
+    """One 64-bit key from several numbers, in this order. The same on every machine and in every version."""
+    packed = struct.pack(f"<{len(parts)}Q", *(part & 0xFFFFFFFFFFFFFFFF for part in parts))
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
 def mix(value: int) -> int:
-    """A 64-bit number in which every bit depends on every bit of the given one (splitmix64's finaliser)."""
-    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    """A 64-bit number in which every bit depends on every bit of the given one (the finaliser of splitmix64)."""
+    value &= 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return value ^ (value >> 31)
 
 
-def key_of(*parts: int) -> int:
-    """One 64-bit key from several numbers, in this order. The same on every machine and in every version."""
-    key = len(parts)
-    for part in parts:
-        key = mix(key ^ mix(part & 0xFFFFFFFFFFFFFFFF))
-    return key
-
-
 def _mix_all(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix`, for many at once."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

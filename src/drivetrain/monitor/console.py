@@ -42,8 +42,8 @@ class RunConsole:
         self._console.print(text)
 
     def show(self, record: StepRecord) -> None:
-        self._loss_sum += record.loss * record.count
-        self._count += record.count
+        self._loss_sum += record.loss * record.num_items
+        self._count += record.num_items
         self._samples += record.samples
         if not self._progress.disable:
             self._progress.update(self._bar, completed=record.step, epoch=record.epoch + 1, loss=f"{record.loss:.4f}")

@@ -104,7 +104,9 @@ def show(result: Result) -> None:
     if (folder / "epochs.jsonl").exists():
         epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text(encoding="utf-8").splitlines()]
     by_epoch = [list(group) for _, group in groupby(steps, key=lambda row: row["epoch"])]
-    losses = [sum(row["loss"] * row["count"] for row in rows) / sum(row["count"] for row in rows) for rows in by_epoch]
+    losses = [
+        sum(row["loss"] * row["num_items"] for row in rows) / sum(row["num_items"] for row in rows) for rows in by_epoch
+    ]
     seconds = [sum(row["seconds"] for row in rows) for rows in by_epoch]
     fastest = max(sum(row["samples"] for row in rows) / sum(row["seconds"] for row in rows) for rows in by_epoch)
     export(result)

@@ -45,13 +45,14 @@ class StrategyParts:
 
     def update(self, factor: Tensor | float | None) -> Tensor | None:
         """Rescale the reduced gradients, clip them, step the optimizer. Returns the norm before clipping."""
-        if self.scaler.is_enabled():
+        scales = self.precision.scales_loss
+        if scales:
             self.scaler.unscale_(self.optimizer)
         if factor is not None:
             gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
             torch._foreach_mul_(gradients, factor)
         norm = None if self.clip_norm is None else nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
-        if self.scaler.is_enabled():
+        if scales:
             self.scaler.step(self.optimizer)  # skips a step with infinite gradients; waits for the device to know
             self.scaler.update()
         else:
@@ -78,8 +79,8 @@ class Strategy(Protocol):
         Returns the objective: (batch, its samples, the step's samples, weight) -> scalar.
         """
 
-    def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around one micro-step: only the last of a step communicates."""
+    def accumulate(self) -> AbstractContextManager[Any]:
+        """Around every micro-step of a step but the last: only the last communicates."""
 
     def backward(self, objective: Tensor) -> None: ...
 
@@ -104,19 +105,28 @@ class Objective(nn.Module):
         super().__init__()
         self.model = parts.model
         self.scale = scale  # undoes the averaging of whatever reduces the gradients
-        self._loss, self._precision = parts.loss, parts.precision
+        self._loss = parts.loss
+        self._around_forward = parts.precision.around_forward()
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.called_model or parts.model,)
         self.counts_items = False  # whether the loss counts something other than samples
-        self.tallies: list[tuple[Tensor, Tensor | float, float]] = []  # (value, its count, samples it is a mean over)
+        self.losses: list[
+            tuple[Tensor, float]
+        ] = []  # of the step so far: a value, and how many samples it is a mean of
+        self.counts: list[Tensor | float] = []  # kept for the record, without computing with them or waiting for them
 
     def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
-        with self._precision.around_forward():
+        if self._around_forward is None:
             result = self._loss(self._called[0], batch)
+        else:
+            with self._around_forward:
+                result = self._loss(self._called[0], batch)
         if isinstance(result, LossSum):
             self.counts_items = True
             factor = weight * self.scale / step_samples
-            self.tally(result.total, result.count, 1.0, weight)
+            if weight:
+                self.losses.append((result.total.detach(), 1.0))
+                self.counts.append(result.count)
             return result.total * factor
         if not isinstance(result, Tensor):
             raise DrivetrainError(
@@ -124,23 +134,18 @@ class Objective(nn.Module):
                 remedy="return a scalar tensor (a mean over the batch), or dt.LossSum(sum, count)",
             )
         factor = weight * self.scale * num_samples / step_samples
-        self.tally(result, num_samples, num_samples, weight)
+        if weight:
+            self.losses.append((result.detach(), num_samples))
+            self.counts.append(num_samples)
         return result if factor == 1.0 else result * factor
 
-    def tally(self, value: Tensor, count: Tensor | float, per: float, weight: int) -> None:
-        """Keep what the record needs, without waiting for it."""
-        if weight:
-            self.tallies.append((value.detach(), count, per))
-
-    def take_tallies(self) -> tuple[Tensor | float, Tensor | float]:
-        """Sum and count of this process since the last call, in float64."""
-        total: Tensor | float = 0.0
-        count: Tensor | float = 0.0
-        for value, items, per in self.tallies:
-            total = total + value.double() * per
-            count = count + (items.detach().double() if isinstance(items, Tensor) else items)
-        self.tallies = []
-        return total, count
+    def take_tallies(self) -> tuple[list[tuple[Tensor, float]], Tensor | float]:
+        """The losses of this process since the last call, and how many items they are over."""
+        losses, counts = self.losses, self.counts
+        self.losses, self.counts = [], []
+        count = counts[0] if len(counts) == 1 else sum(counts)
+        # float64: dividing by a tensor of whole numbers would give float32.
+        return losses, count.detach().double() if isinstance(count, Tensor) else count
 
 
 def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:

@@ -4,7 +4,7 @@ Loss sum, count and the wish to stop travel with the gradients: they are the gra
 part in every forward at value zero. So a step has no collective of its own, and no extra wait.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,8 +17,6 @@ from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state
-
-_NOTHING_AROUND = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,8 @@ class _CarryingObjective(Objective):
 
     def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         objective = super().forward(batch, num_samples, step_samples, weight)
-        total, count = self.take_tallies()
+        losses, count = self.take_tallies()
+        total = losses[0][0].double() * losses[0][1] if losses else 0.0
         device = self.carrier.device
         parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in (total, count, float(self.stop))]
         return objective + torch.dot(self.carrier, torch.stack(parts))
@@ -82,8 +81,8 @@ class DdpStrategy:
         objective: Tensor = self._ddp(batch, num_samples, step_samples, weight)
         return objective
 
-    def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
-        return _NOTHING_AROUND if is_last else cast(AbstractContextManager[Any], self._ddp.no_sync())
+    def accumulate(self) -> AbstractContextManager[Any]:
+        return cast(AbstractContextManager[Any], self._ddp.no_sync())
 
     def backward(self, objective: Tensor) -> None:
         torch.autograd.backward(self._parts.scaler.scale(objective))
@@ -96,7 +95,7 @@ class DdpStrategy:
         norm = self._parts.update(self._samples / count if self._objective.counts_items else None)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
-        return StepOutcome(total, count, stopping, norm)
+        return StepOutcome([(total, 1.0)], count, stopping, norm)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Every rank has the same; rank 0 writes it."""
