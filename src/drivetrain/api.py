@@ -23,7 +23,7 @@ from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
-from drivetrain.data.items import draws_outside_torch
+from drivetrain.data.items import what_draws
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
 from drivetrain.job import Job
@@ -176,7 +176,7 @@ class _Run:
         first = loader.micro_batch(division.place(0), 0)
         parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called)
         trial = Trial(to_device(first.batch, world.device), first.num_samples)
-        draws, objective = draws_outside_torch(lambda: strategy.prepare(parts, trial))
+        draws, objective = what_draws(lambda: strategy.prepare(parts, trial), world.device)
         resumed_from = 0
         if checkpoint is not None:
             strategy.load(checkpoint)
@@ -186,10 +186,11 @@ class _Run:
 
         asserts = self.config.device.assertions
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
-        stepper = Stepper(strategy, objective, world, job.seed, seeds_python=draws, before_micro_step=check)
+        stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check)
         with _Books(self, folder, division, resumed_from) as books:
 
             def save(step: int) -> None:
+                books.flush()
                 shards, meta = strategy.save()
                 checkpointer.save(step, shards, {**meta, **self._meta(division)})
                 books.event("checkpoint", step=step)
@@ -319,6 +320,10 @@ class _Books:
             self._steps.append(record.as_dict())
             self._console.show(record)
 
+    def flush(self) -> None:
+        if self._folder is not None:
+            self._steps.flush()
+
     def finish(self, finished: bool, steps: int) -> None:
         if self._folder is None:
             return
@@ -330,6 +335,7 @@ class _Books:
         if self._folder is None:
             return
         self._events.append({"event": kind, "time": datetime.now(UTC).isoformat(), **facts})
+        self._events.flush()
 
 
 def _ddp_options(config: Config) -> DdpOptions:

@@ -8,7 +8,7 @@ import torch
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
-from drivetrain.data.items import map_tensors, seed_all
+from drivetrain.data.items import DRAWS_FROM_ALL, Draws, map_tensors, seed_all
 from drivetrain.data.loader import MicroBatch
 from drivetrain.data.stream import key_of, mix
 from drivetrain.strategies.base import ObjectiveCall, Strategy
@@ -20,8 +20,8 @@ _STEP, _MICRO_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 class Stepper:
     """Runs steps. What the model draws at random is keyed by (seed, step, rank, micro-step), and so is not saved.
 
-    Python's and numpy's generators are set only for models that were seen to draw from them (`seeds_python`): setting
-    all three costs some 50 µs of a step that is not in the cache.
+    Generators are set only for models that were seen to draw from them (`draws`): setting all three costs some 50 µs of
+    a step, since the step before has taken everything out of the cache.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Stepper:
         world: World,
         seed: int,
         *,
-        seeds_python: bool = True,
+        draws: Draws = DRAWS_FROM_ALL,
         before_micro_step: Callable[[Any], None] | None = None,
     ) -> None:
         self._strategy, self._objective, self._world = strategy, objective, world
         self._key = key_of(seed, world.rank)
-        self._seeds_python = seeds_python
+        self._draws = draws
         self._moves = world.device.type != "cpu"
         self._before_micro_step = before_micro_step
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
@@ -44,7 +44,8 @@ class Stepper:
     def run(self, place: Place, micro_batches: Iterator[MicroBatch], stop: bool) -> StepOutcome:
         strategy, num_samples = self._strategy, place.num_samples
         for micro in micro_batches:
-            self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
+            if self._draws.torch or self._draws.python:
+                self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
             batch = to_device(micro.batch, self._world.device) if self._moves else micro.batch
             if self._before_micro_step is not None:
                 self._before_micro_step(batch)
@@ -56,7 +57,7 @@ class Stepper:
         return strategy.step(stop)
 
     def _seed_model(self, key: int) -> None:
-        if self._seeds_python:
+        if self._draws.python:
             seed_all(key)
         else:
             torch.default_generator.manual_seed(key >> 1)

@@ -2,12 +2,13 @@
 
 import json
 import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import RunFolder, read_job
+from drivetrain.core.run_folder import JsonLines, RunFolder, read_job
 
 JOB = {"seed": 1, "global_batch": 8}
 
@@ -83,10 +84,23 @@ def test_files_are_whole_and_lines_are_json(tmp_path: Path) -> None:
     log = folder.log("steps.jsonl")
     for step in range(1, 6):
         log.append({"step": step})
+    log.flush()
     with (folder.path / "steps.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # torn by a crash
     log.keep_up_to(3)
     log.append({"step": 4, "again": True})
+    log.close()
     lines = [json.loads(line) for line in (folder.path / "steps.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}]
     assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "a.txt", "job.yaml", "steps.jsonl"]
+
+
+def test_lines_are_written_within_a_second_and_at_once_when_asked(tmp_path: Path) -> None:
+    log = RunFolder.claim(tmp_path, "mine", JOB).log("steps.jsonl")
+    log.append({"step": 1})
+    assert (tmp_path / "mine" / "steps.jsonl").read_text() == ""
+    log.flush()
+    assert (tmp_path / "mine" / "steps.jsonl").read_text() == '{"step": 1}\n'
+    time.sleep(JsonLines.FLUSH_SECONDS + 0.05)
+    log.append({"step": 2})
+    assert (tmp_path / "mine" / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'

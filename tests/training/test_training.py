@@ -1,10 +1,12 @@
 """The parts of the trainer: schedule, groups, frozen weights, the lag of records, stopping together, hooks, export."""
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -242,3 +244,42 @@ def test_ddp_options_change_nothing(gloo_pool: GlooPool, tmp_path: Path, name: s
     trained = gloo_pool.run(run_with_options, str(tmp_path), name, micro_batch, world=2)[0]
     losses, _ = plain_loop(Variant(steps=12))
     assert trained.losses == pytest.approx(losses, abs=1e-10)
+
+
+class Drawing(nn.Module):
+    """Draws from the generators it is told to, in every forward."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.inner, self.kinds = Mlp(0.0), kinds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        noise = {
+            "python": random.random,
+            "numpy": np.random.random_sample,
+            "torch": lambda: torch.rand(()).item(),
+        }
+        result: Tensor = self.inner(inputs) * (1 + 0.1 * sum(noise[kind]() for kind in self.kinds))
+        return result
+
+
+@pytest.mark.parametrize("kinds", [("python",), ("numpy",), ("torch",), ("python", "numpy", "torch")])
+def test_whatever_a_model_draws_from_is_keyed(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    def crash(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return vector_loss(model, batch)
+
+    calls: list[int] = []
+    whole = run(str(tmp_path / "whole"), SMALL, 3, model=lambda: Drawing(*kinds))
+    with pytest.raises(KeyboardInterrupt):
+        run(str(tmp_path / "broken"), SMALL, 3, model=lambda: Drawing(*kinds), loss=crash, checkpoint_every=1)
+    mended = run(str(tmp_path / "broken"), SMALL, 3, model=lambda: Drawing(*kinds), checkpoint_every=1)
+    assert whole is not None
+    assert mended is not None
+    assert mended.resumed_from > 0
+    assert mended.losses == whole.losses
+    quiet = run(str(tmp_path / "quiet"), SMALL, 3, model=Drawing)
+    assert quiet is not None
+    assert quiet.losses != whole.losses

@@ -63,6 +63,8 @@ class Division:
         return max(1, -(-largest // self.micro_batch))
 
     def micro_steps(self, place: Place, rank: int) -> list[MicroStep]:
+        if self.world_size == 1 and place.num_samples <= self.micro_batch:
+            return [MicroStep(place.start, place.stop, 1)]
         start, stop = self.rank_slice(place, rank)
         found = [
             MicroStep(first, min(first + self.micro_batch, stop), 1) for first in range(start, stop, self.micro_batch)

@@ -8,7 +8,7 @@ tells after each batch whether anything was drawn, and only then is the batch fe
 import random
 import traceback
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -57,11 +57,25 @@ def draws_anything(action: Callable[[], Any]) -> tuple[bool, Any]:
 Result = TypeVar("Result")
 
 
-def draws_outside_torch(action: Callable[[], Result]) -> tuple[bool, Result]:
-    """Whether an action draws from Python's or numpy's global generator, and what it returned."""
+class Draws(NamedTuple):
+    """Which global generators something was seen to draw from."""
+
+    python: bool  # or numpy's
+    torch: bool  # the CPU's or the device's
+
+
+DRAWS_FROM_ALL = Draws(python=True, torch=True)
+
+
+def what_draws(action: Callable[[], Result], device: torch.device) -> tuple[Draws, Result]:
+    """Which generators an action draws from, and what it returned."""
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     seed_all(_PLANT)
+    before = generator.get_state()
     result = action()
-    return _next_draws()[:2] != _UNTOUCHED[:2], result
+    moved = not torch.equal(before, generator.get_state())
+    draws = _next_draws()
+    return Draws(draws[:2] != _UNTOUCHED[:2], moved or draws[2] != _UNTOUCHED[2]), result
 
 
 class ItemError(DrivetrainError):
