@@ -317,7 +317,7 @@ class _Books:
 
     def write(self, record: StepRecord) -> None:
         if self._folder is not None:
-            self._steps.append(record.as_dict())
+            self._steps.append(record)
             self._console.show(record)
 
     def flush(self) -> None:

@@ -1,6 +1,6 @@
 """One optimizer step over one global batch: forward and backward of each micro-batch, then the strategy's step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,14 +37,15 @@ class Stepper:
         self._strategy, self._objective, self._world = strategy, objective, world
         self._key = key_of(seed, world.rank)
         self._draws = draws
+        self._seeds = draws.python or draws.torch
         self._moves = world.device.type != "cpu"
         self._before_micro_step = before_micro_step
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 
-    def run(self, place: Place, micro_batches: Iterator[MicroBatch], stop: bool) -> StepOutcome:
+    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
         strategy, num_samples = self._strategy, place.num_samples
         for micro in micro_batches:
-            if self._draws.torch or self._draws.python:
+            if self._seeds:
                 self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
             batch = to_device(micro.batch, self._world.device) if self._moves else micro.batch
             if self._before_micro_step is not None:

@@ -1,7 +1,6 @@
 """What is known of a step once it is done."""
 
 from collections.abc import Sequence
-from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -24,33 +23,30 @@ class Reading:
     numbers are copied to pinned memory right behind the step, with an event behind the copy.
     """
 
+    __slots__ = ("_event", "_host", "_outcome")
+
     def __init__(self, outcome: StepOutcome, device: torch.device) -> None:
-        norm = outcome.grad_norm
-        self._has_norm = norm is not None
-        self._factors = [factor for _, factor in outcome.losses]
-        self._parts = [
-            outcome.num_items,
-            outcome.stop,
-            0.0 if norm is None else norm,
-            *(value for value, _ in outcome.losses),
-        ]
+        self._outcome = outcome
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            on_device = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in self._parts]
+            losses, num_items, stop, norm = outcome
+            parts = [num_items, stop, 0.0 if norm is None else norm, *(value for value, _ in losses)]
+            on_device = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
             self._host = torch.empty(len(on_device), dtype=torch.float64, pin_memory=True)
             self._host.copy_(torch.stack(on_device), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def values(self) -> tuple[float, float, float, float | None]:
-        """Loss sum, count, stop flag, gradient norm."""
-        if self._event is not None:
-            self._event.synchronize()  # the host waits here for that step
-            count, stop, norm, *losses = self._host.tolist()
-        else:
-            count, stop, norm, *losses = map(float, self._parts)
-        total = sum(map(mul, losses, self._factors))
-        return total, count, stop, norm if self._has_norm else None
+        """Loss sum, number of items, stop flag, gradient norm."""
+        losses, num_items, stop, norm = self._outcome
+        if self._event is None:
+            total = sum(value.item() * factor for value, factor in losses)
+            return total, float(num_items), float(stop), None if norm is None else float(norm)
+        self._event.synchronize()  # the host waits here for that step
+        host_items, host_stop, host_norm, *host_losses = self._host.tolist()
+        total = sum(value * factor for value, (_, factor) in zip(host_losses, losses, strict=True))
+        return total, host_items, host_stop, None if norm is None else host_norm
 
 
 class StepRecord(NamedTuple):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -121,6 +121,12 @@ def is_finished(path: Path) -> bool:
     return (path / _FINISHED).exists()
 
 
+class Record(Protocol):
+    """What can be written as a line."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 class JsonLines:
     """A file of JSON lines. Lines are written whole, together with those of the second before.
 
@@ -133,17 +139,18 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: list[Mapping[str, Any] | Record] = []
         self._flushed = time.monotonic()
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: "Mapping[str, Any] | Record") -> None:
         self._waiting.append(record)
         if time.monotonic() - self._flushed > self.FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         if self._waiting:
-            os.write(self._file, "".join(f"{json.dumps(record)}\n" for record in self._waiting).encode())
+            records = (record if isinstance(record, Mapping) else record.as_dict() for record in self._waiting)
+            os.write(self._file, "".join(f"{json.dumps(record)}\n" for record in records).encode())
             self._waiting = []
         self._flushed = time.monotonic()
 

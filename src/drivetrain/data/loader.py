@@ -6,10 +6,9 @@ it.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -73,7 +72,7 @@ class Loader:
         parts = self.division.micro_steps(place, self.rank)
         return self._made(self._fetch(place, parts[number]), parts, number)
 
-    def batches(self, first_step: int, last_step: int) -> Iterator[tuple[Place, Iterator[MicroBatch]]]:
+    def batches(self, first_step: int, last_step: int) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
         """Every step from `first_step` up to `last_step`, which is not included."""
         if self._num_workers == 0:
             for step in range(first_step, last_step):
@@ -88,8 +87,13 @@ class Loader:
         finally:
             self.close()
 
-    def _fetched_here(self, place: Place) -> Iterator[MicroBatch]:
+    def _fetched_here(self, place: Place) -> Iterable[MicroBatch]:
         parts = self.division.micro_steps(place, self.rank)
+        if len(parts) == 1:
+            return (self._made(self._fetch(place, parts[0]), parts, 0),)
+        return self._one_by_one(place, parts)
+
+    def _one_by_one(self, place: Place, parts: list[MicroStep]) -> Iterator[MicroBatch]:
         for number, part in enumerate(parts):
             yield self._made(self._fetch(place, part), parts, number)
 
@@ -106,7 +110,7 @@ class Loader:
     def _fetch(self, place: Place, part: MicroStep) -> Any:
         samples = self.stream.samples(place.epoch, part.start, part.stop)
         if self._gathers:
-            batch: Any = gather(cast(TensorDataset, self._dataset), torch.from_numpy(np.ascontiguousarray(samples)))
+            batch: Any = gather(cast(TensorDataset, self._dataset), torch.from_numpy(samples))
         else:
             batch = self._collate(self.items.__getitems__([(place.epoch, sample) for sample in samples.tolist()]))
         return map_tensors(Tensor.pin_memory, batch) if self._pin_memory else batch

@@ -26,6 +26,7 @@ class RunConsole:
             disable=quiet or not self._console.is_terminal,
         )
         self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="")
+        self._quiet = quiet
         self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
         self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, time.perf_counter()
 
@@ -42,6 +43,8 @@ class RunConsole:
         self._console.print(text)
 
     def show(self, record: StepRecord) -> None:
+        if self._quiet:
+            return
         self._loss_sum += record.loss * record.num_items
         self._count += record.num_items
         self._samples += record.samples
