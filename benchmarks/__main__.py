@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import gpt2, overhead, startup
+from benchmarks import correctness, gpt2, overhead, startup
 from drivetrain.hardware import Hardware, detect
 
 RESULTS = Path(__file__).parent / "results"
@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
     "overhead": overhead.measure,
     "gpt2": gpt2.measure,
+    "correctness": correctness.measure,
 }
 NEEDS_A_GPU = {"gpt2"}
 
@@ -44,16 +45,16 @@ def main() -> None:
             "results": {key: summary(values) for key, values in samples.items()},
         }
         path = arguments.out / f"{name}-{label(hardware)}.json"
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        print(json.dumps(document["results"], indent=2))
+        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(json.dumps(document["results"], indent=2, ensure_ascii=False))
         print(f"kept in {path}")
 
 
 def summary(values: list[float]) -> dict[str, Any]:
     return {
-        "median": round(statistics.median(values), 4),
-        "least": round(min(values), 4),
-        "most": round(max(values), 4),
+        "median": float(f"{statistics.median(values):.5g}"),
+        "least": float(f"{min(values):.5g}"),
+        "most": float(f"{max(values):.5g}"),
         "samples": len(values),
     }
 

@@ -1,0 +1,84 @@
+"""kill -9 at random moments, again and again: what comes out in the end is what would have come without."""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain import StepContext
+from tests.training.jobs import read, run
+from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical
+
+REPOSITORY = Path(__file__).parents[2]
+CHILD = "import sys; from tests.training.test_kill import train; train(sys.argv[1])"
+
+
+class Announce:
+    """Says each step aloud, so that the killer knows how far it is."""
+
+    every = 1
+
+    def __call__(self, context: StepContext) -> None:
+        if context.world.is_main:
+            print(f"step {context.step}", flush=True)
+        time.sleep(0.01)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def train(folder: str) -> None:
+    run(folder, BASE, MICRO_BATCH, num_workers=1, hooks=[Announce()], checkpoint_every=2)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(folder)]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def kill_until_finished(folder: Path, num_kills: int, seed: int) -> int:
+    """Start, wait for a random step and a random moment in it, kill, start again. Returns how many kills it took."""
+    chance = random.Random(seed)
+    kills = 0
+    while True:
+        child = start(folder)
+        assert child.stdout is not None
+        steps_to_go = chance.randint(1, 4) if kills < num_kills else 10**9
+        for line in child.stdout:
+            steps_to_go -= line.startswith("step ")
+            if steps_to_go == 0:
+                time.sleep(chance.random() * 0.03)
+                break
+        if steps_to_go > 0:
+            assert child.wait(timeout=60) == 0
+            return kills
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        kills += 1
+
+
+def check(tmp_path: Path, num_kills: int, seed: int) -> None:
+    whole = tmp_path / "whole"
+    assert kill_until_finished(whole, 0, seed) == 0
+    broken = tmp_path / "broken"
+    assert kill_until_finished(broken, num_kills, seed) > 0
+    assert_identical(read(broken / "suite"), read(whole / "suite"))
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    check(tmp_path, 3, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_many_kills(tmp_path: Path, seed: int) -> None:
+    check(tmp_path, 4, seed)
