@@ -14,7 +14,8 @@ __all__ = ["gloo_pool"]
 # Child processes, whatever folder they start in, find the package also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
 
-settings.register_profile("default", max_examples=100, deadline=None)
+# A busy machine makes examples slowly; that is no fault of what is tested.
+settings.register_profile("default", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -22,8 +22,7 @@ LONG = [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 3)]
 def crash(folder: Path, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
     words = [f"{size}/{rank}" for size, rank in cases]
     command = [sys.executable, "-m", "tests.checkpoint.crashing", str(folder), *words]
-    environment = {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

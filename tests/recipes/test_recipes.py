@@ -126,7 +126,7 @@ if __name__ == "__main__":
 
 
 def in_a_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_a_script_alone_by_drivetrain_and_as_a_function(tmp_path: Path) -> None:

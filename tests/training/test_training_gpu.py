@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import train
 from drivetrain.config import configure
+from drivetrain.core.records import Reading
 from drivetrain.step import Stepper
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Trained, Variant, make_job, plain_loop, read, run, vector_loss
@@ -85,19 +86,25 @@ def test_synchronised_batch_norm_equals_one_process(gloo_pool: GlooPool, tmp_pat
 
 
 def test_the_host_never_waits_inside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever makes the host wait for the device raises inside a step; the first step, which sets things up, aside."""
+    """Whatever makes the host wait for the device raises inside a step, and where its outcome is put on its way.
+
+    The first step, which sets things up, aside.
+    """
     steps = []
-    original = Stepper.run
 
-    def watched(self: Stepper, *args: Any) -> Any:
-        steps.append(1)
-        torch.cuda.set_sync_debug_mode("error" if len(steps) > 1 else "default")
-        try:
-            return original(self, *args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            steps.append(1)
+            torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
+            try:
+                return original(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Stepper, "run", watched)
+        return call
+
+    monkeypatch.setattr(Stepper, "run", watched(Stepper.run))
+    monkeypatch.setattr(Reading, "__init__", watched(Reading.__init__))
     for variant in (Variant(dtype=torch.float32), Variant("transformer", torch.float32)):
         trained = run(str(tmp_path / variant.kind), variant, 8, 0, "single_gpu", FP32)
         assert trained is not None

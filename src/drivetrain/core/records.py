@@ -29,9 +29,8 @@ class Reading:
         self._outcome = outcome
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            losses, num_items, stop, norm = outcome
-            parts = [num_items, stop, 0.0 if norm is None else norm, *(value for value, _ in losses)]
-            on_device = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
+            # Only what is on the device: to bring a number there for the way back would make the host wait.
+            on_device = [part.double() for part in self._parts() if isinstance(part, Tensor)]
             self._host = torch.empty(len(on_device), dtype=torch.float64, pin_memory=True)
             self._host.copy_(torch.stack(on_device), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -44,9 +43,14 @@ class Reading:
             total = sum(value.item() * factor for value, factor in losses)
             return total, float(num_items), float(stop), None if norm is None else float(norm)
         self._event.synchronize()  # the host waits here for that step
-        host_items, host_stop, host_norm, *host_losses = self._host.tolist()
-        total = sum(value * factor for value, (_, factor) in zip(host_losses, losses, strict=True))
-        return total, host_items, host_stop, None if norm is None else host_norm
+        copied = iter(self._host.tolist())
+        on_host = [next(copied) if isinstance(part, Tensor) else part for part in self._parts()]
+        total = sum(value * factor for value, (_, factor) in zip(on_host[3:], losses, strict=True))
+        return total, on_host[0], on_host[1], None if norm is None else on_host[2]
+
+    def _parts(self) -> list[Tensor | float]:
+        losses, num_items, stop, norm = self._outcome
+        return [num_items, stop, 0.0 if norm is None else norm, *(value for value, _ in losses)]
 
 
 class StepRecord(NamedTuple):

@@ -43,9 +43,14 @@ class _CarryingObjective(Objective):
         objective = super().forward(batch, num_samples, step_samples, weight)
         losses, count = self.take_tallies()
         total = losses[0][0].double() * losses[0][1] if losses else 0.0
-        device = self.carrier.device
-        parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in (total, count, float(self.stop))]
+        parts = [self._on_device(part) for part in (total, count, float(self.stop))]
         return objective + torch.dot(self.carrier, torch.stack(parts))
+
+    def _on_device(self, part: Tensor | float) -> Tensor:
+        """A number is filled in on the device: copying it there would make the host wait."""
+        if isinstance(part, Tensor):
+            return part.to(self.carrier)
+        return torch.full((), part, dtype=self.carrier.dtype, device=self.carrier.device)
 
 
 class DdpStrategy:
