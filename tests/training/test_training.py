@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from drivetrain import Constant, DrivetrainError, StepContext, WarmupCosine, export
 from drivetrain.api import train
+from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.config import configure
+from drivetrain.core.precision import Precision
+from drivetrain.core.world import World
+from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
 from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Mlp, Trained, Variant, make_job, make_model, plain_loop, run, vector_loss
@@ -283,3 +287,27 @@ def test_whatever_a_model_draws_from_is_keyed(tmp_path: Path, kinds: tuple[str, 
     quiet = run(str(tmp_path / "quiet"), SMALL, 3, model=Drawing)
     assert quiet is not None
     assert quiet.losses != whole.losses
+
+
+def test_the_loss_scale_is_saved_and_goes_on(tmp_path: Path) -> None:
+    """On the CPU by way of the strategy itself, since the command line refuses fp16 there."""
+
+    def prepared() -> tuple[SingleStrategy, StrategyParts]:
+        job = make_job(SMALL)
+        model = make_model(SMALL)
+        parts = StrategyParts(model, job.loss, job.make_optimizer(model), precision=Precision("fp16", "cpu"))
+        strategy = SingleStrategy(World())
+        strategy.prepare(parts, Trial([torch.randn(4, 6), torch.zeros(4, dtype=torch.long)], 4))
+        return strategy, parts
+
+    strategy, parts = prepared()
+    parts.scaler.scale(torch.ones(()))  # it comes into being with its first use
+    parts.scaler.update(512.0)
+    shards, meta = strategy.save()
+    Checkpointer(tmp_path, World()).save(1, shards, meta)
+    checkpoint = Checkpoint.latest_in(tmp_path)
+    assert checkpoint is not None
+    other, others_parts = prepared()
+    assert others_parts.scaler.get_scale() != 512.0
+    other.load(checkpoint)
+    assert others_parts.scaler.get_scale() == 512.0

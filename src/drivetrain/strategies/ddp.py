@@ -104,11 +104,11 @@ class DdpStrategy:
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Every rank has the same; rank 0 writes it."""
-        shards, meta = whole_state(self._parts.model, self._parts.optimizer)
+        shards, meta = whole_state(self._parts)
         return (shards if self._world.is_main else []), meta
 
     def load(self, source: TensorSource) -> None:
-        load_whole_state(self._parts.model, self._parts.optimizer, source)
+        load_whole_state(self._parts, source)
 
     def close(self) -> None:
         pass

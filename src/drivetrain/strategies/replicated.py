@@ -9,12 +9,14 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.strategies.base import StrategyParts
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
-def whole_state(model: nn.Module, optimizer: Optimizer) -> tuple[list[Shard], dict[str, Any]]:
+def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     """Model and optimizer by name. Tensors as shards, the rest as JSON; anything else is refused by its name."""
+    model, optimizer = parts.model, parts.optimizer
     shards = []
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -39,11 +41,13 @@ def whole_state(model: nn.Module, optimizer: Optimizer) -> tuple[list[Shard], di
             elif not _is_json(value):
                 raise _cannot_save(f"the optimizer's setting {name!r}", value)
         groups.append({"params": [names[parameter] for parameter in group["params"]], "values": values})
-    return shards, {"optimizer_groups": groups, "optimizer_scalars": scalars}
+    scaler = parts.scaler.state_dict() if parts.precision.scales_loss else None
+    return shards, {"optimizer_groups": groups, "optimizer_scalars": scalars, "scaler": scaler}
 
 
-def load_whole_state(model: nn.Module, optimizer: Optimizer, source: TensorSource) -> None:
+def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     """The reverse. Everything is compared before anything is changed."""
+    model, optimizer = parts.model, parts.optimizer
     state = model.state_dict()
     stored = {key.removeprefix(_MODEL): info for key, info in source.keys.items() if key.startswith(_MODEL)}
     _check_keys(state, stored)
@@ -73,6 +77,8 @@ def load_whole_state(model: nn.Module, optimizer: Optimizer, source: TensorSourc
         for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
     ]
     optimizer.load_state_dict({"state": by_number, "param_groups": settings})
+    if parts.precision.scales_loss and source.meta.get("scaler"):
+        parts.scaler.load_state_dict(source.meta["scaler"])
 
 
 def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

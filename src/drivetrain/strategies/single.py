@@ -56,10 +56,10 @@ class SingleStrategy:
         return StepOutcome(losses, count, float(stop), norm)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        return whole_state(self._parts.model, self._parts.optimizer)
+        return whole_state(self._parts)
 
     def load(self, source: TensorSource) -> None:
-        load_whole_state(self._parts.model, self._parts.optimizer, source)
+        load_whole_state(self._parts, source)
 
     def close(self) -> None:
         pass
