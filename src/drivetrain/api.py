@@ -198,9 +198,12 @@ class _Run:
             trainer = Trainer(job, world, model, optimizer, stepper, loader, self.path, save, resumed_from)
             trainer.check_after_first_step = strategy.save
             last = None
-            for record in trainer.run():
-                books.write(record)
-                last = record
+            try:
+                for record in trainer.run():
+                    books.write(record)
+                    last = record
+            finally:
+                loader.close()
             steps = last.step if last else resumed_from
             finished = steps == job.num_steps
             books.finish(finished, steps)

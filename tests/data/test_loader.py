@@ -2,9 +2,11 @@
 
 import random
 import warnings
+from contextlib import closing
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,7 +138,7 @@ def test_items_that_do_not_draw_are_not_reseeded_one_by_one() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_item_that_raises_is_named(num_workers: int) -> None:
     source = loader(Broken(20), 20, 20, num_workers=num_workers, shuffle=False)
-    with pytest.raises(Exception, match="item 13 of the data set raised KeyError"):
+    with pytest.raises(Exception, match="item 13 of the data set raised KeyError"), closing(source):
         [list(parts) for _, parts in source.batches(0, 1)]
 
 
@@ -152,3 +154,14 @@ def test_what_cannot_be_exact_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loader(Noisy(10), 4, 4).warn_if_inexact() == []
+
+
+def test_closing_ends_the_workers_at_once() -> None:
+    source = loader(Numbers(400), 4, 4, num_workers=2)
+    before = set(psutil.Process().children())
+    batches = source.batches(0, 100)
+    next(batches)
+    workers = set(psutil.Process().children()) - before
+    assert len(workers) >= 2
+    source.close()
+    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]

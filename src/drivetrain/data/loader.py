@@ -134,8 +134,15 @@ class Loader:
         return self._iterator
 
     def close(self) -> None:
-        """End the workers. Dropping the iterator is what torch's loader takes as the sign."""
-        self._iterator = None
+        """End the workers now.
+
+        Left to the garbage collector after an error, they would outlive the run for a while, and Python 3.12 would
+        close their pipes twice and say so in a traceback.
+        """
+        iterator, self._iterator = self._iterator, None
+        end_workers = getattr(iterator, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
 
 
 class _Keys:
