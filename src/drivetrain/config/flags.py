@@ -83,7 +83,6 @@ class FlagParser:
         used_elsewhere: Mapping[str, Sequence[str]] | None = None,
         examples: Sequence[str] = (),
     ) -> None:
-        self._options_model = options
         self._options = settings_of(options)
         self._used_elsewhere = used_elsewhere or {}
         sections = dict.fromkeys(setting.section for setting in settings)

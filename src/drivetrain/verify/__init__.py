@@ -19,9 +19,8 @@ from drivetrain.verify.runner import PRELOAD, run_probes
 from drivetrain.verify.save import save_rates
 from drivetrain.verify.show import console_for, progress, show_checklist, show_saving, show_summary
 
-__all__ = ["CHECKLIST", "EXAMPLES", "SECTIONS", "Options", "ProbeResult", "Report", "run"]
+__all__ = ["CHECKLIST", "EXAMPLES", "Options", "ProbeResult", "Report", "run"]
 
-SECTIONS = ("run", "device")
 EXAMPLES = (
     "drivetrain verify",
     "drivetrain verify --quick",
