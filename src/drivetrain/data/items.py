@@ -121,7 +121,8 @@ def gathers(dataset: Dataset[Any], collate: Collate) -> bool:
 
 
 def gather(dataset: TensorDataset, samples: Tensor) -> list[Tensor]:
-    return [tensor[samples] for tensor in dataset.tensors]
+    """`tensor[samples]` would wake all threads for a small batch: 0.2 to 17 ms of a step on a machine with 16 cores."""
+    return [tensor.index_select(0, samples) for tensor in dataset.tensors]
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
