@@ -1,24 +1,26 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.precision import Precision
+from drivetrain.core.hook import StepContext
+from drivetrain.core.interrupt import stopping_cleanly
+from drivetrain.core.precision import Precision, numerics
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
@@ -26,12 +28,14 @@ from drivetrain.data.division import Division
 from drivetrain.data.items import what_draws
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
-from drivetrain.job import Job
+from drivetrain.job import EarlyStopping, Job
 from drivetrain.monitor.console import RunConsole
 from drivetrain.plan import Pins, choose_settings
 from drivetrain.step import Stepper, to_device
-from drivetrain.strategies import DdpOptions, DdpStrategy, SingleStrategy, Strategy, StrategyParts, Trial
+from drivetrain.strategies import Average, DdpOptions, DdpStrategy, SingleStrategy, Strategy, StrategyParts, Trial
+from drivetrain.strategies.activations import recompute
 from drivetrain.trainer import Trainer
+from drivetrain.validation import Validation, Validator
 
 _CHECKPOINTS = "checkpoints"
 _command_line: ContextVar[Config | None] = ContextVar("command_line", default=None)
@@ -66,6 +70,8 @@ class Result:
     last: StepRecord | None  # None if there was nothing left to do
     compilation: str = "not asked for"
     is_main: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last validation
+    best_step: int | None = None
 
 
 def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Result:
@@ -115,6 +121,9 @@ class _Run:
             global_batch=job.global_batch or self.world.agree(self._global_batch(job) if self.world.is_main else None),
             checkpoint_every=self.config.checkpoint.every or job.checkpoint_every,
             keep_last=self.config.checkpoint.keep_last or job.keep_last,
+            ema=self.config.optimizer.ema or job.ema,
+            valid_every=self.config.validation.every or job.valid_every,
+            early_stopping=self._early_stopping(job),
         )
         size, accumulation = self.config.batch.size, self.config.batch.accumulation
         if size and accumulation and size * accumulation * self.world.size < (job.global_batch or 0):
@@ -129,6 +138,14 @@ class _Run:
             ])  # fmt: skip
         return job
 
+    def _early_stopping(self, job: Job) -> EarlyStopping | None:
+        patience = self.config.validation.patience
+        if patience is None:
+            return job.early_stopping
+        return replace(
+            job.early_stopping or EarlyStopping(metric=job.best.metric, mode=job.best.mode), patience=patience
+        )
+
     def _global_batch(self, job: Job) -> int:
         """Micro-batch × accumulation × devices at the first start; afterwards what was recorded then."""
         recorded = read_job(self.config.run.output_dir / self.name).get("global_batch")
@@ -141,8 +158,11 @@ class _Run:
 
     def train(self) -> Result:
         folder = self._claim()
+        precision = Precision(self.settings.precision.value, self.world.device.type)
+        kernels = self.config.kernels
         try:
-            return self._train(folder)
+            with numerics(precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark):
+                return self._train(folder, precision)
         finally:
             if folder is not None:
                 folder.close()
@@ -162,19 +182,21 @@ class _Run:
         self.path = Path(answer["path"])
         return folder
 
-    def _train(self, folder: RunFolder | None) -> Result:
+    def _train(self, folder: RunFolder | None, precision: Precision) -> Result:
         job, world = self.job, self.world
         checkpointer = Checkpointer(self.path / _CHECKPOINTS, world, job.keep_last)
         checkpoint = checkpointer.latest()
         division = Division(job.num_samples, job.global_batch or 0, self._micro_batch(checkpoint), world.size)
-        loader = self._loader(division)
-        model, optimizer, precision, called = self._model()
+        loader = self._loader(division, job.data, shuffle=job.shuffle)
+        model, optimizer, called = self._model()
+        average = None if job.ema is None else Average(model, job.ema)
         strategy: Strategy = SingleStrategy(world)
         if world.size > 1:
             strategy = DdpStrategy(world, _ddp_options(self.config))
         self.strategy = strategy.name
         first = loader.micro_batch(division.place(0), 0)
-        parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called)
+        offloads = self.settings.activations.value == "offload"
+        parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called, average, offloads)
         trial = Trial(to_device(first.batch, world.device), first.num_samples)
         draws, objective = what_draws(lambda: strategy.prepare(parts, trial), world.device)
         resumed_from = 0
@@ -192,24 +214,55 @@ class _Run:
             def save(step: int) -> None:
                 books.flush()
                 shards, meta = strategy.save()
-                checkpointer.save(step, shards, {**meta, **self._meta(division)})
-                books.event("checkpoint", step=step)
+                pinned = self._pin_best(checkpointer, validation, pinned_before[0])
+                meta |= {**self._meta(division), "validation": dict(validation.state_dict()) if validation else None}
+                checkpointer.save(step, shards, meta)
+                pinned_before[0] = pinned
+                books.event("checkpoint", step=step, best=pinned == step)
 
-            trainer = Trainer(job, world, model, optimizer, stepper, loader, self.path, save, resumed_from)
+            def report(context: StepContext, metrics: dict[str, float], seconds: float) -> None:
+                books.metrics(context.step, context.epoch, metrics, seconds)
+
+            validation = self._validation(division, precision, average, called or model, report)
+            if validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
+                validation.load_state_dict(checkpoint.meta["validation"])
+            pinned_before = [self._pin_best(checkpointer, validation, None)]
+            trainer = Trainer(job, world, model, optimizer, stepper, loader, self.path, save, resumed_from, validation)
             trainer.check_after_first_step = strategy.save
             last = None
             try:
-                for record in trainer.run():
-                    books.write(record)
-                    last = record
+                with stopping_cleanly(trainer.stop, books.say):
+                    for record in () if validation and validation.stopped_because else trainer.run():
+                        books.write(record)
+                        last = record
             finally:
                 loader.close()
             steps = last.step if last else resumed_from
-            finished = steps == job.num_steps
-            books.finish(finished, steps)
+            because = validation.stopped_because if validation else ""
+            finished = steps == job.num_steps or bool(because) or trainer.ended_by_hook
+            books.finish(finished, steps, because)
         strategy.close()
         checkpointer.close()
-        return Result(self.path, steps, resumed_from, finished, last, self._compilation(), world.is_main)
+        return Result(
+            self.path,
+            steps,
+            resumed_from,
+            finished,
+            last,
+            self._compilation(),
+            world.is_main,
+            metrics=validation.latest if validation else {},
+            best_step=validation.best_step if validation else None,
+        )
+
+    def _pin_best(self, checkpointer: Checkpointer, validation: Validation | None, before: int | None) -> int | None:
+        """The best checkpoint stays, however old it is; the one that was best before may go."""
+        best = validation.best_step if validation else None
+        if best is not None and best != before:
+            checkpointer.pin(best)
+            if before is not None:
+                checkpointer.unpin(before)
+        return best
 
     def _compilation(self) -> str:
         """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
@@ -231,16 +284,16 @@ class _Run:
             return int(checkpoint.meta["plan"]["micro_batch"])
         return share
 
-    def _loader(self, division: Division) -> Loader:
-        in_memory = type(self.job.data) is TensorDataset
+    def _loader(self, division: Division, data: Dataset[Any], *, shuffle: bool) -> Loader:
+        in_memory = type(data) is TensorDataset
         pinned = self.config.data.num_workers
         loader = Loader(
-            self.job.data,
+            data,
             division,
             self.world.rank,
             self.job.seed,
             self.job.collate,
-            shuffle=self.job.shuffle,
+            shuffle=shuffle,
             num_workers=pinned if pinned >= 0 else 0 if in_memory else self.settings.num_workers.value,
             pin_memory=self.settings.pin_memory.value and self.world.device.type == "cuda",
             prefetch_factor=self.settings.prefetch_factor.value or 2,
@@ -249,7 +302,23 @@ class _Run:
             loader.warn_if_inexact()
         return loader
 
-    def _model(self) -> tuple[nn.Module, Optimizer, Precision, Any]:
+    def _validation(
+        self,
+        division: Division,
+        precision: Precision,
+        average: Average | None,
+        called: Any,
+        report: Callable[[StepContext, dict[str, float], float], None],
+    ) -> Validation | None:
+        job = self.job
+        if job.valid is None:
+            return None
+        num_samples = len(cast(Sized, job.valid))
+        whole = Division(num_samples, num_samples, division.micro_batch, self.world.size)
+        validator = Validator(job, self._loader(whole, job.valid, shuffle=False), precision, self.world)
+        return Validation(validator, job.validate_every, job.best, job.early_stopping, average, called, report)
+
+    def _model(self) -> tuple[nn.Module, Optimizer, Any]:
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
         made = self.job.model if isinstance(self.job.model, nn.Module) else self.job.model()
         if not isinstance(made, nn.Module):
@@ -261,11 +330,11 @@ class _Run:
             if self.world.device.type != "cuda":
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        precision = Precision(self.settings.precision.value, self.world.device.type)
-        precision.set_matmul()
+        if self.settings.activations.value == "recompute":
+            self.recomputed = recompute(model)
         optimizer = self.job.make_optimizer(model)
         called = torch.compile(model, mode=self.config.compile.mode) if self.config.compile.enabled else None
-        return model, optimizer, precision, called
+        return model, optimizer, called
 
     def _meta(self, division: Division) -> dict[str, Any]:
         return {
@@ -285,7 +354,9 @@ class _Books:
         if folder is None:
             return
         self._steps, self._events = folder.log("steps.jsonl"), folder.log("events.jsonl")
+        self._metrics = folder.log("metrics.jsonl")
         self._steps.keep_up_to(resumed_from)
+        self._metrics.keep_up_to(resumed_from)
         folder.write("hardware.json", run.hardware.to_json())
         folder.write("config.yaml", yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False))
         plan: dict[str, Any] = {
@@ -316,6 +387,7 @@ class _Books:
             if error[1] is not None:
                 self.event("stopped by an error", error=f"{type(error[1]).__name__}: {error[1]}")
             self._steps.close()
+            self._metrics.close()
             self._events.close()
 
     def write(self, record: StepRecord) -> None:
@@ -326,11 +398,27 @@ class _Books:
     def flush(self) -> None:
         if self._folder is not None:
             self._steps.flush()
+            self._metrics.flush()
 
-    def finish(self, finished: bool, steps: int) -> None:
+    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
         if self._folder is None:
             return
-        self.event("finish" if finished else "stop", step=steps)
+        self._metrics.append({"step": step, "epoch": epoch, **values, "seconds": seconds})
+        shown = "   ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        self.say(f"            {shown}")
+
+    def say(self, text: str) -> None:
+        if self._folder is not None:
+            self._console.say(text)
+
+    def finish(self, finished: bool, steps: int, because: str = "") -> None:
+        if self._folder is None:
+            return
+        self.event("finish" if finished else "stop", step=steps, **{"because": because} if because else {})
+        if because:
+            self.say(f"stopped at step {steps}: {because}")
+        elif not finished:
+            self.say(f"stopped at step {steps} of {self._run.job.num_steps}; the same command goes on from there")
         if finished:
             self._folder.finish({"steps": steps})
 

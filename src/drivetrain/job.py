@@ -1,9 +1,9 @@
 """What the user wants: a model, data, a loss, an optimizer, how much of it. Nothing about devices."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, default_collate
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import MetricFunction, MetricObject
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum]
 ParameterGroups = Iterable[dict[str, Any]]
@@ -44,6 +45,37 @@ class Constant:
 
 Schedule = WarmupCosine | Constant | Callable[[int], float]
 
+Mode = Literal["auto", "min", "max"]
+_MORE_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "psnr", "score")
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A metric, and which way is better. `auto` takes names like accuracy, f1 or auc as better when higher."""
+
+    metric: str = "valid_loss"
+    mode: Mode = "auto"
+
+    @property
+    def wants_more(self) -> bool:
+        return self.mode == "max" or (self.mode == "auto" and any(word in self.metric for word in _MORE_IS_BETTER))
+
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Whether it is, by more than `by`. Anything is better than nothing (nan), and nan is never better."""
+        if math.isnan(value) or math.isnan(than):
+            return not math.isnan(value)
+        return value > than + by if self.wants_more else value < than - by
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop after `patience` validations in a row that did not improve the metric by more than `min_delta`."""
+
+    patience: int = 3
+    min_delta: float = 0.0
+    metric: str = "valid_loss"
+    mode: Mode = "auto"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -67,6 +99,13 @@ class Job:
     weight_decay: float | None = None  # for weights of two dimensions and more; biases and norms get none
     collate: Callable[[list[Any]], Any] = default_collate
     shuffle: bool = True
+    valid: Dataset[Any] | None = None
+    valid_every: int | None = None  # in steps; default: at the end of each epoch
+    # By name: functions (output, batch) -> a mean, a `LossSum` or an entry per item; or torchmetrics objects.
+    metrics: Mapping[str, MetricFunction | MetricObject] = field(default_factory=dict)
+    best: Aim = Aim()  # which checkpoint is kept as the best; needs `valid`
+    early_stopping: EarlyStopping | None = None
+    ema: float | None = None  # decay of a moving average of the weights, for example 0.999; it is what is validated
     hooks: Sequence[Hook] = ()
     checkpoint_every: int | None = None  # in steps; default: at the end of each epoch
     keep_last: int = 3
@@ -94,6 +133,10 @@ class Job:
     def save_every(self) -> int:
         return self.checkpoint_every or self.steps_per_epoch
 
+    @property
+    def validate_every(self) -> int:
+        return self.valid_every or self.steps_per_epoch
+
     def lr_factor(self, step: int, num_steps: int) -> float:
         schedule = self.schedule
         if isinstance(schedule, (WarmupCosine, Constant)):
@@ -118,6 +161,9 @@ class Job:
             chosen = group.get("foreach") or group.get("differentiable") or group.get("capturable")
             if "fused" in group and group["fused"] is None and not chosen and all(map(_can_be_fused, group["params"])):
                 group["fused"] = True
+        # What torch sets on optimizers that were made fused: they skip a step on the device, without asking the host.
+        if all(group.get("fused") for group in optimizer.param_groups):
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         return optimizer
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -142,24 +188,26 @@ class Job:
             "shuffle": self.shuffle,
             "clip_norm": self.clip_norm,
             "weight_decay": self.weight_decay,
+            "ema": self.ema,
             "schedule": repr(self.schedule) if isinstance(self.schedule, WarmupCosine | Constant) else "a function",
         }
 
     def _problems(self) -> Iterable[Problem]:
-        def problem(field: str, value: object, message: str, remedy: str, allowed: str = "") -> Problem:
-            return Problem(f"Job.{field}", message, value, "Python", allowed, remedy)
+        def problem(name: str, value: object, message: str, remedy: str, allowed: str = "") -> Problem:
+            return Problem(f"Job.{name}", message, value, "Python", allowed, remedy)
 
-        for field, least in (
+        for name, least in (
             ("global_batch", 1),
             ("epochs", 1),
             ("max_steps", 1),
             ("checkpoint_every", 1),
+            ("valid_every", 1),
             ("keep_last", 1),
         ):
-            value = getattr(self, field)
+            value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 yield problem(
-                    field, value, f"got {value!r}", f"for example {field}={least}", f"a whole number from {least}"
+                    name, value, f"got {value!r}", f"for example {name}={least}", f"a whole number from {least}"
                 )
         if self.epochs is None and self.max_steps is None:
             yield problem("epochs", None, "nothing says when to stop", "give epochs or max_steps")
@@ -177,11 +225,38 @@ class Job:
                 f"{self.global_batch} samples are asked for per step, and the data set has {self.num_samples}",
                 f"global_batch={self.num_samples} or less",
             )
-        for field in ("model", "loss", "optimizer", "collate"):
-            if not callable(getattr(self, field)):
-                yield problem(field, getattr(self, field), "it cannot be called", "give a function")
+        for name in ("model", "loss", "optimizer", "collate"):
+            if not callable(getattr(self, name)):
+                yield problem(name, getattr(self, name), "it cannot be called", "give a function")
+        yield from self._validation_problems(problem)
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield problem("clip_norm", self.clip_norm, f"got {self.clip_norm!r}", "clip_norm=1.0", "a number above 0")
+
+    def _validation_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        if self.valid is None:
+            for name in ("valid_every", "metrics", "early_stopping"):
+                if getattr(self, name):
+                    yield problem(
+                        name, getattr(self, name), "there is no validation set", "give valid=…, or leave it out"
+                    )
+        elif not hasattr(self.valid, "__getitem__") or not hasattr(self.valid, "__len__"):
+            kind = type(self.valid).__name__
+            yield problem("valid", kind, f"{kind} has no length or no items", "give a map-style data set")
+        elif len(cast(Sized, self.valid)) == 0:
+            yield problem("valid", 0, "the validation set is empty", "check the path or the filter it was made with")
+        for name, metric in cast(Mapping[str, Any], self.metrics).items():
+            if not callable(metric) and not isinstance(metric, MetricObject):
+                yield problem("metrics", name, f"{name!r} cannot be called", "a function of (output, batch)")
+            if name == "loss":
+                yield problem("metrics", name, "the loss is measured anyway", "choose another name")
+        stopping = self.early_stopping
+        if stopping is not None and (stopping.patience < 1 or stopping.min_delta < 0):
+            yield problem("early_stopping", stopping, f"got {stopping}", "patience from 1, min_delta from 0")
+        for name, aim in (("best", self.best), ("early_stopping", stopping)):
+            if aim is not None and not (isinstance(aim.metric, str) and aim.mode in ("auto", "min", "max")):
+                yield problem(name, aim, f"got {aim}", "a metric's name, and auto, min or max")
+        if self.ema is not None and not 0 < self.ema < 1:
+            yield problem("ema", self.ema, f"got {self.ema!r}", "for example ema=0.999", "a number between 0 and 1")
 
 
 def _can_be_fused(parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.hook import Hook, StepContext
+from drivetrain.core.hook import Hook, StepContext, Verdict
 from drivetrain.core.records import Reading, StepRecord
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
@@ -46,12 +46,15 @@ class Trainer:
         folder: Path,
         save: Callable[[int], None],
         first_step: int = 0,
+        validation: Hook | None = None,
     ) -> None:
         self._job, self._world, self._model, self._optimizer = job, world, model, optimizer
         self._stepper, self._loader, self._folder, self._save = stepper, loader, folder, save
         self._first_step = first_step
+        self._validation = validation
         self._stop = False
-        self.stopped_early = False
+        self.stopped_early = False  # somebody asked to stop; the run can go on later
+        self.ended_by_hook = False  # a hook found that the job is done
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
         self.check_after_first_step: Callable[[], Any] = lambda: None
 
@@ -63,6 +66,8 @@ class Trainer:
         # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
         num_steps, save_every = self._job.num_steps, self._job.save_every
         hooks = [(hook, self._steps_between(hook)) for hook in self._job.hooks]
+        if self._validation is not None:
+            hooks.insert(0, (self._validation, self._steps_between(self._validation)))
         ahead: _Enqueued | None = None
         for place, micro_batches in self._loader.batches(self._first_step, num_steps):
             began = time.perf_counter()
@@ -76,15 +81,21 @@ class Trainer:
                 yield self._record(ahead, began)
             ahead = enqueued
             save_due = done % save_every == 0 or done == num_steps or self.stopped_early
-            hooks_due = [hook for hook, every in hooks if done % every == 0]
+            hooks_due = [
+                hook
+                for hook, every in hooks
+                if done % every == 0 or (done == num_steps and hook is self._validation)  # the end is always validated
+            ]
             if save_due or hooks_due:
                 # The host waits for the device here: nothing is saved, and no hook runs, before the step was judged.
                 yield self._record(ahead, time.perf_counter())
                 ahead = None
-                self._call(hooks_due, done)
-            if save_due or self.stopped_early:
+                verdict = self._call(hooks_due, done)
+                save_due |= verdict.save
+                self.ended_by_hook = verdict.stop
+            if save_due or self.stopped_early or self.ended_by_hook:
                 self._save(done)
-            if self.stopped_early:
+            if self.stopped_early or self.ended_by_hook:
                 return
 
     def _set_lr(self, step: int, num_steps: int) -> float:
@@ -96,15 +107,11 @@ class Trainer:
     def _record(self, enqueued: _Enqueued, now: float) -> StepRecord:
         """Reads the outcome. The host waits until that step is done on the device."""
         place = enqueued.place
-        total, count, stop, norm = enqueued.reading.values()
+        total, count, stop, norm, skipped = enqueued.reading.values()
         self.stopped_early |= stop > 0
         loss = total / count
         if not math.isfinite(loss):
-            raise DrivetrainError(
-                f"the loss of step {place.step + 1} (epoch {place.epoch}) is {loss}; the run stops before it is saved, "
-                "so the last checkpoint is good",
-                remedy="a lower learning rate, or clip_norm; then run again under the same name to go on from there",
-            )
+            raise self._not_finite(place, loss)
         return StepRecord(
             step=place.step + 1,
             epoch=place.epoch,
@@ -114,12 +121,26 @@ class Trainer:
             lr=enqueued.lr,
             grad_norm=norm,
             seconds=now - enqueued.began,
+            skipped=skipped > 0,
+        )
+
+    def _not_finite(self, place: Place, loss: float) -> DrivetrainError:
+        where = f"the loss of step {place.step + 1} (epoch {place.epoch}) is {loss}"
+        if place.step == 0:
+            return DrivetrainError(
+                f"{where}: before anything was learnt, so the data or the first weights are to blame",
+                remedy="look for nan or infinite values in the first batch, and for a log or a division by zero in the "
+                "loss; --precision fp32 rules out an overflow",
+            )
+        return DrivetrainError(
+            f"{where}; the run stops before it is saved, so the last checkpoint is good",
+            remedy="a lower learning rate, or clip_norm; then run again under the same name to go on from there",
         )
 
     def _steps_between(self, hook: Hook) -> int:
         return self._job.steps_per_epoch if hook.every == "epoch" else hook.every
 
-    def _call(self, hooks: list[Hook], done: int) -> None:
+    def _call(self, hooks: list[Hook], done: int) -> Verdict:
         context = StepContext(done, done // self._job.steps_per_epoch, self._model, self._world, self._folder)
-        for hook in hooks:
-            hook(context)
+        verdicts = [hook(context) or Verdict() for hook in hooks]
+        return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))

@@ -70,7 +70,7 @@ def test_memory_that_others_hold_is_not_counted() -> None:
     roomy, crowded = with_free_memory("2x-rtx3090", 24), with_free_memory("2x-rtx3090", 7)
     assert choose_settings(roomy).micro_batch.value == 16
     assert choose_settings(crowded).micro_batch.value == 4
-    assert choose_settings(crowded).activation_checkpointing.value is True
+    assert choose_settings(crowded).activations.value == "recompute"
 
 
 def test_small_shared_memory_means_no_workers() -> None:

@@ -110,6 +110,21 @@ def _between_values(case: _Case) -> Iterator[Problem]:
                 f"{list(ids)} stands beside {case.spelled('device.device')}: both choose the GPU",
                 remedy="drop one of the two",
             )
+    if config.precision.mixed is not None and "precision.dtype" in given:
+        dtype, mixed = config.precision.dtype, case.spelled("precision.mixed")
+        if config.precision.mixed != (dtype in ("auto", "fp16", "bf16")) and dtype != "auto":
+            yield case.problem(
+                "precision.dtype",
+                f"{dtype} is {'not ' if config.precision.mixed else ''}mixed precision, but there is {mixed}",
+                remedy="drop one of the two",
+            )
+    if config.kernels.deterministic and config.kernels.cudnn_benchmark and "kernels.cudnn_benchmark" in given:
+        yield case.problem(
+            "kernels.cudnn_benchmark",
+            f"the fastest convolution of the moment is not the same every time, but there is "
+            f"{case.spelled('kernels.deterministic')}",
+            remedy="drop one of the two",
+        )
     if config.data.pin_memory and cpu:
         yield case.problem(
             "data.pin_memory",

@@ -81,6 +81,30 @@ class PrecisionSection(Section):
         "auto",
         description="auto is bf16 on compute capability 8.0 and newer, fp16 before, fp32 on a CPU; none is fp32",
     )
+    mixed: Annotated[bool | None, Flag("mixed-precision")] = Field(
+        None, description="false is fp32; true leaves fp32 out of what auto may take (auto: as precision says)"
+    )
+
+
+class KernelSection(Section):
+    """Which kernels compute."""
+
+    deterministic: Annotated[bool, Flag("deterministic")] = Field(
+        False, description="only kernels that give the same bits every time; an operation without one is an error"
+    )
+    cudnn_benchmark: Annotated[bool, Flag("cudnn-benchmark")] = Field(
+        True, description="let cuDNN try its convolutions on the first batch and take the fastest"
+    )
+
+
+class MemorySection(Section):
+    """What is done when device memory is short."""
+
+    activations: Annotated[Literal["auto", "keep", "recompute", "offload"], Flag("activations")] = Field(
+        "auto",
+        description="keep them for backward, recompute them block by block, or offload them to host memory; "
+        "auto recomputes where little memory is free",
+    )
 
 
 class BatchSection(Section):
@@ -110,6 +134,20 @@ class OptimizerSection(Section):
 
     learning_rate: Annotated[float | None, Flag("learning-rate")] = Field(
         None, gt=0, allow_inf_nan=False, description="highest learning rate (auto: the recipe's)"
+    )
+    ema: Annotated[float | None, Flag("ema")] = Field(
+        None, gt=0, lt=1, description="decay of a moving average of the weights, such as 0.999 (auto: the job's own)"
+    )
+
+
+class ValidationSection(Section):
+    """When the model is tried on held-out samples, and what follows."""
+
+    every: Annotated[int | None, Flag("valid-every")] = Field(
+        None, ge=1, description="optimizer steps between validations (auto: the job's own, else each epoch's end)"
+    )
+    patience: Annotated[int | None, Flag("patience")] = Field(
+        None, ge=1, description="stop after so many validations without a better loss (auto: the job's own, else never)"
     )
 
 
@@ -183,9 +221,12 @@ class Config(Section):
     run: RunSection = RunSection()
     device: DeviceSection = DeviceSection()
     precision: PrecisionSection = PrecisionSection()
+    kernels: KernelSection = KernelSection()
+    memory: MemorySection = MemorySection()
     batch: BatchSection = BatchSection()
     budget: BudgetSection = BudgetSection()
     optimizer: OptimizerSection = OptimizerSection()
+    validation: ValidationSection = ValidationSection()
     data: DataSection = DataSection()
     compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -197,7 +238,9 @@ class Config(Section):
             "gpu_mode": self.device.mode,
             "device": self.device.device,
             "device_ids": self.device.ids,
-            "precision": self.precision.dtype,
+            "precision": "fp32" if self.precision.mixed is False else self.precision.dtype,
+            "mixed": self.precision.mixed,
+            "activations": self.memory.activations,
             "micro_batch": self.batch.size,
             "accumulation": self.batch.accumulation,
             "num_workers": None if self.data.num_workers == -1 else self.data.num_workers,

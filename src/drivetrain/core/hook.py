@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -21,6 +21,13 @@ class StepContext:
     folder: Path
 
 
+class Verdict(NamedTuple):
+    """What a hook may ask for. It must be the same on every rank: decide from facts that all ranks share."""
+
+    save: bool = False  # a checkpoint of this step, whether or not one is due
+    stop: bool = False  # the job is done, before its last step
+
+
 @runtime_checkable
 class Hook(Protocol):
     """`every` is a number of steps, or `epoch`. What `state_dict` returns is saved with every checkpoint: JSON only."""
@@ -28,7 +35,7 @@ class Hook(Protocol):
     @property
     def every(self) -> int | Literal["epoch"]: ...
 
-    def __call__(self, context: StepContext) -> None: ...
+    def __call__(self, context: StepContext) -> Verdict | None: ...
 
     def state_dict(self) -> Mapping[str, Any]: ...
 

@@ -1,6 +1,8 @@
-"""What numbers a model computes with."""
+"""What numbers a model computes with, and how strictly."""
 
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,8 +27,28 @@ class Precision:
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.name)
         return None if dtype is None else torch.autocast(self.device_type, dtype)
 
-    def set_matmul(self) -> None:
-        torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
-
 
 FP32_ON_CPU = Precision("fp32", "cpu")
+
+
+@contextmanager
+def numerics(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool) -> Iterator[None]:
+    """The process-wide switches of torch, for the time of a run; afterwards they are as they were."""
+    matmul = torch.get_float32_matmul_precision()
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
+    torch.backends.cudnn.benchmark = cudnn_benchmark and not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

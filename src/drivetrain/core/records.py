@@ -14,6 +14,7 @@ class StepOutcome(NamedTuple):
     num_items: Tensor | float
     stop: Tensor | float  # above 0 if any rank asks to stop
     grad_norm: Tensor | None
+    skipped: Tensor | float = 0.0  # above 0 if the optimizer left the weights as they were (fp16, infinite gradients)
 
 
 class Reading:
@@ -36,21 +37,21 @@ class Reading:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def values(self) -> tuple[float, float, float, float | None]:
-        """Loss sum, number of items, stop flag, gradient norm."""
-        losses, num_items, stop, norm = self._outcome
+    def values(self) -> tuple[float, float, float, float | None, float]:
+        """Loss sum, number of items, stop flag, gradient norm, skipped."""
+        losses, num_items, stop, norm, skipped = self._outcome
         if self._event is None:
             total = sum(value.item() * factor for value, factor in losses)
-            return total, float(num_items), float(stop), None if norm is None else float(norm)
+            return total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped)
         self._event.synchronize()  # the host waits here for that step
         copied = iter(self._host.tolist())
         on_host = [next(copied) if isinstance(part, Tensor) else part for part in self._parts()]
-        total = sum(value * factor for value, (_, factor) in zip(on_host[3:], losses, strict=True))
-        return total, on_host[0], on_host[1], None if norm is None else on_host[2]
+        total = sum(value * factor for value, (_, factor) in zip(on_host[4:], losses, strict=True))
+        return total, on_host[0], on_host[1], None if norm is None else on_host[2], on_host[3]
 
     def _parts(self) -> list[Tensor | float]:
-        losses, num_items, stop, norm = self._outcome
-        return [num_items, stop, 0.0 if norm is None else norm, *(value for value, _ in losses)]
+        losses, num_items, stop, norm, skipped = self._outcome
+        return [num_items, stop, 0.0 if norm is None else norm, skipped, *(value for value, _ in losses)]
 
 
 class StepRecord(NamedTuple):
@@ -64,6 +65,7 @@ class StepRecord(NamedTuple):
     lr: float
     grad_norm: float | None
     seconds: float
+    skipped: bool = False  # fp16: gradients were infinite, the weights stayed; batch and schedule went on
 
     def as_dict(self) -> dict[str, Any]:
         return self._asdict()

@@ -16,8 +16,11 @@ MICRO_BATCH_BY_MEMORY: tuple[tuple[float, int], ...] = ((20, 16), (14, 12), (10,
 CPU_MICRO_BATCH = 4
 
 # Below this a model of ordinary size runs out of memory sooner over activations than over weights.
-CHECKPOINT_ACTIVATIONS_BELOW_GB = 16
+RECOMPUTE_BELOW_GB = 16
 ZERO_3_BELOW_GB = 6
+
+# Casting weights and activations costs time that a matrix product alone does not show.
+LEAST_GAIN_OF_BF16_ON_CPU = 1.3
 
 MAX_WORKERS = 8
 LEAST_SHM_BYTES = (
@@ -34,6 +37,8 @@ class Pins(Value):
     device: str = "auto"
     device_ids: tuple[int, ...] | None = None
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"
+    mixed: bool | None = None
+    activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
     micro_batch: int | None = None
     accumulation: int | None = None
     num_workers: int | None = None
@@ -49,7 +54,7 @@ class Settings(Value):
     micro_batch: Choice[int]
     accumulation: Choice[int]
     effective_batch: int
-    activation_checkpointing: Choice[bool]
+    activations: Choice[Literal["keep", "recompute", "offload"]]
     zero_stage: Choice[int]
     num_workers: Choice[int]
     prefetch_factor: Choice[int]
@@ -67,11 +72,11 @@ def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
     return Settings(
         devices=_devices(hardware, gpus, pins),
         strategy=_strategy(gpus),
-        precision=_precision(gpus, pins),
+        precision=_precision(hardware, gpus, pins),
         micro_batch=micro_batch,
         accumulation=accumulation,
         effective_batch=micro_batch.value * accumulation.value * num_ranks,
-        activation_checkpointing=_activation_checkpointing(gpus),
+        activations=_activations(gpus, pins),
         zero_stage=_zero_stage(gpus),
         num_workers=num_workers,
         prefetch_factor=_prefetch_factor(hardware, num_workers.value),
@@ -120,11 +125,11 @@ def _strategy(gpus: tuple[Gpu, ...]) -> Choice[str]:
     return Choice(value="ddp", reason="several GPUs, each with a whole copy of the model", alternatives=others)
 
 
-def _precision(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:
+def _precision(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:
     if pins.precision != "auto":
         return Choice(value=pins.precision, reason="asked for", pinned=True)
     if not gpus:
-        return Choice(value="fp32", reason="on a CPU, until bf16 is measured to be faster", alternatives=("bf16",))
+        return _precision_on_cpu(hardware, pins)
     oldest = min(gpus, key=lambda gpu: gpu.capability or (0, 0))
     if all("bf16" in gpu.precisions for gpu in gpus):
         return Choice(
@@ -135,6 +140,19 @@ def _precision(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:
     which = f"cuda:{oldest.index} {oldest.name}, " if len(gpus) > 1 else ""
     reason = f"{which}{_capability(oldest)} has no bf16; fp16 with loss scaling"
     return Choice(value="fp16", reason=reason, alternatives=("fp32",))
+
+
+def _precision_on_cpu(hardware: Hardware, pins: Pins) -> Choice[PrecisionName]:
+    if pins.mixed:
+        return Choice(value="bf16", reason="mixed precision was asked for", alternatives=("fp32",), pinned=True)
+    bf16, fp32 = (hardware.cpu.peaks.get(name) for name in ("bf16", "fp32"))
+    if bf16 is None or fp32 is None or bf16.origin != "measured" or fp32.origin != "measured":
+        reason = "on a CPU, until `drivetrain verify --save` measures bf16 to be faster"
+        return Choice(value="fp32", reason=reason, alternatives=("bf16",))
+    figures = f"measured here: bf16 {bf16.value:.3g}, fp32 {fp32.value:.3g} TFLOP/s"
+    if bf16.value > LEAST_GAIN_OF_BF16_ON_CPU * fp32.value:
+        return Choice(value="bf16", reason=figures, alternatives=("fp32",))
+    return Choice(value="fp32", reason=figures, alternatives=("bf16",))
 
 
 def _capability(gpu: Gpu) -> str:
@@ -164,13 +182,18 @@ def _accumulation(micro_batch: int, num_ranks: int, pins: Pins) -> Choice[int]:
     return Choice(value=value, reason=f"towards {TARGET_BATCH} samples per step")
 
 
-def _activation_checkpointing(gpus: tuple[Gpu, ...]) -> Choice[bool]:
+def _activations(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[Literal["keep", "recompute", "offload"]]:
+    if pins.activations != "auto":
+        return Choice(value=pins.activations, reason="asked for", pinned=True)
+    others = ("recompute", "offload")
     if not gpus:
-        return Choice(value=False, reason="on a CPU it would only cost time")
+        return Choice(value="keep", reason="on a CPU anything else would only cost time", alternatives=others)
     free = _smallest_gb(gpus)
-    if free < CHECKPOINT_ACTIVATIONS_BELOW_GB:
-        return Choice(value=True, reason=f"{free:.1f} GB free: less than {CHECKPOINT_ACTIVATIONS_BELOW_GB}")
-    return Choice(value=False, reason=f"{free:.1f} GB free: enough for activations of a model of ordinary size")
+    if free < RECOMPUTE_BELOW_GB:
+        reason = f"{free:.1f} GB free: less than {RECOMPUTE_BELOW_GB}"
+        return Choice(value="recompute", reason=reason, alternatives=("keep", "offload"))
+    reason = f"{free:.1f} GB free: enough for activations of a model of ordinary size"
+    return Choice(value="keep", reason=reason, alternatives=others)
 
 
 def _zero_stage(gpus: tuple[Gpu, ...]) -> Choice[int]:

@@ -1,7 +1,8 @@
 """How devices share the work of a step. One contract suite holds for all of them (`tests/strategies`)."""
 
+from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
 from drivetrain.strategies.single import SingleStrategy
 
-__all__ = ["DdpOptions", "DdpStrategy", "Objective", "SingleStrategy", "Strategy", "StrategyParts", "Trial"]
+__all__ = ["Average", "DdpOptions", "DdpStrategy", "Objective", "SingleStrategy", "Strategy", "StrategyParts", "Trial"]

@@ -19,6 +19,8 @@ from drivetrain.core.loss import LossSum
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.strategies.activations import offload
+from drivetrain.strategies.average import Average
 
 LossFunction = Callable[[Any, Any], Tensor | LossSum]
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]
@@ -34,6 +36,8 @@ class StrategyParts:
     clip_norm: float | None = None
     precision: Precision = FP32_ON_CPU
     called_model: Callable[..., Any] | None = None  # what the loss function gets: the model, or it compiled
+    average: Average | None = None
+    offloads_activations: bool = False
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
@@ -43,9 +47,21 @@ class StrategyParts:
     def trained(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def update(self, factor: Tensor | float | None) -> Tensor | None:
-        """Rescale the reduced gradients, clip them, step the optimizer. Returns the norm before clipping."""
+    @cached_property
+    def _one(self) -> Tensor:
+        return torch.ones((), device=self.trained[0].device)
+
+    def scale(self) -> Tensor:
+        """The factor of the loss, where it is: to ask the scaler for a number would make the host wait."""
+        return self.scaler.scale(self._one)
+
+    def update(self, factor: Tensor | float | None) -> tuple[Tensor | None, Tensor | float]:
+        """Rescale the reduced gradients, clip them, step the optimizer, follow with the average.
+
+        Returns the norm before clipping, and whether the step was skipped: 1 for infinite gradients in fp16.
+        """
         scales = self.precision.scales_loss
+        skipped: Tensor | float = 0.0
         if scales:
             self.scaler.unscale_(self.optimizer)
         if factor is not None:
@@ -53,11 +69,16 @@ class StrategyParts:
             torch._foreach_mul_(gradients, factor)
         norm = None if self.clip_norm is None else nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
         if scales:
-            self.scaler.step(self.optimizer)  # skips a step with infinite gradients; waits for the device to know
+            # A fused optimizer skips on the device. Others ask the host, which waits to know.
+            before = self.scale()
+            self.scaler.step(self.optimizer)
             self.scaler.update()
+            skipped = (self.scale() < before).double()  # the scale falls after infinite gradients, and only then
         else:
             self.optimizer.step()
-        return norm
+        if self.average is not None:
+            self.average.update()
+        return norm, skipped
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,7 @@ class Objective(nn.Module):
         self.model = parts.model
         self.scale = scale  # undoes the averaging of whatever reduces the gradients
         self._loss = parts.loss
-        self._around_forward = parts.precision.around_forward()
+        self._around_forward = _around_forward(parts)
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.called_model or parts.model,)
         self.counts_items = False  # whether the loss counts something other than samples
@@ -146,6 +167,29 @@ class Objective(nn.Module):
         count = counts[0] if len(counts) == 1 else sum(counts)
         # float64: dividing by a tensor of whole numbers would give float32.
         return losses, count.detach().double() if isinstance(count, Tensor) else count
+
+
+class _Both:
+    """Two contexts as one that can be entered again and again, once per forward."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
+
+
+def _around_forward(parts: StrategyParts) -> AbstractContextManager[Any] | None:
+    casting = parts.precision.around_forward()
+    if not parts.offloads_activations:
+        return casting
+    keeping = offload(pin_memory=parts.precision.device_type == "cuda")
+    return keeping if casting is None else _Both(casting, keeping)
 
 
 def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:

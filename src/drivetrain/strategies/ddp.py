@@ -95,12 +95,12 @@ class DdpStrategy:
     def step(self, stop: bool) -> StepOutcome:
         carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
         if self._parts.scaler.is_enabled():
-            carried = carried / self._parts.scaler.get_scale()
+            carried = carried / self._parts.scale()
         total, count, stopping = carried.unbind()
-        norm = self._parts.update(self._samples / count if self._objective.counts_items else None)
+        norm, skipped = self._parts.update(self._samples / count if self._objective.counts_items else None)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
-        return StepOutcome([(total, 1.0)], count, stopping, norm)
+        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Every rank has the same; rank 0 writes it."""

@@ -11,7 +11,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.strategies.base import StrategyParts
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
 
 
 def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
@@ -22,6 +22,8 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
         if not isinstance(value, Tensor):
             raise _cannot_save(f"the model's state {name!r}", value)
         shards.append(Shard.whole(_MODEL + name, value.detach()))
+    if parts.average is not None:
+        shards += [Shard.whole(_AVERAGE + name, value) for name, value in parts.average.named().items()]
     names = parameter_names(model, optimizer)
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -42,7 +44,13 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
                 raise _cannot_save(f"the optimizer's setting {name!r}", value)
         groups.append({"params": [names[parameter] for parameter in group["params"]], "values": values})
     scaler = parts.scaler.state_dict() if parts.precision.scales_loss else None
-    return shards, {"optimizer_groups": groups, "optimizer_scalars": scalars, "scaler": scaler}
+    num_averaged = parts.average.num_updates if parts.average is not None else 0
+    return shards, {
+        "optimizer_groups": groups,
+        "optimizer_scalars": scalars,
+        "scaler": scaler,
+        "num_averaged": num_averaged,
+    }
 
 
 def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
@@ -63,6 +71,10 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     with torch.no_grad():
         for name, target in state.items():
             target.copy_(source.read(_MODEL + name))
+        if parts.average is not None:
+            for name, average in parts.average.named().items():
+                average.copy_(source.read(_AVERAGE + name))
+            parts.average.num_updates = source.meta["num_averaged"]
 
     numbers = {name: number for number, name in enumerate(name for group in ours for name in group)}
     by_number: dict[int, dict[str, Any]] = {}

@@ -51,9 +51,9 @@ class SingleStrategy:
 
     def step(self, stop: bool) -> StepOutcome:
         losses, count = self._objective.take_tallies()
-        norm = self._parts.update(self._samples / count if self._objective.counts_items else None)
+        norm, skipped = self._parts.update(self._samples / count if self._objective.counts_items else None)
         self._begins = True
-        return StepOutcome(losses, count, float(stop), norm)
+        return StepOutcome(losses, count, float(stop), norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         return whole_state(self._parts)

@@ -1,0 +1,133 @@
+"""What is counted over a validation set: sums and counts per metric, exact where they are whole numbers.
+
+A rank counts what it saw; what all ranks saw is the sum over ranks. Nothing is averaged twice, so the result does not
+depend on how the samples were divided.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.loss import LossSum
+from drivetrain.core.world import World
+
+MetricFunction = Callable[[Any, Any], Tensor | LossSum]
+
+
+@runtime_checkable
+class MetricObject(Protocol):
+    """As torchmetrics has them: fed batch by batch, brings its own reduction over ranks."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
+class Counted(NamedTuple):
+    """A sum and what it is over, on the host. Whole numbers are `int`, however large."""
+
+    total: int | float
+    num_items: int | float
+
+
+class Tally:
+    """One metric on one rank. Adds on the device, so that the host does not wait for each batch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._totals: list[Tensor] = []
+        self._counts: list[Tensor | float] = []
+        self._kind: Literal["whole", "real"] | None = None
+
+    def add(self, value: Tensor | LossSum, num_samples: int) -> None:
+        """A mean over the batch's samples, a `LossSum`, or a tensor with an entry per item: numbers, true or false."""
+        if isinstance(value, LossSum):
+            total, count = value.total, value.count
+            self._check_scalar(total)
+        elif not isinstance(value, Tensor):
+            raise DrivetrainError(
+                f"the metric {self._name!r} returned {type(value).__name__}",
+                remedy="return a tensor (a mean over the batch, or an entry per item), or dt.LossSum(sum, count)",
+            )
+        elif value.dim() or not value.is_floating_point():
+            total, count = value.detach(), value.numel()
+            total = total.double().sum() if value.is_floating_point() else total.long().sum()
+        else:
+            total, count = value.double() * num_samples, num_samples
+        kind: Literal["whole", "real"] = "real" if total.is_floating_point() else "whole"
+        if self._kind not in (None, kind):
+            raise DrivetrainError(
+                f"the metric {self._name!r} counts in whole numbers on one batch and in real ones on another",
+                remedy="return the same type for every batch",
+            )
+        self._kind = kind
+        self._totals.append(total.detach().double() if kind == "real" else total.detach().long())
+        self._counts.append(count.detach() if isinstance(count, Tensor) else count)
+
+    def read(self) -> Counted | None:
+        """What was counted; None if nothing was. The host waits for the device here."""
+        if not self._totals:
+            return None
+        total = torch.stack(self._totals).sum().item()
+        return Counted(total, sum(count.item() if isinstance(count, Tensor) else count for count in self._counts))
+
+    def _check_scalar(self, total: Any) -> None:
+        if not isinstance(total, Tensor) or total.dim():
+            shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise DrivetrainError(
+                f"the metric {self._name!r} returned a LossSum whose total is {shape}, not a scalar",
+                remedy="sum it, or give a metric of its own for each entry",
+            )
+
+
+def over_all_ranks(counted: Mapping[str, Counted | None], world: World) -> dict[str, float]:
+    """Each metric over what all ranks saw. The same on every rank, to the bit: the sums are made in one order."""
+    by_rank: list[dict[str, list[int | float] | None]] = world.gather(
+        {name: None if found is None else list(found) for name, found in counted.items()}
+    )
+    names = list(by_rank[0])
+    for rank, found in enumerate(by_rank):
+        if list(found) != names:
+            raise DrivetrainError(
+                f"rank 0 has the metrics {', '.join(names)} and rank {rank} has {', '.join(found)}",
+                remedy="give the same metrics on every rank",
+            )
+    return {name: _quotient(name, [found[name] for found in by_rank]) for name in names}
+
+
+def _quotient(name: str, by_rank: Sequence[Sequence[int | float] | None]) -> float:
+    seen = [(rank, found) for rank, found in enumerate(by_rank) if found is not None]
+    kinds = {isinstance(found[0], int): rank for rank, found in seen}
+    if len(kinds) > 1:
+        raise DrivetrainError(
+            f"the metric {name!r} counts whole numbers on rank {kinds[True]} and real ones on rank {kinds[False]}",
+            remedy="return the same type on every rank",
+        )
+    totals, counts = [found[0] for _, found in seen], [found[1] for _, found in seen]
+    total = sum(totals) if kinds.get(True) is not None else _sum(totals)
+    count = _sum(counts)
+    return total / count if count else math.nan
+
+
+def _sum(values: Sequence[int | float]) -> int | float:
+    """Whole numbers exactly; others as if added without rounding, unless one is not finite."""
+    if all(isinstance(value, int) for value in values):
+        return sum(values)
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def flattened(name: str, value: Any) -> dict[str, float]:
+    """What a metric object computed, as numbers with names: a number, a dictionary of them, or a few in a tensor."""
+    if isinstance(value, Mapping):
+        return {
+            key: number for inner, part in value.items() for key, number in flattened(f"{name}_{inner}", part).items()
+        }
+    if isinstance(value, Tensor) and value.dim():
+        return {f"{name}_{index}": float(part) for index, part in enumerate(value.flatten().tolist())}
+    return {name: float(value)}

@@ -1,0 +1,46 @@
+"""A moving average of the weights: often better than the weights, and what is then validated and exported."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Average:
+    """An exponential moving average of the parameters that train. Buffers are not averaged.
+
+    The decay of update n is min(decay, (1 + n) / (10 + n)): early on the weights move fast, and the first ones, which
+    are random, should not be remembered for long.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self.num_updates = 0
+        self._live: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._averaged = [parameter.detach().clone() for parameter in self._live]
+        self._model = model
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.num_updates += 1
+        decay = min(self._decay, (1 + self.num_updates) / (10 + self.num_updates))
+        torch._foreach_lerp_(self._averaged, self._live, 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights. They are copied, so that every address stays what it was."""
+        with torch.no_grad():
+            live = [parameter.detach().clone() for parameter in self._live]
+            torch._foreach_copy_(self._live, self._averaged)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._live, live)
+
+    def named(self) -> dict[str, Tensor]:
+        """The averages under the model's own names; those of tied weights under each of their names."""
+        averages = {id(live): average for live, average in zip(self._live, self._averaged, strict=True)}
+        named = self._model.state_dict(keep_vars=True)
+        return {name: averages[id(value)] for name, value in named.items() if id(value) in averages}

@@ -1,0 +1,260 @@
+"""Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
+
+The set is divided like a single large step: every rank a slice, nothing padded, nothing twice. It is a hook: after it
+ran, all ranks know the same numbers, and so agree on what is best and when to stop.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.hook import StepContext, Verdict
+from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
+from drivetrain.core.precision import Precision
+from drivetrain.core.world import World
+from drivetrain.data.items import map_tensors, seed_all
+from drivetrain.data.loader import Loader, MicroBatch
+from drivetrain.data.stream import key_of
+from drivetrain.job import Aim, EarlyStopping, Job
+from drivetrain.strategies.average import Average
+
+_VALIDATION = 0x7A11D  # keys what a model draws at random while it is validated: the same every time
+PREFIX = "valid_"
+
+
+class Validator:
+    """Runs a model over the validation set. `measure` is collective."""
+
+    def __init__(self, job: Job, loader: Loader, precision: Precision, world: World) -> None:
+        self._job, self._loader, self._precision, self._world = job, loader, precision, world
+        self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
+        # torchmetrics objects are modules; one that was made on another device would stop in its first update.
+        self._objects = {
+            name: cast(Any, it).to(world.device) if isinstance(it, nn.Module) else it
+            for name, it in job.metrics.items()
+            if isinstance(it, MetricObject)
+        }
+
+    def measure(self, model: nn.Module, called: Callable[..., Any] | None = None) -> dict[str, float]:
+        """Loss and metrics over the whole set, the same on every rank. `called` is the model, or it compiled."""
+        counted: dict[str, Counted | None] = {}
+        failure = ""
+        cause: Exception | None = None
+        try:
+            counted = self._count(model, called or model)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
+            failure = f"{type(error).__name__}: {error}"
+            cause = error
+        failures = self._world.gather(failure)
+        if any(failures):
+            if isinstance(cause, DrivetrainError):
+                raise cause
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+            raise DrivetrainError(
+                f"validation failed: {told if self._world.size > 1 else failure}",
+                remedy="the metrics get the model's output and the batch: try them on one batch by hand",
+            ) from cause
+        values = over_all_ranks(counted, self._world)
+        for name, found in self._objects.items():
+            values |= flattened(name, self._computed(name, found))
+        return {f"{PREFIX}{name}": value for name, value in values.items()}
+
+    def _count(self, model: nn.Module, called: Any) -> dict[str, Counted | None]:
+        tallies = {name: Tally(name) for name in ("loss", *self._functions)}
+        for found in self._objects.values():
+            found.reset()
+        seed_all(key_of(self._job.seed, _VALIDATION))
+        with _evaluating(model), torch.no_grad(), _recording(called) as outputs:
+            for micro in self._micro_batches():
+                outputs.clear()
+                with self._precision.around_forward() or nullcontext():
+                    loss = self._job.loss(called, micro.batch)
+                if not micro.weight:
+                    continue  # it only kept this rank in step with the others
+                tallies["loss"].add(loss, micro.num_samples)
+                if self._job.metrics:
+                    self._add_metrics(tallies, self._output(outputs), micro)
+        return {name: tally.read() for name, tally in tallies.items()}
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        device = self._world.device
+        for _, micro_batches in self._loader.batches(0, 1):
+            for micro in micro_batches:
+                moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), micro.batch)
+                yield micro._replace(batch=moved)
+
+    def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch) -> None:
+        for name, function in self._functions.items():
+            tallies[name].add(function(output, micro.batch), micro.num_samples)
+        for name, found in self._objects.items():
+            try:
+                found.update(output, _target(micro.batch))
+            except DrivetrainError:
+                raise
+            except Exception as error:
+                raise DrivetrainError(
+                    f"the metric {name!r} ({type(found).__name__}) refused the model's output: {error}",
+                    remedy="give a function (output, batch) instead, which picks and shapes what the metric needs",
+                ) from error
+
+    def _output(self, outputs: list[Any]) -> Any:
+        if not outputs:
+            raise DrivetrainError(
+                "metrics get the model's output, and the loss function did not call the model",
+                remedy="call model(...) in the loss function",
+            )
+        return outputs[-1]
+
+    def _computed(self, name: str, found: Any) -> Any:
+        """torchmetrics reduces over ranks in `compute`; states that differ in shape would hang or mix there."""
+        shapes = {
+            state: list(value.shape)
+            for state in getattr(found, "_defaults", {})
+            if isinstance(value := getattr(found, state), torch.Tensor)
+        }
+        by_rank = self._world.gather(shapes)
+        for rank, others in enumerate(by_rank):
+            if others != by_rank[0]:
+                state = next(state for state in others if others[state] != by_rank[0].get(state))
+                raise DrivetrainError(
+                    f"the metric {name!r} has a state {state!r} of shape {by_rank[0].get(state)} on rank 0 and of "
+                    f"{others[state]} on rank {rank}",
+                    remedy="make it alike on every rank, for example with the number of classes given",
+                )
+        return found.compute()
+
+
+class Validation:
+    """The hook: validates when due, keeps what was best, and says when to stop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        every: int,
+        best: Aim,
+        early_stopping: EarlyStopping | None,
+        average: Average | None,
+        called: Callable[..., Any],
+        report: Callable[[StepContext, dict[str, float], float], None],
+    ) -> None:
+        self.every = every
+        self.latest: dict[str, float] = {}
+        self.best_step: int | None = None
+        self.best_value = math.nan
+        self.stopped_because = ""
+        self._validator, self._best, self._early_stopping = validator, best, early_stopping
+        self._average, self._called, self._report = average, called, report
+        self._patience = _Patience(early_stopping) if early_stopping else None
+
+    def __call__(self, context: StepContext) -> Verdict:
+        began = time.perf_counter()
+        with self._average.in_place() if self._average else nullcontext():
+            self.latest = self._validator.measure(context.model, self._called)
+        self._report(context, self.latest, time.perf_counter() - began)
+        value = _picked(self.latest, self._best)
+        is_best = self._best.is_better(value, self.best_value)
+        if is_best:
+            self.best_step, self.best_value = context.step, value
+        stop = self._patience is not None and self._patience.is_over(self.latest)
+        if stop and self._patience is not None:
+            self.stopped_because = self._patience.words()
+        return Verdict(save=is_best or stop, stop=stop)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {
+            "best_step": self.best_step,
+            "best_value": None if math.isnan(self.best_value) else self.best_value,
+            "latest": self.latest,
+            "patience": self._patience.state_dict() if self._patience else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best_step = state["best_step"]
+        self.best_value = math.nan if state["best_value"] is None else state["best_value"]
+        self.latest = dict(state["latest"])
+        if self._patience and state["patience"]:
+            self._patience.load_state_dict(state["patience"])
+
+
+class _Patience:
+    """Counts validations without improvement."""
+
+    def __init__(self, wanted: EarlyStopping) -> None:
+        self._wanted, self._aim = wanted, Aim(wanted.metric, wanted.mode)
+        self._best, self._waited = math.nan, 0
+
+    def is_over(self, metrics: Mapping[str, float]) -> bool:
+        value = _picked(metrics, self._aim)
+        if self._aim.is_better(value, self._best, self._wanted.min_delta):
+            self._best, self._waited = value, 0
+        else:
+            self._waited += 1
+        return self._waited >= self._wanted.patience
+
+    def words(self) -> str:
+        return (
+            f"{self._wanted.metric} has not improved on {self._best:.6g} by more than {self._wanted.min_delta:g} "
+            f"in {self._waited} validations"
+        )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"best": None if math.isnan(self._best) else self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best = math.nan if state["best"] is None else state["best"]
+        self._waited = state["waited"]
+
+
+def _picked(metrics: Mapping[str, float], aim: Aim) -> float:
+    if aim.metric not in metrics:
+        raise DrivetrainError(
+            f"{aim.metric!r} is none of the metrics that were measured: {', '.join(metrics)}",
+            remedy="name one of them",
+        )
+    return metrics[aim.metric]
+
+
+def _target(batch: Any) -> Any:
+    """What a metric object compares with: the second of a pair, or the entry that is called a target or label."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        return batch[1]
+    if isinstance(batch, Mapping):
+        for name in ("target", "targets", "label", "labels"):
+            if name in batch:
+                return batch[name]
+    raise DrivetrainError(
+        "a metric object needs a target, and the batch is neither a pair nor has an entry named target or label",
+        remedy="give a function (output, batch) as the metric instead",
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards each part is in the mode it was in, which may differ between parts."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+@contextmanager
+def _recording(called: Any) -> Iterator[list[Any]]:
+    """The model's outputs as the loss function computes them, so that metrics need no forward of their own."""
+    outputs: list[Any] = []
+    if not isinstance(called, nn.Module):
+        yield outputs
+        return
+    handle = called.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
