@@ -11,6 +11,7 @@ from drivetrain.data.division import Place
 from drivetrain.data.items import DRAWS_FROM_ALL, Draws, map_tensors, seed_all
 from drivetrain.data.loader import MicroBatch
 from drivetrain.data.stream import key_of, mix
+from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
 
 # Odd and far apart, so that no two (step, micro-step) of a run meet before `mix` takes them apart.
@@ -33,7 +34,9 @@ class Stepper:
         *,
         draws: Draws = DRAWS_FROM_ALL,
         before_micro_step: Callable[[Any], None] | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
+        self.clock = clock or NoClock()
         self._strategy, self._objective, self._world = strategy, objective, world
         self._key = key_of(seed, world.rank)
         self._draws = draws
@@ -43,19 +46,30 @@ class Stepper:
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
-        strategy, num_samples = self._strategy, place.num_samples
         for micro in micro_batches:
-            if self._seeds:
-                self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
-            batch = to_device(micro.batch, self._world.device) if self._moves else micro.batch
-            if self._before_micro_step is not None:
-                self._before_micro_step(batch)
-            if micro.is_last:
-                strategy.backward(self._objective(batch, micro.num_samples, num_samples, micro.weight))
-            else:
-                with strategy.accumulate():
-                    strategy.backward(self._objective(batch, micro.num_samples, num_samples, micro.weight))
-        return strategy.step(stop)
+            self.learn(self.begin(place, micro), place, micro)
+        outcome = self._strategy.step(stop)
+        self.clock.lap(OPTIMIZER)
+        return outcome
+
+    def begin(self, place: Place, micro: MicroBatch) -> Any:
+        """The data of a micro-step, on the device; the generators are set for it."""
+        self.clock.lap(DATA)
+        if self._seeds:
+            self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
+        batch = to_device(micro.batch, self._world.device) if self._moves else micro.batch
+        if self._before_micro_step is not None:
+            self._before_micro_step(batch)
+        return batch
+
+    def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
+        """Forward and backward."""
+        strategy = self._strategy
+        if micro.is_last:
+            strategy.backward(self._objective(batch, micro.num_samples, place.num_samples, micro.weight))
+        else:
+            with strategy.accumulate():
+                strategy.backward(self._objective(batch, micro.num_samples, place.num_samples, micro.weight))
 
     def _seed_model(self, key: int) -> None:
         if self._draws.python:

@@ -6,7 +6,7 @@ where somebody needs to know: before a checkpoint, before a hook, at the end.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,20 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, StepContext, Verdict
-from drivetrain.core.records import Reading, StepRecord
+from drivetrain.core.records import Reading, StepOutcome, StepRecord
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
-from drivetrain.data.loader import Loader
+from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
 from drivetrain.step import Stepper
+
+
+class Begun(NamedTuple):
+    """A step whose learning rate is set."""
+
+    place: Place
+    lr: float
+    began: float
 
 
 class _Enqueued(NamedTuple):
@@ -52,7 +60,13 @@ class Trainer:
         self._stepper, self._loader, self._folder, self._save = stepper, loader, folder, save
         self._first_step = first_step
         self._validation = validation
-        self._stop = False
+        # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
+        self._num_steps, self._save_every = job.num_steps, job.save_every
+        self._hooks = [
+            (hook, self._steps_between(hook)) for hook in ([validation] if validation else []) + [*job.hooks]
+        ]
+        self._ahead: _Enqueued | None = None
+        self.wants_stop = False
         self.stopped_early = False  # somebody asked to stop; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
@@ -60,43 +74,57 @@ class Trainer:
 
     def stop(self) -> None:
         """End after the next step or two, on all ranks at the same step, with a checkpoint."""
-        self._stop = True
+        self.wants_stop = True
 
     def run(self) -> Iterator[StepRecord]:
-        # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
-        num_steps, save_every = self._job.num_steps, self._job.save_every
-        hooks = [(hook, self._steps_between(hook)) for hook in self._job.hooks]
-        if self._validation is not None:
-            hooks.insert(0, (self._validation, self._steps_between(self._validation)))
-        ahead: _Enqueued | None = None
-        for place, micro_batches in self._loader.batches(self._first_step, num_steps):
-            began = time.perf_counter()
-            lr = self._set_lr(place.step, num_steps)
-            outcome = self._stepper.run(place, micro_batches, self._stop)
-            enqueued = _Enqueued(place, Reading(outcome, self._world.device), lr, began)
-            done = place.step + 1
-            if done == self._first_step + 1:
-                self.check_after_first_step()
-            if ahead is not None:
-                yield self._record(ahead, began)
-            ahead = enqueued
-            save_due = done % save_every == 0 or done == num_steps or self.stopped_early
-            hooks_due = [
-                hook
-                for hook, every in hooks
-                if done % every == 0 or (done == num_steps and hook is self._validation)  # the end is always validated
-            ]
-            if save_due or hooks_due:
-                # The host waits for the device here: nothing is saved, and no hook runs, before the step was judged.
-                yield self._record(ahead, time.perf_counter())
-                ahead = None
-                verdict = self._call(hooks_due, done)
-                save_due |= verdict.save
-                self.ended_by_hook = verdict.stop
-            if save_due or self.stopped_early or self.ended_by_hook:
-                self._save(done)
-            if self.stopped_early or self.ended_by_hook:
+        for place, micro_batches in self.steps():
+            begun = self.begin(place)
+            yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
+            if self.is_over:
                 return
+
+    def steps(self) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
+        """What is left of the job: the place of each step, and this rank's micro-batches."""
+        return self._loader.batches(self._first_step, self._num_steps)
+
+    def begin(self, place: Place) -> Begun:
+        began = time.perf_counter()
+        return Begun(place, self._set_lr(place.step, self._num_steps), began)
+
+    def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
+        """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
+        place, ahead = begun.place, self._ahead
+        self._ahead = _Enqueued(place, Reading(outcome, self._world.device), begun.lr, begun.began)
+        done, num_steps = place.step + 1, self._num_steps
+        if done == self._first_step + 1:
+            self.check_after_first_step()
+        if ahead is not None:
+            yield self._record(ahead, begun.began)
+        save_due = done % self._save_every == 0 or done == num_steps or self.stopped_early
+        hooks_due = [
+            hook
+            for hook, every in self._hooks
+            if done % every == 0 or (done == num_steps and hook is self._validation)  # the end is always validated
+        ]
+        if save_due or hooks_due:
+            # The host waits for the device here: nothing is saved, and no hook runs, before the step was judged.
+            yield from self.outstanding()
+            verdict = self._call(hooks_due, done)
+            save_due |= verdict.save
+            self.ended_by_hook = verdict.stop
+        if save_due or self.is_over:
+            self._save(done)
+
+    def outstanding(self) -> Iterator[StepRecord]:
+        """The record of the last step, if it was not read yet. The host waits for it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            yield self._record(ahead, time.perf_counter())
+
+    @property
+    def is_over(self) -> bool:
+        """Before the job's last step: somebody asked for it, or a hook did."""
+        return self.stopped_early or self.ended_by_hook
 
     def _set_lr(self, step: int, num_steps: int) -> float:
         factor = self._job.lr_factor(step, num_steps)
