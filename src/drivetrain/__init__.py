@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from drivetrain.core.errors import DrivetrainError as DrivetrainError
     from drivetrain.core.hook import Hook as Hook
     from drivetrain.core.hook import StepContext as StepContext
+    from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.loss import LossSum as LossSum
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
     from drivetrain.hardware import detect as detect
+    from drivetrain.job import Aim as Aim
     from drivetrain.job import Constant as Constant
+    from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
     from drivetrain.job import WarmupCosine as WarmupCosine
 
@@ -39,10 +42,13 @@ _HOME = {
     "detect": "drivetrain.hardware",
     "Job": "drivetrain.job",
     "WarmupCosine": "drivetrain.job",
+    "Aim": "drivetrain.job",
+    "EarlyStopping": "drivetrain.job",
     "Constant": "drivetrain.job",
     "LossSum": "drivetrain.core.loss",
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
+    "Verdict": "drivetrain.core.hook",
     "Result": "drivetrain.api",
     "train": "drivetrain.api",
     "export": "drivetrain.api",

@@ -44,22 +44,17 @@ class Validator:
     def measure(self, model: nn.Module, called: Callable[..., Any] | None = None) -> dict[str, float]:
         """Loss and metrics over the whole set, the same on every rank. `called` is the model, or it compiled."""
         counted: dict[str, Counted | None] = {}
-        failure = ""
-        cause: Exception | None = None
+        failure: Exception | None = None
         try:
             counted = self._count(model, called or model)
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-            failure = f"{type(error).__name__}: {error}"
-            cause = error
-        failures = self._world.gather(failure)
+            failure = error
+        failures = self._world.gather(_in_words(failure))
+        if failure is not None:
+            raise failure
         if any(failures):
-            if isinstance(cause, DrivetrainError):
-                raise cause
             told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-            raise DrivetrainError(
-                f"validation failed: {told if self._world.size > 1 else failure}",
-                remedy="the metrics get the model's output and the batch: try them on one batch by hand",
-            ) from cause
+            raise DrivetrainError(f"validation failed: {told}", remedy="that rank shows where")
         values = over_all_ranks(counted, self._world)
         for name, found in self._objects.items():
             values |= flattened(name, self._computed(name, found))
@@ -91,7 +86,14 @@ class Validator:
 
     def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch) -> None:
         for name, function in self._functions.items():
-            tallies[name].add(function(output, micro.batch), micro.num_samples)
+            try:
+                value = function(output, micro.batch)
+            except Exception as error:
+                raise DrivetrainError(
+                    f"the metric {name!r} raised {type(error).__name__}: {error}",
+                    remedy="it gets the model's output and the batch: try it on one batch by hand",
+                ) from error
+            tallies[name].add(value, micro.num_samples)
         for name, found in self._objects.items():
             try:
                 found.update(output, _target(micro.batch))
@@ -169,15 +171,17 @@ class Validation:
     def state_dict(self) -> Mapping[str, Any]:
         return {
             "best_step": self.best_step,
-            "best_value": None if math.isnan(self.best_value) else self.best_value,
-            "latest": self.latest,
+            "best_value": _or_none(self.best_value),
+            "latest": {name: _or_none(value) for name, value in self.latest.items()},
+            "stopped_because": self.stopped_because,
             "patience": self._patience.state_dict() if self._patience else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best_step = state["best_step"]
-        self.best_value = math.nan if state["best_value"] is None else state["best_value"]
-        self.latest = dict(state["latest"])
+        self.best_value = _or_nan(state["best_value"])
+        self.latest = {name: _or_nan(value) for name, value in state["latest"].items()}
+        self.stopped_because = state["stopped_because"]
         if self._patience and state["patience"]:
             self._patience.load_state_dict(state["patience"])
 
@@ -204,11 +208,26 @@ class _Patience:
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"best": None if math.isnan(self._best) else self._best, "waited": self._waited}
+        return {"best": _or_none(self._best), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best = math.nan if state["best"] is None else state["best"]
+        self._best = _or_nan(state["best"])
         self._waited = state["waited"]
+
+
+def _or_none(value: float) -> float | None:
+    """JSON does not know nan and infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _in_words(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return error.message if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
 
 
 def _picked(metrics: Mapping[str, float], aim: Aim) -> float:

@@ -10,8 +10,10 @@ from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, encoded
 
 
-def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/") -> Path:
+def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: str = "") -> Path:
     """The whole tensors below the prefix, named without it. One tensor at a time is in memory.
+
+    With `instead`, a tensor of the same name below that prefix is taken where there is one.
 
     A file that is there already is replaced in one go, or left as it is.
     """
@@ -30,6 +32,8 @@ def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/") -> Path:
             path=checkpoint.path,
         )
     infos = checkpoint.keys
+    if instead:
+        names = {instead + name if instead + name in infos else key: name for key, name in names.items()}
     entries = [
         Entry(name, CODES[infos[key].dtype], infos[key].shape, partial(checkpoint.read, key))
         for key, name in names.items()
