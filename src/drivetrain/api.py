@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
+from drivetrain.checkpoint.names import step_name
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext
@@ -51,17 +52,39 @@ def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Res
         run.world.close()
 
 
-def export(run: Path | str | Result, path: Path | str | None = None) -> Path:
-    """The newest weights of a run as one plain safetensors file, under the model's own names."""
+def export(
+    run: Path | str | Result,
+    path: Path | str | None = None,
+    *,
+    which: Literal["last", "best"] = "last",
+    average: bool = True,
+) -> Path:
+    """The weights of a run as one plain safetensors file, under the model's own names.
+
+    The newest, or those that validated best. Where a moving average was kept, it is taken, unless `average` is false.
+    """
     folder = run.folder if isinstance(run, Result) else Path(run)
     if not (folder / CHECKPOINTS).is_dir():
         raise DrivetrainError(f"{folder} holds no checkpoints", remedy="give the folder of a run, such as runs/digits")
     checkpoint = Checkpoint.latest_in(folder / CHECKPOINTS)  # changes nothing, so a run may go on beside it
     if checkpoint is None:
         raise DrivetrainError(f"{folder} holds no checkpoint that is whole", remedy="train on under the same name")
+    if which == "best":
+        checkpoint = _best(checkpoint)
     target = Path(path) if path is not None else folder / "model.safetensors"
-    export_checkpoint(checkpoint, target, prefix="model/")
+    export_checkpoint(checkpoint, target, prefix="model/", instead="ema/" if average else "")
     return target
+
+
+def _best(newest: Checkpoint) -> Checkpoint:
+    """The one that validated best, as the newest one remembers it."""
+    step = (newest.meta.get("validation") or {}).get("best_step")
+    if step is None:
+        raise DrivetrainError(
+            f"{newest.path.parent} holds a run that was never validated, so none of it is known to be best",
+            remedy='give the job a validation set, or use which="last"',
+        )
+    return newest if step == newest.step else Checkpoint.open(newest.path.with_name(step_name(step)))
 
 
 class _Run(Setup):
