@@ -1,5 +1,6 @@
 """Checkpoints: named tensors and JSON in a folder that is valid or does not exist. It knows nothing of models."""
 
+from drivetrain.checkpoint.background import BackgroundSaver, SaveOutcome
 from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
@@ -7,19 +8,26 @@ from drivetrain.checkpoint.export import export
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.manifest import FORMAT_VERSION
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
+from drivetrain.checkpoint.weights import Weights, WeightsTaken, load_weights, read_weights
 from drivetrain.core.state import Shard
 
 __all__ = [
     "FORMAT_VERSION",
+    "BackgroundSaver",
     "Checkpoint",
     "CheckpointDamagedError",
     "CheckpointError",
     "Checkpointer",
     "Files",
     "NewerFormatError",
+    "SaveOutcome",
     "Shard",
     "TensorInfo",
+    "Weights",
+    "WeightsTaken",
     "export",
+    "load_weights",
+    "read_weights",
     "refuse_unstorable_meta",
     "refuse_unstorable_shards",
 ]

@@ -10,10 +10,11 @@ replaced: between the two renames that it takes, a crash would leave neither.
 All ranks use one shared folder and call every collective method together. What goes wrong on one rank is raised on all.
 """
 
+import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
@@ -45,6 +46,7 @@ class RankReport(Value):
     failure: Failure | None = None
     file: StoredFile | None = None  # none for a rank that has no data
     tensors: tuple[tuple[str, StoredTensor], ...] = ()  # with this rank's parts only; a key may come several times
+    is_wanted: bool = True  # false: its step turned out to be bad
 
 
 class Checkpointer:
@@ -70,20 +72,48 @@ class Checkpointer:
         from rank 0. A CheckpointError, on all ranks alike, means that there is no such checkpoint, and that the ones
         before it are as they were.
         """
+        self.save_if_wanted(step, shards, meta, until_copied=lambda: None, is_wanted=lambda: True)
+        return self.folder / step_name(step)
+
+    def save_if_wanted(
+        self,
+        step: int,
+        shards: Sequence[Shard],
+        meta: Mapping[str, Any],
+        *,
+        until_copied: Callable[[], None],
+        is_wanted: Callable[[], bool],
+    ) -> bool:
+        """Collective. `save` for a thread beside training; false if there is no checkpoint since a rank wants none.
+
+        `until_copied` returns when the shards hold what they should, and is called before they are read; `is_wanted`
+        says whether the step was good, and is called when this rank's file is on the disk. Both may wait.
+        """
         self._refuse_closed()
         doing = f"step {step} cannot be saved"
         needed_bytes = self._agree_on_what_is_saved(step, shards, meta, doing)
         name, free_bytes = self._decided_by_main(lambda: self._begin(step), doing, needed_bytes)
         draft = self.folder / name
         try:
+            until_copied()
             report = self._write(draft, shards)
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
             report = RankReport(failure=Failure.of(error, self.folder, doing, needed_bytes, free_bytes))
+        report = report.model_copy(update={"is_wanted": is_wanted()})
         reports = [RankReport.from_json(text) for text in self._world.gather(report.model_dump_json())]
+        if not all(report.is_wanted for report in reports):
+            self._decided_by_main(lambda: self._discard(step, draft, renamed=False), doing)
+            return False
         self.problems += self._decided_by_main(
             lambda: self._commit(step, draft, reports, meta), doing, needed_bytes, free_bytes
         )
-        return self.folder / step_name(step)
+        return True
+
+    def over(self, world: World) -> Self:
+        """The same checkpoints, pins and problems, with ranks that talk over another group: for another thread."""
+        other = copy.copy(self)
+        other._world = world
+        return other
 
     def latest(self) -> Checkpoint | None:
         """Collective. The newest valid checkpoint, the same on all ranks; None if there never was one.
@@ -115,11 +145,30 @@ class Checkpointer:
         """Of the checkpoints that are there, as this rank sees the folder; ascending. They are not verified."""
         return steps_in(self.folder)
 
+    def discard_after(self, step: int) -> list[int]:
+        """Collective. Removes the checkpoints of later steps, pinned ones too; returns their steps, ascending.
+
+        For going back: what was trained after `step` is going to be trained anew, and saved under the same names. All
+        are out of the way, newest first, before the first is removed; a crash leaves whole ones only. Not while a save
+        is under way.
+        """
+        self._refuse_closed()
+        removed: list[int] = self._decided_by_main(
+            lambda: self._discard_after(step), f"checkpoints after step {step} cannot be removed"
+        )
+        self._pinned.difference_update(removed)
+        return removed
+
     def pin(self, step: int) -> None:
-        """Never prune this one. A pin lives as long as this object; what rank 0 pinned counts."""
+        """Never prune this one; what rank 0 pinned counts.
+
+        A pin lives as long as this object. Only saves prune: who pins again after a restart, before the first save,
+        loses nothing.
+        """
         self._pinned.add(step)
 
     def unpin(self, step: int) -> None:
+        """The next save may prune it."""
         self._pinned.discard(step)
 
     def close(self) -> None:
@@ -246,6 +295,21 @@ class Checkpointer:
         trash = self.folder / trash_name(step)
         self._files.rename(self.folder / step_name(step), trash)
         self._files.remove_tree(trash)
+
+    def _discard_after(self, step: int) -> list[int]:
+        """On rank 0."""
+        later = [found for found in self.steps() if found > step]
+        trash = []
+        for found in reversed(later):
+            trash.append(self.folder / trash_name(found))
+            self._files.rename(self.folder / step_name(found), trash[-1])
+        self._files.fsync_folder(self.folder)
+        for path in trash:
+            try:
+                self._files.remove_tree(path)
+            except OSError as error:
+                self.problems.append(f"{path} could not be removed: {error.strerror}")
+        return later
 
     def _prepare_folder(self) -> list[str]:
         """On rank 0. Only names that a save or a removal gave are touched."""

@@ -93,13 +93,13 @@ class TensorFile:
         try:
             opener: Any = safe_open  # its methods carry no types
             self._open = opener(str(path), framework="pt")
-            self._names = frozenset(self._open.keys())
+            self.names = frozenset(self._open.keys())
         except SafetensorError as error:
             raise CheckpointDamagedError(f"{path} is not a safetensors file: {error}", path=path) from None
 
     def layout(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """The type code and shape of a tensor; None if it is not in the file."""
-        if name not in self._names:
+        if name not in self.names:
             return None
         view = self._open.get_slice(name)
         return view.get_dtype(), tuple(view.get_shape())

@@ -34,6 +34,7 @@ class World:
         self.device = device or torch.device("cpu")
         self.group = group
         self._owns_group = False
+        self._aside: World | None = None
 
     @classmethod
     def join(
@@ -112,7 +113,29 @@ class World:
         """Rank 0's value, on every rank."""
         return self.gather(value if self.is_main else None)[0]
 
+    def aside(self) -> "World":
+        """The same ranks over a gloo group of their own, for one thread beside training.
+
+        Collectives of two threads in one group would mix. Made at the first call, by all ranks together and in the
+        thread that trains; belongs to this world, which closes it.
+        """
+        if self.group is None:
+            return self
+        if self._aside is None:
+            try:
+                group = dist.new_group(backend="gloo", timeout=_ASIDE_TIMEOUT)
+            except RuntimeError as error:
+                raise DrivetrainError(
+                    f"the ranks cannot meet over gloo, which saving beside training needs: {error}",
+                    remedy="name the network interface in GLOO_SOCKET_IFNAME, or save with --no-async-save",
+                ) from None
+            self._aside = World(self.rank, self.size, self.local_rank, group=group)
+        return self._aside
+
     def close(self) -> None:
+        if self._aside is not None:
+            dist.destroy_process_group(self._aside.group)
+            self._aside = None
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
@@ -123,6 +146,8 @@ class World:
         return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
 
 
+# Between two words of a writer lie the slowest rank's file and a step. A rank that dies is noticed at once.
+_ASIDE_TIMEOUT = timedelta(hours=1)
 _ENVIRONMENT = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 
 

@@ -1,0 +1,172 @@
+"""Saves beside training: the state is copied at a step's end, and a thread makes a checkpoint of the copy.
+
+    begin(step, shards, meta)   the state is copied; training goes on and may change it
+    judged()                    its step was good: the checkpoint commits as soon as every rank's file is written
+
+A state whose step turns out to be bad is never judged, and is abandoned. There is one save at a time: the next one
+waits for the last, and the wait is told. A save that fails costs that checkpoint and not the run; `finish` raises if it
+was the last. All ranks do all of this alike. Their threads talk over a group of their own (`World.aside`).
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.checkpoint.checkpointer import Checkpointer
+from drivetrain.checkpoint.errors import CheckpointError
+from drivetrain.checkpoint.failure import Failure
+from drivetrain.checkpoint.staging import Staging
+from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
+from drivetrain.core.state import Shard
+from drivetrain.core.world import World
+
+# On the way out after an error, other ranks may be waiting for this one, and not get to judge the step.
+GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended, on all ranks alike; the times are this rank's."""
+
+    step: int
+    error: CheckpointError | None  # None: it is on the disk
+    seconds: float  # from `begin` to its end
+    stalled_seconds: float  # of those, how long `begin` took
+    waited_seconds: float  # of those, how long for the save before it
+
+
+class BackgroundSaver:
+    """Made, used and closed by all ranks together, in the thread that trains."""
+
+    def __init__(self, checkpointer: Checkpointer, world: World, staging: Staging | None = None) -> None:
+        self._checkpointer = checkpointer.over(world.aside())
+        self._has_peers = world.size > 1
+        self._staging = staging or Staging()
+        self._thread: threading.Thread | None = None
+        self._save: _Save | None = None  # the newest
+        self._news: list[SaveOutcome] = []
+
+    def prepare(self, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
+        """Refuse what cannot be saved, and get the memory for copies of it, beside training. Once, after a step."""
+        refuse_unstorable_shards(shards)
+        refuse_unstorable_meta(meta)
+
+        def allocate() -> None:
+            with contextlib.suppress(Exception):  # `begin` tries again, and says what is wrong
+                self._staging.prepare(shards)
+
+        self._start(allocate)
+
+    def begin(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
+        """Copy the state. When this returns, the tensors and what `meta` holds may be changed.
+
+        If the save before this one is not done yet, this waits for it.
+        """
+        began = time.monotonic()
+        refuse_unstorable_meta(meta)
+        text = json.dumps(dict(meta))
+        self._join()
+        waited = time.monotonic() - began
+        save = self._save = _Save(step)
+        staged, until_copied = list(shards), self._staging.until_copied
+        try:
+            staged = self._staging.take(shards)
+        except Exception as error:  # noqa: BLE001  (no memory, for example: the other ranks have to hear of it)
+            until_copied = _raising(error)
+        stalled = time.monotonic() - began
+
+        def write() -> None:
+            try:
+                is_saved = self._checkpointer.save_if_wanted(
+                    step, staged, json.loads(text), until_copied=until_copied, is_wanted=save.is_wanted
+                )
+            except Exception as error:  # noqa: BLE001  (whatever it is, training goes on, and somebody is told)
+                failure = Failure.of(error, self._checkpointer.folder, f"step {step} cannot be saved")
+                save.failure = failure.error()
+            else:
+                if not is_saved:
+                    return
+            self._news.append(SaveOutcome(step, save.failure, time.monotonic() - began, stalled, waited))
+
+        self._start(write)
+
+    def judged(self, *, leaving: bool = False) -> None:
+        """The step that was begun last is good: commit it as soon as it is written.
+
+        `leaving` says that an error ends the run, so that other ranks may not get as far: `close` does not wait for
+        them for ever.
+        """
+        self._decide(is_wanted=True, leaving=leaving)
+
+    def abandon(self) -> None:
+        """It is not: the save leaves nothing behind. For all ranks together; whoever is alone closes."""
+        self._decide(is_wanted=False)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def take_news(self) -> list[SaveOutcome]:
+        """The saves that have ended since the last call, abandoned ones aside."""
+        return [self._news.pop(0) for _ in range(len(self._news))]
+
+    def wait(self) -> None:
+        """Until the save that was judged or abandoned last has ended."""
+        self._join()
+
+    def finish(self) -> None:
+        """Wait, and raise if the last save failed."""
+        self._join()
+        if self._save is not None and self._save.failure is not None:
+            raise self._save.failure
+
+    def close(self) -> None:
+        """A save that was judged is finished; one that was not is abandoned. Nothing is raised."""
+        if self._save is not None and self._save.verdict is None:
+            self._decide(is_wanted=False, leaving=True)
+        may_hang = self._has_peers and self._save is not None and self._save.leaving
+        if self._thread is not None:
+            self._thread.join(GRACE_SECONDS if may_hang else None)
+
+    def _decide(self, *, is_wanted: bool, leaving: bool = False) -> None:
+        if self._save is not None:
+            self._save.verdict, self._save.leaving = is_wanted, leaving
+            self._save.has_verdict.set()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        # A daemon, so that a second Ctrl-C ends the process at once: a torn save is a leftover, never a checkpoint.
+        self._thread = threading.Thread(target=work, name="drivetrain-save", daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        if self._save is not None and self._save.verdict is None:
+            raise ValueError(f"step {self._save.step} is being saved and was not judged: the wait would have no end")
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+class _Save:
+    """The word of the thread that trains to the one that writes, and back."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.verdict: bool | None = None
+        self.has_verdict = threading.Event()
+        self.leaving = False
+        self.failure: CheckpointError | None = None
+
+    def is_wanted(self) -> bool:
+        self.has_verdict.wait()
+        return bool(self.verdict)
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail

@@ -1,0 +1,143 @@
+"""Weights to start from: a safetensors file, the folder of another run, or one of its checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.checkpoint import Checkpoint
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.checkpoint.manifest import MANIFEST_NAME
+from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
+
+_PREFIX = "model/"
+_PICKLED = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
+_SHOWN = 5
+_SOURCES = "give a .safetensors file, the folder of a run such as runs/digits, or one of its checkpoints"
+_REMEDY = "use weights of the same model; names have to be those of model.state_dict()"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by the model's own names. Each is read when it is asked for."""
+
+    path: Path  # the file, or the checkpoint that was found
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class WeightsTaken:
+    """What became of each name, sorted."""
+
+    path: Path
+    taken: tuple[str, ...]
+    missing: tuple[str, ...]  # in the model only: these keep what the model was made with
+    unexpected: tuple[str, ...]  # in the source only
+    other_shape: tuple[str, ...]  # in both, and not taken
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.taken)} tensors from {self.path}"]
+        parts += [f"{len(self.missing)} only in the model: {_some(self.missing)}"] if self.missing else []
+        parts += [f"{len(self.unexpected)} only there: {_some(self.unexpected)}"] if self.unexpected else []
+        parts += [f"{len(self.other_shape)} of another shape: {_some(self.other_shape)}"] if self.other_shape else []
+        return "; ".join(parts)
+
+
+def read_weights(path: Path) -> Weights:
+    """Changes nothing, so another run may be writing there. Of a run, the newest checkpoint that is whole."""
+    if path.suffix.lower() in _PICKLED and not path.is_dir():
+        raise CheckpointError(
+            f"{path} is a pickle by its name: reading it would run whatever code is in it",
+            remedy="load it where you trust it, and write its state with safetensors.torch.save_file",
+            path=path,
+        )
+    try:
+        if path.is_file():
+            return _of_file(path)
+        if (path / MANIFEST_NAME).is_file():
+            return _of_checkpoint(Checkpoint.open(path))
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(error.message, remedy=_SOURCES, path=error.path) from None
+    for folder in (path / "checkpoints", path):
+        found = Checkpoint.latest_in(folder) if folder.is_dir() else None
+        if found is not None:
+            return _of_checkpoint(found)
+    there = "holds no checkpoint that is whole" if path.is_dir() else "is not there"
+    raise CheckpointError(
+        f"{path} {there}",
+        remedy=_SOURCES,
+        path=path,
+    )
+
+
+def load_weights(model: nn.Module, weights: Weights) -> WeightsTaken:
+    """Copies what has the model's names and shapes into it; the rest is told. Nothing in common is an error."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    common = sorted(state.keys() & weights.shapes.keys())
+    fitting = [name for name in common if tuple(state[name].shape) == weights.shapes[name]]
+    if not fitting:
+        raise CheckpointError(_nothing_fits(weights, state, common), remedy=_REMEDY, path=weights.path)
+    with torch.no_grad():
+        for name in fitting:
+            state[name].copy_(weights.read(name))
+    filled = {_place(state[name]) for name in fitting}  # two names of one tensor: files often hold only one of them
+    return WeightsTaken(
+        path=weights.path,
+        taken=tuple(fitting),
+        missing=tuple(
+            name for name in sorted(state.keys() - weights.shapes.keys()) if _place(state[name]) not in filled
+        ),
+        unexpected=tuple(sorted(weights.shapes.keys() - state.keys())),
+        other_shape=tuple(
+            f"{name} {weights.shapes[name]} there, {tuple(state[name].shape)} in the model"
+            for name in common
+            if name not in fitting
+        ),
+    )
+
+
+def _nothing_fits(weights: Weights, state: Mapping[str, Tensor], common: list[str]) -> str:
+    if common:
+        name = common[0]
+        return (
+            f"no tensor of {weights.path} has the shape it has in the model: {name} is {weights.shapes[name]} there and"
+            f" {tuple(state[name].shape)} in the model"
+        )
+    return (
+        f"no tensor of {weights.path} has a name of the model's: there is {_some(sorted(weights.shapes))}; the model"
+        f" has {_some(sorted(state))}"
+    )
+
+
+def _of_file(path: Path) -> Weights:
+    file = TensorFile(path)
+    layouts = {name: layout for name in sorted(file.names) if (layout := file.layout(name))}
+    unknown = [name for name, (code, _) in layouts.items() if code not in DTYPES]
+    if unknown:
+        raise CheckpointError(
+            f"{path} holds {unknown[0]!r} as {layouts[unknown[0]][0]}, which is not supported",
+            remedy="convert it to one of " + ", ".join(DTYPES),
+            path=path,
+        )
+    return Weights(path, {name: shape for name, (_, shape) in layouts.items()}, lambda name: file.read(name, ()))
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
+    names = {key.removeprefix(_PREFIX): key for key in checkpoint.keys if key.startswith(_PREFIX)}
+    return Weights(
+        checkpoint.path,
+        {name: checkpoint.keys[key].shape for name, key in names.items()},
+        lambda name: checkpoint.read(names[name]),
+    )
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Empty tensors have no place of their own; they need no weights either."""
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _some(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
