@@ -1,9 +1,11 @@
 """Saves that are killed at every point. Run as a program: it forks a world per point, so torch is imported once.
 
-`python -m tests.checkpoint.crashing FOLDER WORLD/RANK…` saves step 1 and, with `keep_last` 1, step 2, during which that
-rank of a world of that size is killed: for each point in a folder `FOLDER/WORLD-RANK-POINT`. A point is the number of
-an operation on the disk, and `before`, `inside` or `after` it (`3-inside`); `0-never` is the run without a kill. For
-each it prints a line of JSON: the exit codes of all ranks, and the operations that the killed one had begun.
+`python -m tests.checkpoint.crashing FOLDER WAY/WORLD/RANK…` saves step 1 and, with `keep_last` 1, step 2, during which
+that rank of a world of that size is killed: for each point in a folder `FOLDER/WAY-WORLD-RANK-POINT`. A way is
+`waiting`, `beside` (a thread saves), `abandoned` (a thread saves, and the step turns out to be bad) or `discarding`
+(steps 2 and 3 are there, and are removed). A point is the number of an operation on the disk, and `before`, `inside` or
+`after` it (`3-inside`); `0-never` is the run without a kill. For each it prints a line of JSON: the exit codes of all
+ranks, and the operations that the killed one had begun.
 """
 
 import datetime
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Checkpointer, Files, Shard
+from drivetrain.checkpoint import BackgroundSaver, Checkpointer, Files, Shard
 from drivetrain.checkpoint.files import Written
 from drivetrain.core.world import World
 
@@ -99,7 +101,7 @@ def points_of(operations: list[str]) -> list[str]:
     ]
 
 
-def rank_main(folder: Path, rank: int, size: int, files: Files | None) -> None:
+def rank_main(folder: Path, way: str, rank: int, size: int, files: Files | None) -> None:
     group = None
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -109,10 +111,26 @@ def rank_main(folder: Path, rank: int, size: int, files: Files | None) -> None:
     world = World(rank, size, group=group)
     Checkpointer(folder, world).save(1, shards_of(1, rank, size), {"step": 1})
     world.barrier()
-    Checkpointer(folder, world, keep_last=1, files=files).save(2, shards_of(2, rank, size), {"step": 2})
+    if way == "discarding":
+        for step in (2, 3):
+            Checkpointer(folder, world).save(step, shards_of(step, rank, size), {"step": step})
+        world.barrier()
+    checkpointer = Checkpointer(folder, world, keep_last=1, files=files)
+    if way == "discarding":
+        checkpointer.discard_after(1)
+    elif way == "waiting":
+        checkpointer.save(2, shards_of(2, rank, size), {"step": 2})
+    else:
+        saver = BackgroundSaver(checkpointer, world)
+        saver.begin(2, shards_of(2, rank, size), {"step": 2})
+        if way == "beside":
+            saver.judged()
+        else:
+            saver.abandon()
+        saver.finish()
 
 
-def run_point(folder: Path, size: int, fatal_rank: int, point: str) -> list[str]:
+def run_point(folder: Path, way: str, size: int, fatal_rank: int, point: str) -> list[str]:
     """The operations that the killed rank had begun."""
     log = folder.with_name(f"{folder.name}.log")
     children = []
@@ -123,14 +141,21 @@ def run_point(folder: Path, size: int, fatal_rank: int, point: str) -> list[str]
             try:
                 with Path(os.devnull).open("w") as nothing:
                     os.dup2(nothing.fileno(), 2)  # the ranks that are left complain, as they should
-                rank_main(folder, rank, size, CountingFiles(point, log) if rank == fatal_rank else None)
+                rank_main(folder, way, rank, size, CountingFiles(point, log) if rank == fatal_rank else None)
                 code = 0
             finally:
                 os._exit(code)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    operations = log.read_text().splitlines()
-    result = {"size": size, "fatal_rank": fatal_rank, "point": point, "codes": codes, "operations": operations}
+    operations = log.read_text().splitlines() if log.exists() else []
+    result = {
+        "way": way,
+        "size": size,
+        "fatal_rank": fatal_rank,
+        "point": point,
+        "codes": codes,
+        "operations": operations,
+    }
     print(json.dumps({**result, "folder": str(folder)}), flush=True)
     return operations
 
@@ -138,11 +163,12 @@ def run_point(folder: Path, size: int, fatal_rank: int, point: str) -> list[str]
 def main() -> None:
     torch.set_num_threads(1)
     for case in sys.argv[2:]:
-        size, fatal_rank = map(int, case.split("/"))
-        start = Path(sys.argv[1]) / f"{size}-{fatal_rank}-"
-        operations = run_point(Path(f"{start}0-never"), size, fatal_rank, "0-never")
+        way, *numbers = case.split("/")
+        size, fatal_rank = map(int, numbers)
+        start = Path(sys.argv[1]) / f"{way}-{size}-{fatal_rank}-"
+        operations = run_point(Path(f"{start}0-never"), way, size, fatal_rank, "0-never")
         for point in points_of(operations):
-            run_point(Path(f"{start}{point}"), size, fatal_rank, point)
+            run_point(Path(f"{start}{point}"), way, size, fatal_rank, point)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,58 @@ def test_the_last_ones_are_kept_and_those_that_are_pinned(tmp_path: Path) -> Non
     assert names(tmp_path / "c") == ["step-00000025", "step-123456789"]
 
 
+def test_a_pin_made_again_after_a_restart_loses_nothing(tmp_path: Path) -> None:
+    """Neither a start nor a search prunes; the first save does, and what was pinned before it stays."""
+    first = Checkpointer(tmp_path / "c", World(), keep_last=2)
+    first.pin(1)
+    for step in (1, 2, 3):
+        first.save(step, one(step), {})
+    first.close()
+    restarted = Checkpointer(tmp_path / "c", World(), keep_last=1)
+    assert restarted.latest() is not None
+    assert restarted.steps() == [1, 2, 3]
+    restarted.pin(1)
+    restarted.save(4, one(4), {})
+    assert restarted.steps() == [1, 4]
+    restarted.unpin(1)
+    assert restarted.steps() == [1, 4]
+    restarted.save(5, one(5), {})
+    assert restarted.steps() == [5]
+
+
+def test_later_checkpoints_are_discarded_pinned_ones_too(tmp_path: Path) -> None:
+    def attempt(world: World) -> tuple[list[int], list[int]]:
+        checkpointer = Checkpointer(tmp_path / "c", world, keep_last=9)
+        checkpointer.pin(3)
+        for step in (1, 2, 3, 4):
+            checkpointer.save(step, one(step) if world.is_main else [], {})
+        assert checkpointer.discard_after(9) == []
+        removed = checkpointer.discard_after(2)
+        left = checkpointer.steps()
+        world.barrier()
+        checkpointer.save(3, one(30) if world.is_main else [], {})  # its name is free again
+        return removed, left
+
+    assert on_ranks(2, attempt) == [([3, 4], [1, 2])] * 2
+    assert names(tmp_path / "c") == ["step-00000001", "step-00000002", "step-00000003"]
+    assert value_of_latest(tmp_path / "c") == 30
+    short = Checkpointer(tmp_path / "c", World(), keep_last=1)
+    short.save(5, one(5), {})
+    assert short.steps() == [5]
+
+
+def test_what_cannot_be_discarded_is_told_on_all_ranks(tmp_path: Path) -> None:
+    def attempt(world: World) -> None:
+        broken = BrokenFiles("rename", OSError(errno.EACCES, "planted"), ".trash")
+        checkpointer = Checkpointer(tmp_path / "c", world, files=broken)
+        checkpointer.save(1, one(1) if world.is_main else [], {})
+        with pytest.raises(CheckpointError, match=r"checkpoints after step 0 cannot be removed in .*: planted"):
+            checkpointer.discard_after(0)
+
+    on_ranks(2, attempt)
+    assert names(tmp_path / "c") == ["step-00000001"]
+
+
 def test_what_was_just_saved_is_kept_even_if_a_later_step_is_there(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c", World(), keep_last=1)
     checkpointer.save(9, one(9), {})

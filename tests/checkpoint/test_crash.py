@@ -15,12 +15,24 @@ from drivetrain.core.world import World
 from tests.checkpoint.crashing import ROWS, points_of
 
 REPOSITORY = Path(__file__).parents[2]
-SHORT = [(1, 0), (3, 2)]
-LONG = [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 3)]
+Case = tuple[str, int, int]  # way, size of the world, rank that is killed
+SHORT: list[Case] = [
+    ("waiting", 1, 0),
+    ("waiting", 3, 2),
+    ("beside", 1, 0),
+    ("beside", 2, 1),
+    ("abandoned", 1, 0),
+    ("discarding", 1, 0),
+]
+LONG: list[Case] = [
+    (way, size, rank)
+    for way in ("waiting", "beside", "abandoned")
+    for size, rank in ((2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 3))
+]
 
 
-def crash(folder: Path, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    words = [f"{size}/{rank}" for size, rank in cases]
+def crash(folder: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    words = [f"{way}/{size}/{rank}" for way, size, rank in cases]
     command = [sys.executable, "-m", "tests.checkpoint.crashing", str(folder), *words]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -47,15 +59,24 @@ def found_after(folder: Path, size: int) -> int:
     return step
 
 
-def check(results: list[dict[str, Any]], size: int, fatal_rank: int) -> None:
-    calm, *killed = [r for r in results if (r["size"], r["fatal_rank"]) == (size, fatal_rank)]
+def check(results: list[dict[str, Any]], way: str, size: int, fatal_rank: int) -> None:
+    calm, *killed = [r for r in results if (r["way"], r["size"], r["fatal_rank"]) == (way, size, fatal_rank)]
     assert calm["codes"] == [0] * size
-    assert found_after(Path(calm["folder"]), size) == 2
+    assert found_after(Path(calm["folder"]), size) == (2 if way in ("waiting", "beside") else 1)
     operations = calm["operations"]
     points = points_of(operations)
     assert [result["point"] for result in killed] == points
     assert all(result["codes"][fatal_rank] == -signal.SIGKILL for result in killed)
     found = {result["point"]: found_after(Path(result["folder"]), size) for result in killed}
+    if way == "discarding":
+        assert operations[:3] == ["rename to .trash", "rename to .trash", "fsync_folder"]
+        # The newest goes first: 3 until it is renamed, 2 until that is, then 1.
+        assert list(found.values()) == [3] + [2] * 2 + [1] * (len(points) - 3)
+        return
+    if way == "abandoned":
+        assert "write_file manifest.json" not in operations
+        assert set(found.values()) == {1}
+        return
     if fatal_rank != 0:
         assert operations == [f"write_file rank-{fatal_rank:05d}.safetensors"]
         # Killed after its file was whole but before it could say so: nobody commits.
@@ -77,16 +98,18 @@ def check(results: list[dict[str, Any]], size: int, fatal_rank: int) -> None:
     assert list(found.values()) == [1] * committed + [2] * (len(points) - committed)
 
 
-@pytest.mark.parametrize(("size", "fatal_rank"), SHORT)
-def test_a_rank_killed_at_every_point(short_results: list[dict[str, Any]], size: int, fatal_rank: int) -> None:
-    check(short_results, size, fatal_rank)
+@pytest.mark.parametrize(("way", "size", "fatal_rank"), SHORT)
+def test_a_rank_killed_at_every_point(
+    short_results: list[dict[str, Any]], way: str, size: int, fatal_rank: int
+) -> None:
+    check(short_results, way, size, fatal_rank)
 
 
 @pytest.mark.soak
 def test_every_rank_of_larger_worlds_killed_at_every_point(tmp_path: Path) -> None:
     results = crash(tmp_path, LONG)
-    for size, fatal_rank in LONG:
-        check(results, size, fatal_rank)
+    for way, size, fatal_rank in LONG:
+        check(results, way, size, fatal_rank)
 
 
 def test_the_first_save_of_all_killed_leaves_nothing(tmp_path: Path) -> None:

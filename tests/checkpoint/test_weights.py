@@ -1,0 +1,154 @@
+"""Weights to start from: where they may come from, what is taken, and what is said of the rest."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import (
+    CheckpointDamagedError,
+    Checkpointer,
+    CheckpointError,
+    Shard,
+    load_weights,
+    read_weights,
+)
+from drivetrain.core.world import World
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2)
+
+
+def state_of(seed: int, width: int = 3) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: value.clone() for name, value in Model(width).state_dict().items()}
+
+
+def saved_run(folder: Path, state: dict[str, Tensor], *steps: int) -> Path:
+    checkpointer = Checkpointer(folder / "checkpoints", World())
+    for step in steps:
+        shards = [Shard.whole(f"model/{name}", value + step) for name, value in state.items()]
+        shards.append(Shard.whole("optimizer/first.weight/exp_avg", torch.ones(3, 4)))
+        checkpointer.save(step, shards, {})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["file", "run", "checkpoints", "checkpoint"])
+def test_every_kind_of_source(tmp_path: Path, kind: str) -> None:
+    state = {name: value.float() for name, value in state_of(1).items()}
+    path, offset = tmp_path / "model.safetensors", 0
+    if kind == "file":
+        save_file(state, path)
+    else:
+        run = saved_run(tmp_path / "run", state, 1, 2)
+        paths = {"run": (run, 2), "checkpoints": (run / "checkpoints", 2)}
+        path, offset = paths.get(kind, (run / "checkpoints" / "step-00000001", 1))
+    model = Model()
+    report = load_weights(model, read_weights(path))
+    assert set(report.taken) == set(state)
+    assert report.missing == report.unexpected == report.other_shape == ()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, (state[name] + offset).to(value.dtype)), name
+
+
+def test_a_part_of_a_model(tmp_path: Path) -> None:
+    theirs = state_of(1)
+    theirs["head.weight"] = torch.ones(2)
+    theirs["last.weight"] = torch.ones(7, 3)
+    del theirs["last.bias"]
+    save_file(theirs, tmp_path / "w.safetensors")
+    torch.manual_seed(2)
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = load_weights(model, read_weights(tmp_path / "w.safetensors"))
+    assert report.missing == ("last.bias",)
+    assert report.unexpected == ("head.weight",)
+    assert report.other_shape == ("last.weight (7, 3) there, (2, 3) in the model",)
+    assert set(report.taken) == set(before) - {"last.bias", "last.weight"}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, theirs[name] if name in report.taken else before[name]), name
+    assert "7 tensors from" in str(report)
+    assert "1 only in the model: last.bias; 1 only there: head.weight; 1 of another shape: last.weight" in str(report)
+
+
+def test_other_types_are_converted(tmp_path: Path) -> None:
+    save_file({"weight": torch.full((2, 4), 1.5, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
+    model = nn.Linear(4, 2).double()
+    report = load_weights(model, read_weights(tmp_path / "w.safetensors"))
+    assert model.weight.dtype == torch.float64
+    assert model.weight.eq(1.5).all()
+    assert report.missing == ("bias",)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_tied_weight_is_not_missing(tmp_path: Path) -> None:
+    save_file({"embedding.weight": torch.ones(5, 3)}, tmp_path / "w.safetensors")
+    model = Tied()
+    assert load_weights(model, read_weights(tmp_path / "w.safetensors")).missing == ()
+    assert model.head.weight.eq(1).all()
+
+
+def test_nothing_in_common_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    save_file({"module.first.weight": torch.ones(3, 4)}, tmp_path / "names.safetensors")
+    save_file({"first.weight": torch.ones(9, 9)}, tmp_path / "shapes.safetensors")
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, words in (
+        (
+            "names",
+            r"no tensor of .* has a name of the model's: there is module\.first\.weight; the model has first\.bias",
+        ),
+        ("shapes", r"first\.weight is \(9, 9\) there and \(3, 4\) in the model"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            load_weights(model, read_weights(tmp_path / f"{name}.safetensors"))
+        assert caught.value.remedy
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return pytest.fail, ("code from a file was run",)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.PTH", "w.bin", "w.ckpt", "w.pkl", "w.safetensors", "w"])
+def test_nothing_is_unpickled(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(CheckpointError, match=r"is a pickle by its name|is not a safetensors file") as caught:
+        read_weights(path)
+    assert "safetensors" in caught.value.remedy
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, words in (("nowhere", "is not there"), ("empty", "holds no checkpoint that is whole")):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            read_weights(tmp_path / name)
+        assert ".safetensors" in caught.value.remedy
+
+
+def test_a_damaged_checkpoint_is_named_and_a_run_falls_back(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", state_of(1), 1, 2)
+    newest = run / "checkpoints" / "step-00000002"
+    file = newest / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match="its hash does not match") as caught:
+        read_weights(newest)
+    assert caught.value.remedy
+    assert read_weights(run).path.name == "step-00000001"
+    assert newest.is_dir()  # nothing is set aside: the run is somebody else's
