@@ -20,7 +20,7 @@ LAYERS = (
     ("step", "validation"),
     ("trainer", "report", "run"),
     ("launch",),
-    ("api", "check", "verify"),
+    ("api", "driving", "evaluation", "check", "verify"),
     ("recipes", "multi_gpu"),
     ("cli",),
     ("__main__",),

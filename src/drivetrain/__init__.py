@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from drivetrain.api import Result as Result
     from drivetrain.api import export as export
     from drivetrain.api import train as train
     from drivetrain.config import Config as Config
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.loss import LossSum as LossSum
+    from drivetrain.driving import Drive as Drive
+    from drivetrain.driving import drive as drive
+    from drivetrain.evaluation import evaluate as evaluate
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
     from drivetrain.job import WarmupCosine as WarmupCosine
+    from drivetrain.run import Result as Result
 
 _HOME = {
     "Config": "drivetrain.config",
@@ -49,8 +52,11 @@ _HOME = {
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",
-    "Result": "drivetrain.api",
+    "Result": "drivetrain.run",
+    "evaluate": "drivetrain.evaluation",
     "train": "drivetrain.api",
+    "drive": "drivetrain.driving",
+    "Drive": "drivetrain.driving",
     "export": "drivetrain.api",
 }
 

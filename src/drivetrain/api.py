@@ -1,26 +1,43 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from drivetrain.checkpoint import Checkpoint, Checkpointer
+from drivetrain.checkpoint import Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
-from drivetrain.checkpoint.names import step_name
 from drivetrain.config import Config
-from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext
 from drivetrain.core.interrupt import stopping_cleanly
 from drivetrain.core.precision import Precision, numerics
-from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.data.division import Division
+from drivetrain.data.batch import to_device
+from drivetrain.data.division import Division, Position
 from drivetrain.data.items import what_draws
+from drivetrain.data.orders import refuse_unequal_orders
+from drivetrain.data.source import source_of
 from drivetrain.hardware import assert_on_device
 from drivetrain.job import Job
-from drivetrain.run import CHECKPOINTS, Books, Setup, configured, num_trained
-from drivetrain.step import Stepper, to_device
+from drivetrain.monitor.flops import count_apart, counted
+from drivetrain.monitor.phases import NoClock, make_clock
+from drivetrain.monitor.memory import watch_memory
+from drivetrain.report import write_report
+from drivetrain.run import (
+    CHECKPOINTS,
+    Result,
+    Saves,
+    Setup,
+    State,
+    Which,
+    checkpoint_of,
+    configured,
+    done_instead,
+    num_trained,
+    open_books,
+    take_weights,
+    write_down,
+)
+from drivetrain.step import Stepper
 from drivetrain.strategies import Average, StrategyParts, Trial
 from drivetrain.trainer import Trainer
 from drivetrain.validation import Validation, Validator
@@ -28,23 +45,9 @@ from drivetrain.validation import Validation, Validator
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
 
-@dataclass(frozen=True)
-class Result:
-    """Where a run's files are, and how it ended."""
-
-    folder: Path
-    steps: int  # optimizer steps done over the whole life of the run
-    resumed_from: int  # the step this call went on from; 0 for a new run
-    finished: bool  # false if it was asked to stop before the job's end
-    last: StepRecord | None  # None if there was nothing left to do
-    compilation: str = "not asked for"
-    is_main: bool = True
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last validation
-    best_step: int | None = None
-
-
 def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Result:
     """Train a job to its end. A run of the same job under the same name that was cut short is continued, exactly."""
+    done_instead(job)
     run = _Run.join(job, config, quiet=quiet)
     try:
         return run.train()
@@ -56,35 +59,18 @@ def export(
     run: Path | str | Result,
     path: Path | str | None = None,
     *,
-    which: Literal["last", "best"] = "last",
+    which: Which = "last",
     average: bool = True,
 ) -> Path:
     """The weights of a run as one plain safetensors file, under the model's own names.
 
     The newest, or those that validated best. Where a moving average was kept, it is taken, unless `average` is false.
     """
+    checkpoint = checkpoint_of(run, which)
     folder = run.folder if isinstance(run, Result) else Path(run)
-    if not (folder / CHECKPOINTS).is_dir():
-        raise DrivetrainError(f"{folder} holds no checkpoints", remedy="give the folder of a run, such as runs/digits")
-    checkpoint = Checkpoint.latest_in(folder / CHECKPOINTS)  # changes nothing, so a run may go on beside it
-    if checkpoint is None:
-        raise DrivetrainError(f"{folder} holds no checkpoint that is whole", remedy="train on under the same name")
-    if which == "best":
-        checkpoint = _best(checkpoint)
     target = Path(path) if path is not None else folder / "model.safetensors"
     export_checkpoint(checkpoint, target, prefix="model/", instead="ema/" if average else "")
     return target
-
-
-def _best(newest: Checkpoint) -> Checkpoint:
-    """The one that validated best, as the newest one remembers it."""
-    step = (newest.meta.get("validation") or {}).get("best_step")
-    if step is None:
-        raise DrivetrainError(
-            f"{newest.path.parent} holds a run that was never validated, so none of it is known to be best",
-            remedy='give the job a validation set, or use which="last"',
-        )
-    return newest if step == newest.step else Checkpoint.open(newest.path.with_name(step_name(step)))
 
 
 class _Run(Setup):
@@ -98,6 +84,7 @@ class _Run(Setup):
             with numerics(precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark):
                 return self._train(folder, precision)
         finally:
+            self.close_loaders()
             if folder is not None:
                 folder.close()
 
@@ -105,16 +92,29 @@ class _Run(Setup):
         job, world = self.job, self.world
         checkpointer = Checkpointer(self.path / CHECKPOINTS, world, job.keep_last)
         checkpoint = checkpointer.latest()
-        division = Division(job.num_samples, job.global_batch or 0, self.micro_batch(checkpoint), world.size)
-        loader = self.loader(division, job.data, shuffle=job.shuffle)
+        division = Division(job.num_samples or 0, job.global_batch or 0, self.micro_batch(checkpoint), world.size)
+        start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
+        loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
         model, optimizer, called = self.model()
+        taken = None
+        if checkpoint is None and job.init_from is not None:
+            taken = take_weights(job.init_from, model, world)
         average = None if job.ema is None else Average(model, job.ema)
         strategy = self.make_strategy()
-        first = loader.micro_batch(division.place(0), 0)
+        first = loader.first(job.max_steps, job.epochs)
+        refuse_unequal_orders(loader.fingerprint, world)
         offloads = self.settings.activations.value == "offload"
         parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called, average, offloads)
-        trial = Trial(to_device(first.batch, world.device), first.num_samples)
-        draws, objective = what_draws(lambda: strategy.prepare(parts, trial), world.device)
+        trial = Trial(to_device(first.batch, world.device, channels_last=self.channels_last), first.num_samples)
+        watches = self.config.watch.log_every != 0
+        flops = 0
+        if watches and called is not None:
+            flops = count_apart(parts.loss, model, trial.batch, precision.around_forward())
+        counts = watches and world.is_main and called is None
+        draws, (flops_here, objective) = what_draws(
+            lambda: counted(lambda: strategy.prepare(parts, trial), counts), world.device
+        )
+        flops = flops or flops_here
         resumed_from = 0
         if checkpoint is not None:
             strategy.load(checkpoint)
@@ -123,39 +123,58 @@ class _Run(Setup):
 
         asserts = self.config.device.assertions
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
-        stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check)
-        with Books(self, folder, division, resumed_from) as books:
+        clock = make_clock(world.device) if watches and world.is_main else NoClock()
+        stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
+        with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples) as books:
+            notes = [*job.source.notes, *loader.notes]
+            if notes:
+                books.event("data", notes=notes)
+                books.say("\n".join(f"  data       {note}" for note in notes))
 
-            def save(step: int) -> None:
-                books.flush()
+            def state() -> State:
                 shards, meta = strategy.save()
-                pinned = self._pin_best(checkpointer, validation, pinned_before[0])
                 meta |= {**self.meta(division), "validation": dict(validation.state_dict()) if validation else None}
-                checkpointer.save(step, shards, meta)
-                pinned_before[0] = pinned
-                books.event("checkpoint", step=step, best=pinned == step)
+                meta["data"] = None if job.source.is_keyed else loader.position.to_json()
+                return shards, meta
 
             def report(context: StepContext, metrics: dict[str, float], seconds: float) -> None:
                 books.metrics(context.step, context.epoch, metrics, seconds)
 
-            validation = self._validation(division, precision, average, called or model, report)
+            validation = self._validation(division, precision, average, model if called is None else called, report)
             if validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
                 validation.load_state_dict(checkpoint.meta["validation"])
-            pinned_before = [self._pin_best(checkpointer, validation, None)]
-            trainer = Trainer(job, world, model, optimizer, stepper, loader, self.path, save, resumed_from, validation)
-            trainer.check_after_first_step = strategy.save
+            if taken is not None:
+                write_down(taken, books)
+            best = (lambda: validation.best_step) if validation is not None else (lambda: None)
+            saves = Saves(checkpointer, world, books, state, best, beside=self.config.checkpoint.async_save)
+            trainer = Trainer(
+                job, world, model, optimizer, stepper, loader, self.path, saves.save, resumed_from, validation
+            )
+            trainer.snapshot = saves.snapshot
+            trainer.check_after_first_step = saves.prepare
+            trainer.before_step = books.before_step
+            memory = watch_memory(world.device, books.event, books.say)
             last = None
             try:
                 with stopping_cleanly(trainer.stop, books.say):
                     for record in () if validation and validation.stopped_because else trainer.run():
                         books.write(record)
                         last = record
+                        memory.observe(record)
+                        saves.report()
+                    saves.finish()
+                    memory.close()
             finally:
                 loader.close()
+                saves.close()
             steps = last.step if last else resumed_from
             because = validation.stopped_because if validation else ""
-            finished = steps == job.num_steps or bool(because) or trainer.ended_by_hook
-            books.finish(finished, steps, because)
+            is_done = loader.position.is_over(job.max_steps, job.epochs)
+            finished = is_done or bool(because) or trainer.ended_by_hook
+            books.finish(finished, steps, because, compilation=self.compilation())
+        if world.is_main and self.config.watch.report:
+            for problem in write_report(self.path):
+                books.say(problem)
         strategy.close()
         checkpointer.close()
         return Result(
@@ -170,15 +189,6 @@ class _Run(Setup):
             best_step=validation.best_step if validation else None,
         )
 
-    def _pin_best(self, checkpointer: Checkpointer, validation: Validation | None, before: int | None) -> int | None:
-        """The best checkpoint stays, however old it is; the one that was best before may go."""
-        best = validation.best_step if validation else None
-        if best is not None and best != before:
-            checkpointer.pin(best)
-            if before is not None:
-                checkpointer.unpin(before)
-        return best
-
     def _validation(
         self,
         division: Division,
@@ -190,7 +200,8 @@ class _Run(Setup):
         job = self.job
         if job.valid is None:
             return None
-        num_samples = len(cast(Sized, job.valid))
+        valid = source_of(job.valid).dataset
+        num_samples = len(valid)
         whole = Division(num_samples, num_samples, division.micro_batch, self.world.size)
-        validator = Validator(job, self.loader(whole, job.valid, shuffle=False), precision, self.world)
+        validator = Validator(job, self.loader(whole, valid, shuffle=False), precision, self.world)
         return Validation(validator, job.validate_every, job.best, job.early_stopping, average, called, report)

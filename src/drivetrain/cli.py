@@ -42,7 +42,15 @@ COMMANDS = {
     "check": Command(
         "drivetrain.check",
         "What is here, what would be used, what is wrong and how to mend it.",
-        (*_PLACE, "precision", "batch", "data.num_workers", "data.pin_memory"),
+        (
+            *_PLACE,
+            "precision",
+            "batch",
+            "distributed.strategy",
+            "data.num_workers",
+            "data.pin_memory",
+            "data.prefetch_factor",
+        ),
     ),
     "verify": Command(
         "drivetrain.verify",
@@ -50,6 +58,11 @@ COMMANDS = {
         _PLACE,
     ),
     "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
+    "eval": Command(
+        "drivetrain.recipes.evaluation",
+        "Loss and metrics of a run's weights over its validation set.",
+        (*_PLACE[1:], "precision", "kernels", "batch.size", "data", "distributed"),
+    ),
     "config": Command(
         "drivetrain.config.show",
         "Prints the effective configuration, and where each value came from.",

@@ -1,18 +1,22 @@
 """What the user wants: a model, data, a loss, an optimizer, how much of it. Nothing about devices."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.loss import LossSum
 from drivetrain.core.metrics import MetricFunction, MetricObject
+from drivetrain.data.orders import is_iterator
+from drivetrain.data.source import Source, source_of
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum]
 ParameterGroups = Iterable[dict[str, Any]]
@@ -87,7 +91,7 @@ class Job:
 
     name: str
     model: Callable[[], nn.Module] | nn.Module
-    data: Dataset[Any]
+    data: Any  # a data set, a list of items, a dictionary of tensors, something to iterate, or a DataLoader
     loss: LossFunction
     optimizer: Callable[[ParameterGroups], torch.optim.Optimizer]
     global_batch: int | None = None  # samples per optimizer step, over all devices; None: by batch size and devices
@@ -99,48 +103,75 @@ class Job:
     weight_decay: float | None = None  # for weights of two dimensions and more; biases and norms get none
     collate: Callable[[list[Any]], Any] = default_collate
     shuffle: bool = True
-    valid: Dataset[Any] | None = None
+    valid: Any = None  # as `data`, but for what can only be iterated; in its own order, whatever a DataLoader says
     valid_every: int | None = None  # in steps; default: at the end of each epoch
     # By name: functions (output, batch) -> a mean, a `LossSum` or an entry per item; or torchmetrics objects.
     metrics: Mapping[str, MetricFunction | MetricObject] = field(default_factory=dict)
     best: Aim = Aim()  # which checkpoint is kept as the best; needs `valid`
     early_stopping: EarlyStopping | None = None
     ema: float | None = None  # decay of a moving average of the weights, for example 0.999; it is what is validated
+    items: str = "items"  # what a `LossSum` counts, in words, for whoever reads the speed: `tokens`
     hooks: Sequence[Hook] = ()
     checkpoint_every: int | None = None  # in steps; default: at the end of each epoch
     keep_last: int = 3
+    # Weights that a new run starts with: a .safetensors file, the folder of a run, or one of its checkpoints. Names and
+    # shapes that fit are taken, the rest is told.
+    init_from: str | Path | None = None
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
             raise ConfigError(problems)
+        self._take_from_data()
+
+    def _take_from_data(self) -> None:
+        """What a DataLoader says, where the job does not."""
+        source = self.source
+        taken: dict[str, Any] = {}
+        if self.global_batch is None:
+            taken["global_batch"] = source.global_batch
+        if source.shuffle is False:
+            taken["shuffle"] = False
+        if source.collate is not None and self.collate is default_collate:
+            taken["collate"] = source.collate
+        for name, value in taken.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def source(self) -> Source:
+        """What the data turned out to be."""
+        return source_of(self.data)
 
     @property
-    def num_samples(self) -> int:
-        return len(cast(Sized, self.data))
+    def num_samples(self) -> int | None:
+        """Of an epoch; None if it is not known beforehand."""
+        return self.source.samples_per_epoch(self.global_batch)
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int | None:
+        """None if it is not known beforehand. Epochs end where the data does: each step's `Place` says so."""
         assert self.global_batch is not None, "the global batch is settled before anything counts steps"
-        return -(-self.num_samples // self.global_batch)
+        return self.source.steps_per_epoch(self.global_batch)
 
     @property
-    def num_steps(self) -> int:
-        by_epochs = self.epochs * self.steps_per_epoch if self.epochs is not None else None
-        return min(limit for limit in (by_epochs, self.max_steps) if limit is not None)
+    def num_steps(self) -> int | None:
+        """None if it is not known beforehand. The job ends by `epochs` or `max_steps`, not by this."""
+        per_epoch = self.steps_per_epoch
+        by_epochs = self.epochs * per_epoch if self.epochs is not None and per_epoch is not None else None
+        return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
 
     @property
-    def save_every(self) -> int:
-        return self.checkpoint_every or self.steps_per_epoch
+    def save_every(self) -> int | Literal["epoch"]:
+        return self.checkpoint_every or "epoch"
 
     @property
-    def validate_every(self) -> int:
-        return self.valid_every or self.steps_per_epoch
+    def validate_every(self) -> int | Literal["epoch"]:
+        return self.valid_every or "epoch"
 
-    def lr_factor(self, step: int, num_steps: int) -> float:
+    def lr_factor(self, step: int, num_steps: int | None) -> float:
         schedule = self.schedule
         if isinstance(schedule, (WarmupCosine, Constant)):
-            return schedule.factor(step, num_steps)
+            return schedule.factor(step, num_steps or 0)  # 0 is never asked for: such a job is refused
         return float(schedule(step))
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -179,7 +210,9 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be continued."""
+        others_order = {} if self.source.is_keyed else {"order": self.source.order_name, "epochs": self.epochs}
         return {
+            **others_order,
             "name": self.name,
             "num_samples": self.num_samples,
             "global_batch": self.global_batch,
@@ -189,6 +222,7 @@ class Job:
             "clip_norm": self.clip_norm,
             "weight_decay": self.weight_decay,
             "ema": self.ema,
+            "init_from": None if self.init_from is None else str(self.init_from),
             "schedule": repr(self.schedule) if isinstance(self.schedule, WarmupCosine | Constant) else "a function",
         }
 
@@ -211,26 +245,68 @@ class Job:
                 )
         if self.epochs is None and self.max_steps is None:
             yield problem("epochs", None, "nothing says when to stop", "give epochs or max_steps")
-        if not hasattr(self.data, "__getitem__") or not hasattr(self.data, "__len__"):
-            kind = type(self.data).__name__
-            yield problem(
-                "data", kind, f"{kind} has no length or no items", "give a map-style data set: __len__, __getitem__"
-            )
-        elif self.num_samples == 0:
-            yield problem("data", 0, "the data set is empty", "check the path or the filter it was made with")
-        elif isinstance(self.global_batch, int) and self.global_batch > self.num_samples:
-            yield problem(
-                "global_batch",
-                self.global_batch,
-                f"{self.global_batch} samples are asked for per step, and the data set has {self.num_samples}",
-                f"global_batch={self.num_samples} or less",
-            )
+        yield from self._data_problems(problem)
         for name in ("model", "loss", "optimizer", "collate"):
             if not callable(getattr(self, name)):
                 yield problem(name, getattr(self, name), "it cannot be called", "give a function")
         yield from self._validation_problems(problem)
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield problem("clip_norm", self.clip_norm, f"got {self.clip_norm!r}", "clip_norm=1.0", "a number above 0")
+
+    def _valid_set_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        kind = type(self.valid).__name__
+        try:
+            source = source_of(self.valid)
+        except DrivetrainError as error:
+            yield problem("valid", kind, error.message, error.remedy)
+            return
+        if source.is_iterable:
+            yield problem("valid", kind, f"{kind} has no length or no items", "give a map-style data set, or a list")
+        elif len(source.dataset) == 0:
+            yield problem("valid", 0, "the validation set is empty", "check the path or the filter it was made with")
+
+    def _data_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        try:
+            source = self.source
+        except DrivetrainError as error:
+            yield problem("data", type(self.data).__name__, error.message, error.remedy)
+            return
+        length = source.samples_per_epoch(None)
+        if length == 0:
+            yield problem("data", 0, "the data set is empty", "check the path or the filter it was made with")
+        elif source.is_keyed and length and isinstance(self.global_batch, int) and self.global_batch > length:
+            yield problem(
+                "global_batch",
+                self.global_batch,
+                f"{self.global_batch} samples are asked for per step, and the data set has {length}",
+                f"global_batch={length} or less",
+            )
+        elif source.is_keyed and length and self.global_batch is None and length < (source.global_batch or 1):
+            said = f"the DataLoader's batch size is {source.global_batch}, and the data set has {length} samples"
+            yield problem("data", length, said, f"a batch size of {length} or less")
+        its_own = source.global_batch if source.batch_sampler is not None else None
+        if its_own is not None and self.global_batch not in (None, its_own):
+            yield problem(
+                "global_batch",
+                self.global_batch,
+                "the batches of the DataLoader's batch_sampler are the global batches",
+                "leave global_batch out, or give the DataLoader a sampler and a batch size",
+            )
+        if is_iterator(source.dataset) and self.epochs is not None and self.epochs > 1:
+            yield problem(
+                "epochs",
+                self.epochs,
+                f"{type(source.dataset).__name__} can be read only once",
+                "epochs=1, or data whose __iter__ begins anew: a class with __iter__, not a generator",
+            )
+        is_unknown = length is None and source.batch_sampler is None
+        if is_unknown and self.max_steps is None and isinstance(self.schedule, WarmupCosine):
+            yield problem(
+                "schedule",
+                "WarmupCosine",
+                "it has to know the last step, and the length of the data is not known beforehand",
+                "give max_steps, or schedule=Constant(warmup_steps=...)",
+            )
 
     def _validation_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         if self.valid is None:
@@ -239,11 +315,8 @@ class Job:
                     yield problem(
                         name, getattr(self, name), "there is no validation set", "give valid=…, or leave it out"
                     )
-        elif not hasattr(self.valid, "__getitem__") or not hasattr(self.valid, "__len__"):
-            kind = type(self.valid).__name__
-            yield problem("valid", kind, f"{kind} has no length or no items", "give a map-style data set")
-        elif len(cast(Sized, self.valid)) == 0:
-            yield problem("valid", 0, "the validation set is empty", "check the path or the filter it was made with")
+        else:
+            yield from self._valid_set_problems(problem)
         for name, metric in cast(Mapping[str, Any], self.metrics).items():
             if not callable(metric) and not isinstance(metric, MetricObject):
                 yield problem("metrics", name, f"{name!r} cannot be called", "a function of (output, batch)")

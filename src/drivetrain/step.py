@@ -7,11 +7,11 @@ import torch
 
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place
-from drivetrain.data.items import DRAWS_FROM_ALL, Draws, map_tensors, seed_all
-from drivetrain.data.loader import MicroBatch
+from drivetrain.data.items import DRAWS_FROM_ALL, Draws, seed_all
 from drivetrain.data.stream import key_of, mix
-from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
+from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
 
 # Odd and far apart, so that no two (step, micro-step) of a run meet before `mix` takes them apart.
@@ -41,7 +41,6 @@ class Stepper:
         self._key = key_of(seed, world.rank)
         self._draws = draws
         self._seeds = draws.python or draws.torch
-        self._moves = world.device.type != "cpu"
         self._before_micro_step = before_micro_step
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 
@@ -53,23 +52,30 @@ class Stepper:
         return outcome
 
     def begin(self, place: Place, micro: MicroBatch) -> Any:
-        """The data of a micro-step, on the device; the generators are set for it."""
+        """The data of a micro-step, which the feed brought to the device; the generators are set for it."""
         self.clock.lap(DATA)
         if self._seeds:
             self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
-        batch = to_device(micro.batch, self._world.device) if self._moves else micro.batch
         if self._before_micro_step is not None:
-            self._before_micro_step(batch)
-        return batch
+            self._before_micro_step(micro.batch)
+        return micro.batch
 
     def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
         """Forward and backward."""
-        strategy = self._strategy
+        strategy, clock = self._strategy, self.clock
         if micro.is_last:
-            strategy.backward(self._objective(batch, micro.num_samples, place.num_samples, micro.weight))
+            objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
+            clock.lap(FORWARD)
+            if self._world.size > 1:
+                clock.watch_backward(objective)
+            strategy.backward(objective)
+            clock.end_backward()
         else:
             with strategy.accumulate():
-                strategy.backward(self._objective(batch, micro.num_samples, place.num_samples, micro.weight))
+                objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
+                clock.lap(FORWARD)
+                strategy.backward(objective)
+                clock.lap(BACKWARD)
 
     def _seed_model(self, key: int) -> None:
         if self._draws.python:
@@ -78,10 +84,3 @@ class Stepper:
             torch.default_generator.manual_seed(key >> 1)
         if self._generator is not None:
             self._generator.manual_seed(key >> 1)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The same batch, its tensors on the device. The copy of pinned memory does not wait."""
-    if device.type == "cpu":
-        return batch
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -1,14 +1,15 @@
 """The loop, and nothing else: it yields a record per optimizer step.
 
 Record n is read after step n+1 was given to the device, so the host does not wait for the device in the loop. It waits
-where somebody needs to know: before a checkpoint, before a hook, at the end.
+where somebody needs to know: before a hook, at the end. A checkpoint's state is copied at the end of its step, and it
+counts once the record of that step was read.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
+from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
 from drivetrain.step import Stepper
 
 
@@ -38,6 +40,10 @@ class _Enqueued(NamedTuple):
     reading: Reading
     lr: float
     began: float
+
+
+# On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
+LAST_WAIT_SECONDS = 10.0
 
 
 class Trainer:
@@ -62,71 +68,115 @@ class Trainer:
         self._validation = validation
         # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
         self._num_steps, self._save_every = job.num_steps, job.save_every
-        self._hooks = [
-            (hook, self._steps_between(hook)) for hook in ([validation] if validation else []) + [*job.hooks]
-        ]
+        self._hooks = [(hook, hook.every) for hook in ([validation] if validation else []) + [*job.hooks]]
         self._ahead: _Enqueued | None = None
+        self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
         self.stopped_early = False  # somebody asked to stop; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
         self.check_after_first_step: Callable[[], Any] = lambda: None
+        self.before_step: Callable[[int], None] = lambda step: None  # with its number, from 1
+        # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
+        # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
+        self.snapshot: Callable[[int], Callable[[bool], None]] | None = None
 
     def stop(self) -> None:
         """End after the next step or two, on all ranks at the same step, with a checkpoint."""
         self.wants_stop = True
 
     def run(self) -> Iterator[StepRecord]:
-        for place, micro_batches in self.steps():
-            begun = self.begin(place)
-            yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
-            if self.is_over:
-                return
+        try:
+            for place, micro_batches in self.steps():
+                begun = self.begin(place)
+                yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
+                if self.is_over:
+                    return
+        except (Exception, KeyboardInterrupt):
+            pass  # broken
+            raise
 
     def steps(self) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
         """What is left of the job: the place of each step, and this rank's micro-batches."""
-        return self._loader.batches(self._first_step, self._num_steps)
+        self._stepper.clock.start()
+        return self._loader.batches(self._first_step, self._job.max_steps, self._job.epochs)
 
     def begin(self, place: Place) -> Begun:
+        self.before_step(place.step + 1)
         began = time.perf_counter()
         return Begun(place, self._set_lr(place.step, self._num_steps), began)
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
         """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
-        place, ahead = begun.place, self._ahead
+        place, ahead, clock = begun.place, self._ahead, self._stepper.clock
         self._ahead = _Enqueued(place, Reading(outcome, self._world.device), begun.lr, begun.began)
-        done, num_steps = place.step + 1, self._num_steps
+        done, is_last = place.step + 1, self._is_last(place)
         if done == self._first_step + 1:
             self.check_after_first_step()
+        commit, self._commit = self._commit, None
         if ahead is not None:
             yield self._record(ahead, begun.began)
-        save_due = done % self._save_every == 0 or done == num_steps or self.stopped_early
+        if commit is not None:
+            commit(False)
+        clock.lap(LOGGING)
+        save_due = _is_due(self._save_every, place) or is_last or self.stopped_early
         hooks_due = [
             hook
             for hook, every in self._hooks
-            if done % every == 0 or (done == num_steps and hook is self._validation)  # the end is always validated
+            if _is_due(every, place) or (is_last and hook is self._validation)  # the end is always validated
         ]
+        ends = is_last or self.is_over
+        if save_due and not ends and not hooks_due and self.snapshot is not None:
+            self._commit = self.snapshot(done)
+            clock.lap(CHECKPOINT)
+            clock.next_step()
+            return
         if save_due or hooks_due:
-            # The host waits for the device here: nothing is saved, and no hook runs, before the step was judged.
+            # The host waits for the device here: no hook runs, and no run ends, before the step was judged.
             yield from self.outstanding()
-            verdict = self._call(hooks_due, done)
+            clock.lap(LOGGING)
+            verdict = self._call(hooks_due, place)
             save_due |= verdict.save
             self.ended_by_hook = verdict.stop
         if save_due or self.is_over:
             self._save(done)
+            clock.lap(CHECKPOINT)
+        clock.next_step()
 
     def outstanding(self) -> Iterator[StepRecord]:
         """The record of the last step, if it was not read yet. The host waits for it."""
         ahead, self._ahead = self._ahead, None
+        commit, self._commit = self._commit, None
         if ahead is not None:
             yield self._record(ahead, time.perf_counter())
+        if commit is not None:
+            commit(False)
+
+    def last_words(self) -> Iterator[StepRecord]:
+        """After an error: the record of the step before, if its state was copied and only its judgement is missing."""
+        ahead, commit = self._ahead, self._commit
+        self._ahead = self._commit = None
+        if ahead is None or commit is None:
+            return
+        try:
+            if not ahead.reading.is_there(LAST_WAIT_SECONDS):
+                return
+            record = self._record(ahead, time.perf_counter())
+        except Exception:  # noqa: BLE001  (a bad step, or a device that is gone: the first error is the news)
+            return
+        yield record
+        commit(True)
 
     @property
     def is_over(self) -> bool:
         """Before the job's last step: somebody asked for it, or a hook did."""
         return self.stopped_early or self.ended_by_hook
 
-    def _set_lr(self, step: int, num_steps: int) -> float:
+    def _is_last(self, place: Place) -> bool:
+        """Whether the job ends with this step. Where epochs end, the loader knows; not every length is known before."""
+        return place.step + 1 == self._job.max_steps or (place.ends_epoch and place.epoch + 1 == self._job.epochs)
+
+    def _set_lr(self, step: int, num_steps: int | None) -> float:
         factor = self._job.lr_factor(step, num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr = group["initial_lr"] * factor
@@ -165,10 +215,16 @@ class Trainer:
             remedy="a lower learning rate, or clip_norm; then run again under the same name to go on from there",
         )
 
-    def _steps_between(self, hook: Hook) -> int:
-        return self._job.steps_per_epoch if hook.every == "epoch" else hook.every
-
-    def _call(self, hooks: list[Hook], done: int) -> Verdict:
-        context = StepContext(done, done // self._job.steps_per_epoch, self._model, self._world, self._folder)
-        verdicts = [hook(context) or Verdict() for hook in hooks]
+    def _call(self, hooks: list[Hook], place: Place) -> Verdict:
+        epochs_done = place.epoch + place.ends_epoch
+        context = StepContext(place.step + 1, epochs_done, self._model, self._world, self._folder)
+        verdicts = []
+        for hook in hooks:
+            verdicts.append(hook(context) or Verdict())
+            self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
+
+
+def _is_due(every: int | Literal["epoch"], place: Place) -> bool:
+    """Whether something that happens every so often happens after this step."""
+    return place.ends_epoch if every == "epoch" else (place.step + 1) % every == 0

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
-from drivetrain.data.items import map_tensors, seed_all
+from drivetrain.data.items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.stream import key_of
 from drivetrain.job import Aim, EarlyStopping, Job
@@ -46,7 +46,7 @@ class Validator:
         counted: dict[str, Counted | None] = {}
         failure: Exception | None = None
         try:
-            counted = self._count(model, called or model)
+            counted = self._count(model, model if called is None else called)
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
             failure = error
         failures = self._world.gather(_in_words(failure))
@@ -78,11 +78,8 @@ class Validator:
         return {name: tally.read() for name, tally in tallies.items()}
 
     def _micro_batches(self) -> Iterator[MicroBatch]:
-        device = self._world.device
         for _, micro_batches in self._loader.batches(0, 1):
-            for micro in micro_batches:
-                moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), micro.batch)
-                yield micro._replace(batch=moved)
+            yield from micro_batches
 
     def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch) -> None:
         for name, function in self._functions.items():
@@ -138,7 +135,7 @@ class Validation:
     def __init__(
         self,
         validator: Validator,
-        every: int,
+        every: int | Literal["epoch"],
         best: Aim,
         early_stopping: EarlyStopping | None,
         average: Average | None,

@@ -24,9 +24,14 @@ FLAGS = {
     "optimizer.learning_rate": ["--learning-rate"],
     "data.num_workers": ["--num-workers"],
     "data.pin_memory": ["--pin-memory"],
+    "data.prefetch_factor": ["--prefetch-factor"],
+    "data.channels_last": ["--channels-last"],
     "data.path": ["--data"],
     "checkpoint.every": ["--checkpoint-every"],
     "checkpoint.keep_last": ["--keep-last"],
+    "checkpoint.async_save": ["--async-save"],
+    "checkpoint.init_from": ["--init-from"],
+    "distributed.strategy": ["--parallel-strategy"],
     "distributed.backend": ["--backend"],
     "distributed.init_method": ["--init-method"],
     "distributed.timeout_seconds": ["--timeout-seconds"],
@@ -41,7 +46,11 @@ FLAGS = {
 }
 PLACE = ["run.output_dir", "device.mode", "device.device", "device.ids"]
 OBEYED = {
-    "check": [*PLACE, "precision.dtype", "batch.size", "batch.accumulation", "data.num_workers", "data.pin_memory"],
+    "check": [
+        *PLACE,
+        *("precision.dtype", "batch.size", "batch.accumulation", "distributed.strategy"),
+        *("data.num_workers", "data.pin_memory", "data.prefetch_factor"),
+    ],
     "verify": PLACE,
     "train": list(FLAGS),
     "config": list(FLAGS),

@@ -26,7 +26,7 @@ def test_digits_learns_and_leaves_its_files(tmp_path: Path, capsys) -> None:
     assert train(tmp_path, "digits", "--epochs", "6") == 0
     run = tmp_path / "digits"
     assert str(run) in capsys.readouterr().out.replace("\n", "")
-    epochs = [json.loads(line) for line in (run / "epochs.jsonl").read_text().splitlines()]
+    epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in epochs] == [1, 2, 3, 4, 5, 6]
     assert epochs[-1]["valid_accuracy"] > 0.95
     assert (run / "training_metrics.png").read_bytes().startswith(b"\x89PNG")

@@ -67,7 +67,7 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
         ({"epochs": 1.5}, "got 1.5"),
         ({"loss": 3}, "it cannot be called"),
         ({"clip_norm": -1}, "got -1"),
-        ({"data": iter([1, 2])}, "no length or no items"),
+        ({"data": 3}, "no length or no items"),
         ({"keep_last": 0}, "got 0"),
     ],
 )

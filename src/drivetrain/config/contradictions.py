@@ -8,7 +8,14 @@ from drivetrain.config.sources import Given
 from drivetrain.core.errors import Problem
 from drivetrain.hardware import Hardware
 
-_NEEDS_THE_MACHINE = ("device.mode", "device.device", "device.ids", "precision.dtype", "data.pin_memory")
+_NEEDS_THE_MACHINE = (
+    "device.mode",
+    "device.device",
+    "device.ids",
+    "precision.dtype",
+    "data.pin_memory",
+    "distributed.strategy",
+)
 
 
 @dataclass(frozen=True)
@@ -131,11 +138,59 @@ def _between_values(case: _Case) -> Iterator[Problem]:
             f"pinned memory serves copies to a GPU, but {cpu} asks for the CPU",
             remedy="drop one of the two",
         )
+    if config.data.prefetch_factor and config.data.num_workers == 0:
+        yield case.problem(
+            "data.prefetch_factor",
+            f"loader processes fetch ahead, and {case.spelled('data.num_workers')} asks for none",
+            remedy="drop one of the two",
+        )
     if "compile.mode" in given and config.compile.mode != "default" and not config.compile.enabled:
         yield case.problem(
             "compile.mode", "chooses how to compile, but compiling is off", remedy="add --compile, or drop this"
         )
+    yield from _strategy(case, cpu)
     yield from _output_folder(case)
+
+
+def _strategy(case: _Case, cpu: str | None) -> Iterator[Problem]:
+    config = case.config
+    if config.distributed.strategy == "single" and config.device.mode == "multi_gpu":
+        yield case.problem(
+            "distributed.strategy",
+            f"uses one GPU, but {case.spelled('device.mode')} asks for several",
+            "auto, data_parallel, ddp with that mode",
+            "drop one of the two",
+        )
+    if config.distributed.strategy != "data_parallel":
+        return
+    ids = config.device.ids
+    one_gpu = {
+        "device.mode": config.device.mode == "single_gpu",
+        "device.device": config.device.device.startswith("cuda"),
+        "device.ids": ids is not None and len(ids) == 1,
+    }
+    asked = cpu or next((case.spelled(name) for name, found in one_gpu.items() if found and name in case.given), None)
+    if asked:
+        yield case.problem(
+            "distributed.strategy",
+            f"data_parallel shares batches between GPUs, but {asked} leaves {'none' if cpu else 'one'}",
+            "auto, single with that",
+            "drop one of the two",
+        )
+    if config.compile.enabled:
+        yield case.problem(
+            "distributed.strategy",
+            "data_parallel copies the model for every forward, and a compiled one cannot be copied",
+            "auto, ddp with --compile",
+            "drop --compile, or use ddp",
+        )
+    if config.memory.activations == "recompute":
+        yield case.problem(
+            "distributed.strategy",
+            "data_parallel copies the model for every forward, and blocks that recompute cannot be copied",
+            "auto, ddp with --activations recompute",
+            "use --activations keep, or ddp",
+        )
 
 
 def _output_folder(case: _Case) -> Iterator[Problem]:
@@ -196,6 +251,13 @@ def _with_the_machine(case: _Case, hardware: Hardware, device_known: bool) -> It
         missing = ", ".join(str(index) for index in ids if index >= num_gpus)
         yield case.problem("device.ids", f"there is no GPU {missing}: {here}", indices, "--device-ids 0")
 
+    if config.distributed.strategy == "data_parallel" and num_gpus < 2:
+        yield case.problem(
+            "distributed.strategy",
+            f"data_parallel shares batches between GPUs, and there {'is one' if num_gpus else 'is none'}: {here}",
+            "auto, single here",
+            "leave --parallel-strategy out",
+        )
     if not device_known:
         return
     dtype = config.precision.dtype

@@ -71,7 +71,8 @@ def resolve(
 def value_problem(setting: Setting, given: Given, why: str) -> Problem:
     """A value that does not fit its field."""
     value = given.value
-    meant = nearest(str(value), setting.choices) if setting.choices else None
+    wrong = setting.wrong_parts(value) if setting.choices else []
+    meant = nearest(wrong[0], setting.choices) if wrong else None
     example = setting.choices[0] if setting.choices else setting.default
     if meant:
         remedy = f"did you mean `{meant}`?"

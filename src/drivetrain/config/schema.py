@@ -6,7 +6,7 @@ A field may only be added together with the code that obeys it: `tests/config/te
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Flag:
@@ -161,6 +161,12 @@ class DataSection(Section):
     pin_memory: Annotated[bool | None, Flag("pin-memory")] = Field(
         None, description="page-locked host memory for faster copies (auto: where there is a GPU)"
     )
+    prefetch_factor: Annotated[int | None, Flag("prefetch-factor")] = Field(
+        None, ge=1, description="micro-batches that each loader process fetches ahead (auto: 2 to 4, by memory)"
+    )
+    channels_last: Annotated[Literal["auto", "on", "off"], Flag("channels-last")] = Field(
+        "auto", description="images and convolutions with channels innermost; auto is off while nothing is measured"
+    )
 
 
 class CheckpointSection(Section):
@@ -172,11 +178,24 @@ class CheckpointSection(Section):
     keep_last: Annotated[int | None, Flag("keep-last")] = Field(
         None, ge=1, description="how many checkpoints stay (auto: the job's own, else 3)"
     )
+    async_save: Annotated[bool, Flag("async-save")] = Field(
+        True, description="write checkpoints beside training, from a copy in host memory; off, training waits for each"
+    )
+    init_from: Annotated[Path | None, Flag("init-from")] = Field(
+        None,
+        description="weights that a new run starts with: a .safetensors file, the folder of a run, or one of its "
+        "checkpoints (auto: the job's own)",
+    )
 
 
 class DistributedSection(Section):
     """How several processes work together."""
 
+    strategy: Annotated[Literal["auto", "single", "data_parallel", "ddp"], Flag("parallel-strategy")] = Field(
+        "auto",
+        description="how devices share a step: auto is ddp where a launcher started several processes, else single; "
+        "data_parallel is one process for several GPUs",
+    )
     backend: Annotated[Literal["auto", "nccl", "gloo"], Flag("backend")] = Field(
         "auto", description="auto is nccl where each process has a GPU, else gloo"
     )
@@ -215,6 +234,46 @@ class CompileSection(Section):
     )
 
 
+def _first_before_last(window: str | None) -> str | None:
+    if window is not None and int(window.split(":")[0]) > int(window.split(":")[1]):
+        raise ValueError("the first step comes after the last")
+    return window
+
+
+class WatchSection(Section):
+    """What is measured and shown while a run goes on."""
+
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Flag("trackers")] = Field(
+        (), description="where figures go besides the run folder's own files: tensorboard, wandb"
+    )
+    log_every: Annotated[int | None, Flag("log-every")] = Field(
+        None,
+        ge=0,
+        description="steps between points of speed, phases and trackers, and between lines on the terminal (auto: 10, "
+        "and a line per epoch); 0 measures none of it",
+    )
+    monitor_gpu: Annotated[bool, Flag("monitor-gpu")] = Field(
+        True, description="write what the devices of the run do (memory, load, temperature, power) to gpu.jsonl"
+    )
+    gpu_log_interval: Annotated[int | None, Flag("gpu-log-interval")] = Field(
+        None, ge=1, description="steps between rows of gpu.jsonl (auto: a row every 5 seconds)"
+    )
+    profile: Annotated[
+        str | None,
+        AfterValidator(_first_before_last),
+        Flag("profile"),
+        Allowed("first:last step, such as 10:15; in quotes in YAML"),
+    ] = Field(
+        None,
+        pattern=r"^[1-9]\d*:[1-9]\d*$",
+        description="steps to watch with torch.profiler, the first and the last, such as 10:15",
+    )
+    report: Annotated[bool, Flag("report")] = Field(
+        True, description="write performance_summary.txt and training_metrics.png at the end"
+    )
+    quiet: Annotated[bool, Flag("quiet")] = Field(False, description="show nothing but errors on the terminal")
+
+
 class Config(Section):
     """Everything a user can set. `configure()` makes one from names, files and values, with every error at once."""
 
@@ -231,6 +290,7 @@ class Config(Section):
     compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
     distributed: DistributedSection = DistributedSection()
+    watch: WatchSection = WatchSection()
 
     def pins(self) -> dict[str, Any]:
         """What it fixes of a plan, in the planner's words. `plan` stands beside `config` and does not know it."""
@@ -241,8 +301,10 @@ class Config(Section):
             "precision": "fp32" if self.precision.mixed is False else self.precision.dtype,
             "mixed": self.precision.mixed,
             "activations": self.memory.activations,
+            "strategy": self.distributed.strategy,
             "micro_batch": self.batch.size,
             "accumulation": self.batch.accumulation,
             "num_workers": None if self.data.num_workers == -1 else self.data.num_workers,
             "pin_memory": self.data.pin_memory,
+            "prefetch_factor": self.data.prefetch_factor,
         }

@@ -63,7 +63,15 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(value for kind in self._kinds if get_origin(kind) is Literal for value in get_args(kind))
+        """The words that may stand here, alone or in a list."""
+        members = (get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self._kinds)
+        return tuple(value for kind in members if get_origin(kind) is Literal for value in get_args(kind))
+
+    def wrong_parts(self, value: Any) -> list[str]:
+        """What of a value is none of the choices: the members of a list, or all of it."""
+        parts = _split(value) if self.is_list and isinstance(value, str) else value
+        found = [str(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts])]
+        return [part for part in found if part not in self.choices]
 
     @property
     def takes_auto(self) -> bool:
@@ -83,7 +91,7 @@ class Setting:
         if self.is_bool:
             return "true or false"
         if self.choices:
-            return ", ".join(self.choices)
+            return ", ".join(self.choices) + (", separated by commas" if self.is_list else "")
         kind = self._kinds[0]
         if self.is_list:
             member = get_args(kind)[0]
@@ -103,7 +111,7 @@ class Setting:
         if self.takes_auto and value == "auto":
             return None
         if self.is_list and isinstance(value, str):
-            value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+            value = _split(value)
         elif self.is_list and isinstance(value, (int, float)) and not isinstance(value, bool):
             value = [value]
         if _holds_bool(value) and not self.is_bool:
@@ -112,6 +120,10 @@ class Setting:
             return self._adapter.validate_python(value)
         except ValidationError as error:
             raise ValueError(error.errors()[0]["msg"]) from None
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

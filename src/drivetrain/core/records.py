@@ -1,5 +1,6 @@
 """What is known of a step once it is done."""
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,15 @@ class Reading:
         on_host = [next(copied) if isinstance(part, Tensor) else part for part in self._parts()]
         total = sum(value * factor for value, (_, factor) in zip(on_host[4:], losses, strict=True))
         return total, on_host[0], on_host[1], None if norm is None else on_host[2], on_host[3]
+
+    def is_there(self, within_seconds: float) -> bool:
+        """Whether `values` does not have to wait. For whoever leaves after an error, when a step may never be done."""
+        deadline = time.monotonic() + within_seconds
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _parts(self) -> list[Tensor | float]:
         losses, num_items, stop, norm, skipped = self._outcome

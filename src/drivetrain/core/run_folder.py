@@ -150,9 +150,23 @@ class JsonLines:
     def flush(self) -> None:
         if self._waiting:
             records = (record if isinstance(record, Mapping) else record.as_dict() for record in self._waiting)
-            os.write(self._file, "".join(f"{json.dumps(record)}\n" for record in records).encode())
+            self._write("".join(f"{json.dumps(record)}\n" for record in records).encode())
             self._waiting = []
         self._flushed = time.monotonic()
+
+    def hold(self, record: "Mapping[str, Any] | Record") -> None:
+        """For the next `flush`, whenever that is: where the disk is full, it is not tried with every record."""
+        self._waiting.append(record)
+
+    def _write(self, data: bytes) -> None:
+        """All of it or nothing: a full disk takes what fits, and half a line would spoil the next."""
+        size = os.fstat(self._file).st_size
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
 
     def keep_up_to(self, step: int) -> None:
         """Drop the lines of steps that are going to be done again, and a torn last line."""
@@ -168,5 +182,7 @@ class JsonLines:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def close(self) -> None:
-        self.flush()
-        os.close(self._file)
+        try:
+            self.flush()
+        finally:
+            os.close(self._file)

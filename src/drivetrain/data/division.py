@@ -5,8 +5,9 @@ contiguous slice, as equal as can be; each slice is cut into micro-steps of at m
 equally many micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class MicroStep(NamedTuple):
@@ -28,10 +29,34 @@ class Place(NamedTuple):
     epoch: int
     start: int
     stop: int
+    ends_epoch: bool = False
 
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
+
+
+class Position(NamedTuple):
+    """Where a run stands between two steps: what is done, and so what comes next."""
+
+    step: int = 0
+    epoch: int = 0
+    start: int = 0  # samples of this epoch that are done
+    state: Any = None  # what the data set itself wants to be told to go on from here: JSON
+
+    @classmethod
+    def from_json(cls, step: int, found: Mapping[str, Any] | None) -> "Position":
+        return cls(step, found["epoch"], found["start"], found["state"]) if found else cls(step)
+
+    def to_json(self) -> dict[str, Any]:
+        """The step aside, which a checkpoint knows by itself."""
+        return {"epoch": self.epoch, "start": self.start, "state": self.state}
+
+    def is_over(self, last_step: int | None, last_epoch: int | None) -> bool:
+        """Whether nothing comes next, if steps or epochs end here."""
+        return (last_step is not None and self.step >= last_step) or (
+            last_epoch is not None and self.epoch >= last_epoch
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +75,10 @@ class Division:
     def place(self, step: int) -> Place:
         epoch, number = divmod(step, self.steps_per_epoch)
         start = number * self.global_batch
-        return Place(step, epoch, start, min(start + self.global_batch, self.num_samples))
+        stop = start + self.global_batch
+        if stop < self.num_samples:
+            return Place(step, epoch, start, stop)
+        return Place(step, epoch, start, self.num_samples, True)
 
     def rank_slice(self, place: Place, rank: int) -> tuple[int, int]:
         """This rank's positions: contiguous, and together with the others' exactly the step's."""

@@ -1,40 +1,93 @@
-"""From the stream to batches: each rank's micro-batches of each step, in order, from any step on.
+"""From an order to batches: each rank's micro-batches of each step, from any step on.
 
-There is one pass for the whole job: workers live until its end and fetch ahead over the ends of epochs. Where to start
-is a step's number, so resuming needs no state and no replay. Every strategy gets its data here; there is no way round
-it.
+There is one pass for the whole job: workers live until its end and fetch ahead over the ends of epochs. Where our own
+order starts is a step's number, so resuming it needs no state and no replay. Every strategy gets its data here; there
+is no way round it.
 """
 
+import multiprocessing
+import pickle
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.data.division import Division, MicroStep, Place
-from drivetrain.data.items import Collate, KeyedItems, exactness_warnings, gather, gathers, map_tensors
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.batch import MicroBatch as MicroBatch
+from drivetrain.data.batch import map_tensors, pinned
+from drivetrain.data.division import Division, MicroStep, Place, Position
+from drivetrain.data.feed import Feed, NoFeed
+from drivetrain.data.items import (
+    Collate,
+    Collated,
+    Columns,
+    ItemError,
+    KeyedItems,
+    exactness_warnings,
+    gather,
+    gathers,
+)
+from drivetrain.data.orders import Content, Order, Portion, fingerprint
+from drivetrain.data.source import Source, WorkerWishes, source_of
 
 
-class MicroBatch(NamedTuple):
-    """The data of one forward and backward."""
+class RankStep(NamedTuple):
+    """One step, as this rank has it."""
 
-    batch: Any
-    num_samples: int
-    weight: int
-    number: int  # within the step
-    is_last: bool
+    place: Place
+    after: Position
+    parts: list[MicroStep]
+    contents: list[Content]  # per part
+    fingerprint: str = ""  # of all ranks' entries; only of the first step that was read, in a world of several
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """The steps of one rank, up to a last step or epoch. Travels to a worker where items are read there."""
+
+    order: Order
+    division: Division
+    rank: int
+    start: Position
+    last_step: int | None
+    last_epoch: int | None
+    is_read: bool
+
+    def __iter__(self) -> Iterator[RankStep]:
+        if self.start.is_over(self.last_step, self.last_epoch):
+            return
+        check = self.is_read and self.division.world_size > 1
+        for portion in self.order.steps(self.start):
+            yield self._mine(portion, fingerprint(portion.entries) if check else "")
+            check = False
+            if portion.after.is_over(self.last_step, self.last_epoch):
+                return
+
+    def _mine(self, portion: Portion, mark: str) -> RankStep:
+        parts = self.division.micro_steps(portion.place, self.rank)
+        contents = [self.order.cut(portion, part.start, part.stop) for part in parts]
+        return RankStep(portion.place, portion.after, parts, contents, mark)
+
+
+Fetched = Iterator[tuple[RankStep, Iterable[MicroBatch]]]
 
 
 class Loader:
-    """The batches of one rank. `batches(first_step, last_step)` yields each step's place and its micro-batches."""
+    """The batches of one rank. `batches(first_step, last_step)` yields each step's place and its micro-batches.
+
+    `position` is where the run stands behind the step that was yielded last, whatever was fetched ahead.
+    """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        data: Any,
         division: Division,
         rank: int,
         seed: int,
@@ -44,94 +97,165 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int = 2,
+        start: Position | None = None,
+        feed: Feed | None = None,
+        may_do_without_workers: bool = False,
     ) -> None:
         self.division, self.rank = division, rank
-        self.items = KeyedItems(dataset, seed)
-        self.stream = SampleStream(division.num_samples, seed, shuffle=shuffle)
-        self._dataset, self._collate = dataset, collate
-        self._num_workers, self._pin_memory, self._prefetch_factor = num_workers, pin_memory, prefetch_factor
-        self._gathers = gathers(dataset, collate) and num_workers == 0
-        self._iterator: Iterator[Any] | None = None
+        self.source: Source = source_of(data)
+        self.position = start or Position()
+        self.notes: list[str] = []  # what was decided on the way
+        self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
+        self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
+        self._order = self.source.order(division, seed, shuffle=shuffle)
+        self._collate, self._collated = collate, Collated(collate)
+        self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
+        self._feed: Feed = feed or NoFeed()
+        self._num_workers = min(num_workers, 1) if self.source.is_iterable else num_workers
+        self._may_do_without_workers = may_do_without_workers
+        self._gathers = self.items is not None and gathers(self.source.dataset, collate) and num_workers == 0
+        self._workers: Iterator[Any] | None = None
+        self._begun: Fetched | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
 
     def warn_if_inexact(self) -> list[str]:
         """Say once what stands in the way of exact repetition."""
-        if gathers(self._dataset, self._collate):
+        if self.items is None or gathers(self.source.dataset, self._collate):
             return []
-        found = exactness_warnings(self.items, self._collate)
+        try:
+            found = exactness_warnings(self.items, self._collated)
+        except ItemError:
+            if self.source.is_keyed:
+                raise
+            return []  # a sampler's keys need not be numbers from 0
         for text in found:
             warnings.warn(text, stacklevel=2)
         return found
 
-    def samples_of(self, place: Place) -> list[int]:
-        """The samples of a whole step, all ranks together, in the order of the stream."""
-        found: list[int] = self.stream.samples(place.epoch, place.start, place.stop).tolist()
-        return found
+    def samples_of(self, place: Place) -> list[Any]:
+        """The samples of a whole step of our own order, all ranks together."""
+        portion = Portion(place, (), Position())
+        return _as_list(self._order.cut(portion, place.start, place.stop))
 
     def micro_batch(self, place: Place, number: int) -> MicroBatch:
-        """One micro-batch by itself, fetched in this process."""
-        parts = self.division.micro_steps(place, self.rank)
-        return self._made(self._fetch(place, parts[number]), parts, number)
+        """One micro-batch of our own order by itself, fetched in this process."""
+        part = (parts := self.division.micro_steps(place, self.rank))[number]
+        content = self._order.cut(Portion(place, (), Position()), part.start, part.stop)
+        return _micro_batch(self._fetch(place, content), parts, number)
 
-    def batches(self, first_step: int, last_step: int) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
-        """Every step from `first_step` up to `last_step`, which is not included."""
-        if self._num_workers == 0:
-            for step in range(first_step, last_step):
-                place = self.division.place(step)
-                yield place, self._fetched_here(place)
-            return
-        fetched = self._fetched_by_workers(first_step, last_step)
+    def first(self, last_step: int | None = None, last_epoch: int | None = None) -> MicroBatch:
+        """A micro-batch to try a model out on.
+
+        What has to be read is read once: the first step gets it again, and so the trial gets a copy.
+        """
+        if self.source.is_keyed:
+            return self.micro_batch(self.division.place(0), 0)
+        fetched = self._fetched(self.position, last_step, last_epoch)
+        found = next(fetched, None)
+        if found is None:  # nothing is left to do
+            return next(iter(next(self._fetched_here(self._steps(Position(), 1, None)))[1]))
+        step, micro_batches = found
+        self.fingerprint = step.fingerprint
+        following = iter(micro_batches)
+        first = next(following)
+        self._begun = chain([(step, chain([first], following))], fetched)
+        return first._replace(batch=map_tensors(torch.clone, first.batch))
+
+    def batches(
+        self, first_step: int, last_step: int | None, last_epoch: int | None = None
+    ) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
+        """Every step from `first_step` up to `last_step` or `last_epoch`, which are not included."""
+        if self.source.is_keyed:
+            self.position = Position(first_step, self.division.place(first_step).epoch)
+        elif self.position.step != first_step:
+            raise ValueError(f"the data is at step {self.position.step}, and cannot start at {first_step}")
+        fetched, self._begun = self._begun or self._fetched(self.position, last_step, last_epoch), None
         try:
-            for step in range(first_step, last_step):
-                place = self.division.place(step)
-                yield place, self._taken_from(fetched, place)
+            for step, micro_batches in self._feed.steps(fetched):
+                self.position = step.after
+                yield step.place, micro_batches
         finally:
             self.close()
 
-    def _fetched_here(self, place: Place) -> Iterable[MicroBatch]:
-        parts = self.division.micro_steps(place, self.rank)
-        if len(parts) == 1:
-            return (self._made(self._fetch(place, parts[0]), parts, 0),)
-        return self._one_by_one(place, parts)
+    def _steps(self, start: Position, last_step: int | None, last_epoch: int | None) -> RankSteps:
+        is_read = not self.source.is_keyed
+        return RankSteps(self._order, self.division, self.rank, start, last_step, last_epoch, is_read)
 
-    def _one_by_one(self, place: Place, parts: list[MicroStep]) -> Iterator[MicroBatch]:
-        for number, part in enumerate(parts):
-            yield self._made(self._fetch(place, part), parts, number)
+    def _fetched(self, start: Position, last_step: int | None, last_epoch: int | None) -> Fetched:
+        steps = self._steps(start, last_step, last_epoch)
+        if self._num_workers:
+            keys = _Keys(steps)
+            workers = self._start_workers(keys, steps)
+            if workers is not None:
+                return self._taken_from(workers, keys)
+        return self._fetched_here(steps)
 
-    def _taken_from(self, fetched: Iterator[Any], place: Place) -> Iterator[MicroBatch]:
-        parts = self.division.micro_steps(place, self.rank)
-        for number in range(len(parts)):
-            yield self._made(next(fetched), parts, number)
+    def _fetched_here(self, steps: RankSteps) -> Fetched:
+        for step in steps:
+            if len(step.parts) == 1:
+                yield step, (_micro_batch(self._fetch(step.place, step.contents[0]), step.parts, 0),)
+            else:
+                yield step, self._one_by_one(step)
+
+    def _one_by_one(self, step: RankStep) -> Iterator[MicroBatch]:
+        for number, content in enumerate(step.contents):
+            yield _micro_batch(self._fetch(step.place, content), step.parts, number)
+
+    def _fetch(self, place: Place, content: Content) -> Any:
+        if self._gathers:
+            dataset = cast(TensorDataset | Columns, self.source.dataset)
+            return gather(dataset, torch.as_tensor(content), pin_memory=self._pin_memory)
+        found = _as_list(content)
+        if self.items is not None:
+            found = self.items.__getitems__([(place.epoch, sample) for sample in found])
+        batch = self._collated(found)
+        return pinned(batch) if self._pin_memory else batch
 
     @staticmethod
-    def _made(batch: Any, parts: list[MicroStep], number: int) -> MicroBatch:
-        part = parts[number]
-        return MicroBatch(batch, part.num_samples, part.weight, number, number == len(parts) - 1)
+    def _taken_from(workers: Iterator[Any], keys: "_Keys") -> Fetched:
+        """Workers give micro-batches in order; where items are read by a worker, it says which step each belongs to."""
+        for first in workers:
+            step = first.step if isinstance(first, _Read) else keys.given.popleft()
+            following = chain([first], islice(workers, len(step.parts) - 1))
+            parts = (_micro_batch(_batch(found), step.parts, number) for number, found in enumerate(following))
+            yield step, parts
+            for _ in parts:  # of a step that was not used up
+                pass
 
-    def _fetch(self, place: Place, part: MicroStep) -> Any:
-        samples = self.stream.samples(place.epoch, part.start, part.stop)
-        if self._gathers:
-            batch: Any = gather(cast(TensorDataset, self._dataset), torch.from_numpy(samples))
-        else:
-            batch = self._collate(self.items.__getitems__([(place.epoch, sample) for sample in samples.tolist()]))
-        return map_tensors(Tensor.pin_memory, batch) if self._pin_memory else batch
-
-    def _fetched_by_workers(self, first_step: int, last_step: int) -> Iterator[Any]:
-        loader = DataLoader(
-            self.items,
-            batch_sampler=_Keys(self, first_step, last_step),
-            collate_fn=self._collate,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            prefetch_factor=self._prefetch_factor,
-        )
-        try:
-            self._iterator = iter(loader)
-        except (AttributeError, TypeError, OSError, RuntimeError) as error:
+    def _start_workers(self, keys: "_Keys", steps: RankSteps) -> Iterator[Any] | None:
+        reason = _cannot_be_found_by_workers(self.source, self._collate)
+        if not reason:
+            try:
+                self._workers = iter(self._torch_loader(keys, steps))
+            except (AttributeError, TypeError, OSError, RuntimeError, ImportError, pickle.PicklingError) as error:
+                reason = str(error)
+            else:
+                return self._workers
+        if not self._may_do_without_workers:
             raise DrivetrainError(
-                f"the loader's {self._num_workers} workers could not be started: {error}",
+                f"the loader's {self._num_workers} workers could not be started: {reason}",
                 remedy="make the data set picklable (no lambdas, no open files), or use --num-workers 0",
-            ) from error
-        return self._iterator
+            )
+        self.notes.append(f"loaded in the training process: the {self._num_workers} workers could not start: {reason}")
+        self._num_workers = 0
+        return None
+
+    def _torch_loader(self, keys: "_Keys", steps: RankSteps) -> DataLoader[Any]:
+        wishes: WorkerWishes = self.source.wishes
+        common: dict[str, Any] = {
+            "num_workers": self._num_workers,
+            "pin_memory": self._pin_memory,
+            "prefetch_factor": self._prefetch_factor,
+            "worker_init_fn": wishes.init_function,
+            "timeout": wishes.timeout_seconds,
+            "multiprocessing_context": wishes.context,
+        }
+        if self.items is None:
+            return DataLoader(_ReadByWorker(steps, self._collated), batch_size=None, collate_fn=_as_it_is, **common)
+        return DataLoader(self.items, batch_sampler=keys, collate_fn=self._collated, **common)
 
     def close(self) -> None:
         """End the workers now.
@@ -139,22 +263,71 @@ class Loader:
         Left to the garbage collector after an error, they would outlive the run for a while, and Python 3.12 would
         close their pipes twice and say so in a traceback.
         """
-        iterator, self._iterator = self._iterator, None
-        end_workers = getattr(iterator, "_shutdown_workers", None)
+        workers, self._workers, self._begun = self._workers, None, None
+        end_workers = getattr(workers, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
 
 
+def _micro_batch(batch: Any, parts: list[MicroStep], number: int) -> MicroBatch:
+    part = parts[number]
+    return MicroBatch(batch, part.num_samples, part.weight, number, number == len(parts) - 1)
+
+
+def _as_list(content: Content) -> list[Any]:
+    return content.tolist() if isinstance(content, np.ndarray) else list(content)
+
+
 class _Keys:
-    """The (epoch, sample) keys of each micro-batch of this rank, for torch's loader."""
+    """The (epoch, sample) keys of each micro-batch of this rank, for torch's loader; and which steps were given out."""
 
-    def __init__(self, loader: Loader, first_step: int, last_step: int) -> None:
-        self._loader, self._first_step, self._last_step = loader, first_step, last_step
+    def __init__(self, steps: RankSteps) -> None:
+        self._steps = steps
+        self.given: deque[RankStep] = deque()
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        loader = self._loader
-        for step in range(self._first_step, self._last_step):
-            place = loader.division.place(step)
-            for part in loader.division.micro_steps(place, loader.rank):
-                samples = loader.stream.samples(place.epoch, part.start, part.stop).tolist()
-                yield [(place.epoch, sample) for sample in samples]
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        for step in self._steps:
+            self.given.append(step)
+            for content in step.contents:
+                yield [(step.place.epoch, sample) for sample in _as_list(content)]
+
+
+class _Read(NamedTuple):
+    """A micro-batch that a worker read."""
+
+    batch: Any
+    step: Any  # a RankStep without its contents; None behind the first micro-batch of a step
+
+
+class _ReadByWorker(IterableDataset[Any]):
+    """Reads in the one worker of a rank what can only be iterated."""
+
+    def __init__(self, steps: RankSteps, collate: Callable[[list[Any]], Any]) -> None:
+        self._steps, self._collate = steps, collate
+
+    def __iter__(self) -> Iterator[_Read]:
+        for step in self._steps:
+            for number, content in enumerate(step.contents):
+                header = step._replace(contents=[]) if number == 0 else None
+                yield _Read(self._collate(_as_list(content)), header)
+
+
+def _batch(found: Any) -> Any:
+    return found.batch if isinstance(found, _Read) else found
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _cannot_be_found_by_workers(source: Source, collate: Collate) -> str:
+    """In a notebook, what is defined there exists only there: workers that are not forked would die looking for it."""
+    context = source.wishes.context
+    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    if method == "fork" or hasattr(sys.modules["__main__"], "__file__"):
+        return ""
+    for thing in (source.dataset, collate):
+        named = thing if hasattr(thing, "__qualname__") else type(thing)
+        if getattr(named, "__module__", "") == "__main__":
+            return f"{named.__qualname__} is defined in this session, where workers started by {method} cannot find it"
+    return ""

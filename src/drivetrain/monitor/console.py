@@ -1,4 +1,7 @@
-"""What a run shows on the terminal: a bar while it runs, a line per epoch. Only the main process has one."""
+"""What a run shows on the terminal: how it starts, a bar while it runs, a line per epoch.
+
+Only the main process has one.
+"""
 
 import time
 from types import TracebackType
@@ -11,9 +14,23 @@ from drivetrain.core.records import StepRecord
 
 
 class RunConsole:
-    """A sober one: where the output is no terminal, only the lines remain."""
+    """A sober one: where the output is no terminal, only the lines remain, and a long epoch gets one a minute.
 
-    def __init__(self, num_steps: int, steps_per_epoch: int, first_step: int, *, quiet: bool = False) -> None:
+    `line_every` asks for a line after every so many steps.
+    """
+
+    LINE_SECONDS = 60.0
+    BAR_SECONDS = 0.1  # moving the bar costs more than making a record
+
+    def __init__(
+        self,
+        num_steps: int | None,
+        steps_per_epoch: int | None,
+        first_step: int,
+        *,
+        quiet: bool = False,
+        line_every: int | None = None,
+    ) -> None:
         self._console = Console(highlight=False, quiet=quiet)
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
@@ -27,8 +44,10 @@ class RunConsole:
         )
         self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="")
         self._quiet = quiet
-        self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
+        self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
         self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, time.perf_counter()
+        self._bar_moved = 0.0
+        self._last: StepRecord | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -37,6 +56,8 @@ class RunConsole:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._steps_per_epoch is None and self._last is not None and self._count:
+            self._say_line(self._last)
         self._progress.stop()
 
     def say(self, text: str) -> None:
@@ -45,15 +66,29 @@ class RunConsole:
     def show(self, record: StepRecord) -> None:
         if self._quiet:
             return
+        if self._steps_per_epoch is None and self._last is not None and self._last.epoch < record.epoch and self._count:
+            self._say_line(self._last)  # how long an epoch is shows only when the next one begins
+        self._last = record
         self._loss_sum += record.loss * record.num_items
         self._count += record.num_items
         self._samples += record.samples
-        if not self._progress.disable:
+        now = time.perf_counter()
+        if not self._progress.disable and now - self._bar_moved > self.BAR_SECONDS:
             self._progress.update(self._bar, completed=record.step, epoch=record.epoch + 1, loss=f"{record.loss:.4f}")
-        if record.step % self._steps_per_epoch == 0 or record.step == self._num_steps:
-            seconds = time.perf_counter() - self._began
-            self.say(
-                f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {self._loss_sum / self._count:.4f}   "
-                f"{self._samples / seconds:>9,.0f} samples/s"
-            )
-            self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, time.perf_counter()
+            self._bar_moved = now
+        if self._is_line_due(record.step, now):
+            self._say_line(record)
+
+    def _say_line(self, record: StepRecord) -> None:
+        now = time.perf_counter()
+        self.say(
+            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {self._loss_sum / self._count:.4f}   "
+            f"{self._samples / (now - self._began):>9,.0f} samples/s"
+        )
+        self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, now
+
+    def _is_line_due(self, step: int, now: float) -> bool:
+        periods = (self._steps_per_epoch, self._line_every)
+        if step == self._num_steps or any(every is not None and step % every == 0 for every in periods):
+            return True
+        return self._progress.disable and now - self._began > self.LINE_SECONDS

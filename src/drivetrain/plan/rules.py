@@ -39,10 +39,12 @@ class Pins(Value):
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"
     mixed: bool | None = None
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
+    strategy: Literal["auto", "single", "data_parallel", "ddp"] = "auto"
     micro_batch: int | None = None
     accumulation: int | None = None
     num_workers: int | None = None
     pin_memory: bool | None = None
+    prefetch_factor: int | None = None
 
 
 class Settings(Value):
@@ -68,10 +70,11 @@ def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
     num_ranks = max(1, len(gpus))
     micro_batch = _micro_batch(gpus, pins)
     accumulation = _accumulation(micro_batch.value, num_ranks, pins)
-    num_workers = _num_workers(hardware, num_ranks, bool(gpus), pins)
+    num_processes = 1 if pins.strategy == "data_parallel" else num_ranks
+    num_workers = _num_workers(hardware, num_processes, bool(gpus), pins)
     return Settings(
         devices=_devices(hardware, gpus, pins),
-        strategy=_strategy(gpus),
+        strategy=_strategy(gpus, pins),
         precision=_precision(hardware, gpus, pins),
         micro_batch=micro_batch,
         accumulation=accumulation,
@@ -79,7 +82,7 @@ def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
         activations=_activations(gpus, pins),
         zero_stage=_zero_stage(gpus),
         num_workers=num_workers,
-        prefetch_factor=_prefetch_factor(hardware, num_workers.value),
+        prefetch_factor=_prefetch_factor(hardware, num_workers.value, pins),
         pin_memory=_pin_memory(gpus, pins),
     )
 
@@ -93,7 +96,7 @@ def _gpus_to_use(hardware: Hardware, pins: Pins) -> tuple[Gpu, ...]:
     if pins.device_ids is not None:
         by_index = {gpu.index: gpu for gpu in gpus}
         gpus = tuple(by_index[index] for index in pins.device_ids if index in by_index)
-    if pins.gpu_mode == "single_gpu" or pins.device == "cuda":
+    if pins.gpu_mode == "single_gpu" or pins.device == "cuda" or pins.strategy == "single":
         return gpus[:1]
     return gpus
 
@@ -114,7 +117,9 @@ def _devices(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[tu
     return Choice(value=names, reason=reason, alternatives=(*others, "cpu"), pinned=pinned)
 
 
-def _strategy(gpus: tuple[Gpu, ...]) -> Choice[str]:
+def _strategy(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[str]:
+    if pins.strategy != "auto":
+        return Choice(value=pins.strategy, reason="asked for", pinned=True)
     if not gpus:
         return Choice(
             value="single", reason="no GPU: one process on the CPU", alternatives=("ddp on several processes",)
@@ -188,6 +193,8 @@ def _activations(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[Literal["keep", "r
     others = ("recompute", "offload")
     if not gpus:
         return Choice(value="keep", reason="on a CPU anything else would only cost time", alternatives=others)
+    if pins.strategy == "data_parallel":
+        return Choice(value="keep", reason="blocks that recompute cannot be copied between GPUs")
     free = _smallest_gb(gpus)
     if free < RECOMPUTE_BELOW_GB:
         reason = f"{free:.1f} GB free: less than {RECOMPUTE_BELOW_GB}"
@@ -217,7 +224,9 @@ def _num_workers(hardware: Hardware, num_ranks: int, has_gpu: bool, pins: Pins) 
     return Choice(value=max(0, min(MAX_WORKERS, int(cores) - 1)), reason=f"{share}, one left for the training process")
 
 
-def _prefetch_factor(hardware: Hardware, num_workers: int) -> Choice[int]:
+def _prefetch_factor(hardware: Hardware, num_workers: int, pins: Pins) -> Choice[int]:
+    if pins.prefetch_factor is not None:
+        return Choice(value=pins.prefetch_factor, reason="asked for", pinned=True)
     if num_workers == 0:
         return Choice(value=0, reason="no workers, nothing is prefetched")
     ram_gb = hardware.memory.total_bytes / 1e9

@@ -49,15 +49,24 @@ class Options(BaseModel):
 
 def run(options: Options, resolved: Resolved) -> int:
     target, config = options.target, resolved.config
+    with configured(config, str(Path(target).absolute()) if target.endswith(".py") else target):
+        return _run(target, config)
+
+
+def _run(target: str, config: Config) -> int:
     if target in RECIPES:
         recipe = RECIPES[target]
-        result = train(recipe.job(config), config)
+        result = train(recipe.job(config))
         if recipe.show is not None and result.is_main:
             recipe.show(result)
-    elif target.endswith(".py"):
-        _run_script(Path(target), config)
+        return _exit_code(result)
+    if target.endswith(".py"):
+        before = num_trained()
+        run_script(Path(target))
+        if num_trained() == before:
+            raise DrivetrainError(f"{target} ended without calling dt.train", remedy="call dt.train(job) in it")
     elif ":" in target:
-        train(_job_of(target, config), config)
+        return _exit_code(train(job_of(target)))
     else:
         meant = nearest(target, RECIPES)
         remedy = f"did you mean `{meant}`?" if meant else "drivetrain train digits"
@@ -66,18 +75,19 @@ def run(options: Options, resolved: Resolved) -> int:
     return 0
 
 
-def _run_script(path: Path, config: Config) -> None:
+def _exit_code(result: Result) -> int:
+    """130 for a run that was stopped, as for anything that Ctrl-C ends; it can go on."""
+    return 0 if result.finished else 130
+
+
+def run_script(path: Path) -> None:
     if not path.is_file():
         raise ConfigError([Problem(str(path), "there is no such script", remedy="give the path of a Python file")])
-    before = num_trained()
     sys.path.insert(0, str(path.parent.absolute()))  # as `python script.py` does
-    with configured(config):
-        runpy.run_path(str(path), run_name="__main__")
-    if num_trained() == before:
-        raise DrivetrainError(f"{path} ended without calling dt.train", remedy="call dt.train(job) in it")
+    runpy.run_path(str(path), run_name="__main__")
 
 
-def _job_of(target: str, config: Config) -> Job:
+def job_of(target: str) -> Job:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = pkgutil.resolve_name(target)

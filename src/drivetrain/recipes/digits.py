@@ -3,12 +3,6 @@
 Data and model are small enough to train anywhere in seconds; nothing is downloaded.
 """
 
-import io
-import json
-from collections.abc import Mapping
-from itertools import groupby
-from typing import Any, Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +10,6 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.api import Result, export
 from drivetrain.config import Config
-from drivetrain.core.hook import StepContext
 from drivetrain.job import Job, WarmupCosine
 
 NUM_VALID = 360  # of 1,797: one fifth
@@ -36,7 +29,8 @@ def job(config: Config) -> Job:
         max_steps=config.budget.max_steps,
         seed=config.run.seed,
         schedule=WarmupCosine(),
-        hooks=[ValidAccuracy(valid_images, valid_labels)],
+        valid=TensorDataset(valid_images, valid_labels),
+        metrics={"accuracy": accuracy},
     )
 
 
@@ -67,63 +61,17 @@ def load_digits() -> tuple[TensorDataset, Tensor, Tensor]:
     return TensorDataset(images[train], labels[train]), images[valid], labels[valid]
 
 
-class ValidAccuracy:
-    """How many held-out digits are read correctly, after each epoch."""
-
-    every: Literal["epoch"] = "epoch"
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self._images, self._labels = images, labels
-        self._by_epoch: dict[str, float] = {}
-
-    @torch.no_grad()
-    def __call__(self, context: StepContext) -> None:
-        if not context.world.is_main:
-            return
-        context.model.eval()
-        predicted = context.model(self._images.to(context.world.device)).argmax(1).cpu()
-        context.model.train()
-        accuracy = float((predicted == self._labels).double().mean())
-        self._by_epoch[str(context.epoch)] = accuracy
-        print(f"            validation accuracy {accuracy:.2%}")
-        lines = (json.dumps({"epoch": int(epoch), "valid_accuracy": value}) for epoch, value in self._by_epoch.items())
-        (context.folder / "epochs.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self._by_epoch
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._by_epoch = dict(state)
+def accuracy(logits: Tensor, batch: list[Tensor]) -> Tensor:
+    """How many digits are read correctly."""
+    return logits.argmax(1) == batch[1]
 
 
 def show(result: Result) -> None:
-    """The pictures and words of a finished run, and where they are."""
+    """What came of it, and where it is."""
     folder = result.folder
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
-    epochs = []
-    if (folder / "epochs.jsonl").exists():
-        epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text(encoding="utf-8").splitlines()]
-    by_epoch = [list(group) for _, group in groupby(steps, key=lambda row: row["epoch"])]
-    losses = [
-        sum(row["loss"] * row["num_items"] for row in rows) / sum(row["num_items"] for row in rows) for rows in by_epoch
-    ]
-    seconds = [sum(row["seconds"] for row in rows) for rows in by_epoch]
-    fastest = max(sum(row["samples"] for row in rows) / sum(row["seconds"] for row in rows) for rows in by_epoch)
     export(result)
-    _plot(result, losses, [100 * row["valid_accuracy"] for row in epochs], seconds)
-    summary = [
-        f"optimizer steps       {result.steps}",
-        f"compilation           {result.compilation}",
-        f"training time         {sum(seconds):.2f} s",
-        f"samples per second    {fastest:,.0f} in the fastest epoch",
-        f"final loss            {losses[-1]:.4f}",
-    ]
-    if epochs:
-        best = max(epochs, key=lambda row: row["valid_accuracy"])
-        summary.append(f"final accuracy        {epochs[-1]['valid_accuracy']:.2%}")
-        summary.append(f"best accuracy         {best['valid_accuracy']:.2%} (epoch {best['epoch']})")
-        print(f"\n{epochs[-1]['valid_accuracy']:.1%} of the held-out digits are read correctly.")
-    (folder / "performance_summary.txt").write_text("\n".join(summary) + "\n", encoding="utf-8")
+    if result.metrics:
+        print(f"\n{result.metrics['valid_accuracy']:.1%} of the held-out digits are read correctly.")
     print(f"Results are in {folder}:")
     for name, about in (
         ("training_metrics.png", "loss, accuracy and time by epoch"),
@@ -133,24 +81,3 @@ def show(result: Result) -> None:
         ("checkpoints/", "what an interrupted run goes on from"),
     ):
         print(f"  {name:<24} {about}")
-
-
-def _plot(result: Result, losses: list[float], accuracies: list[float], seconds: list[float]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    titled = (("training loss", losses), ("validation accuracy (%)", accuracies), ("seconds per epoch", seconds))
-    for axis, (title, values) in zip(axes, titled, strict=True):
-        axis.plot(range(1, len(values) + 1), values, marker="o", markersize=4)
-        axis.set(title=title, xlabel="epoch")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-    axes[0].set_yscale("log")
-    axes[2].set_ylim(bottom=0)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
-    (result.folder / "training_metrics.png").write_bytes(picture.getvalue())

@@ -16,15 +16,17 @@ from drivetrain.job import Job, WarmupCosine
 
 CONTEXT = 128
 VOCABULARY = 256  # bytes
+LEAST_HELD_OUT = 4 * CONTEXT
 
 
 def job(config: Config) -> Job:
-    text = _read(config.data.path)
+    text, held_out = _split(_read(config.data.path))
     rate = config.optimizer.learning_rate or 1e-3
     return Job(
         name="gpt",
         model=SmallGpt,
         data=Windows(text),
+        valid=Windows(held_out) if held_out else None,
         loss=next_byte_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
         global_batch=None if config.batch.size or config.batch.accumulation else min(32, len(Windows(text))),
@@ -35,6 +37,12 @@ def job(config: Config) -> Job:
         clip_norm=1.0,
         weight_decay=0.1,
     )
+
+
+def _split(text: bytes) -> tuple[bytes, bytes]:
+    """What is learnt from, and the last twentieth to try it on; nothing of a text that is too short to spare it."""
+    num_held_out = len(text) // 20
+    return (text[:-num_held_out], text[-num_held_out:]) if num_held_out >= LEAST_HELD_OUT else (text, b"")
 
 
 def _read(path: Path | None) -> bytes:
@@ -113,4 +121,6 @@ class SmallGpt(nn.Module):
 def show(result: Result) -> None:
     if result.last is not None:
         print(f"\nLoss of the last step: {result.last.loss:.3f} nats per byte (a blind guess has 5.545).")
+    if "valid_loss" in result.metrics:
+        print(f"Loss on the last twentieth of the text, which it did not see: {result.metrics['valid_loss']:.3f}.")
     print(f"Results are in {result.folder}; `dt.export` makes a plain safetensors file of the weights.")

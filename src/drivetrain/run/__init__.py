@@ -1,6 +1,24 @@
 """One run on one rank, whoever writes its loop: how it is set up, and what is written of it."""
 
-from drivetrain.run.books import Books
-from drivetrain.run.setup import CHECKPOINTS, Setup, configured, num_trained
+from drivetrain.run.books import open_books
+from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
+from drivetrain.run.saves import Saves, State
+from drivetrain.run.setup import SOURCE, Setup, configured, done_instead, num_trained
+from drivetrain.run.starting_weights import take_weights, write_down
 
-__all__ = ["CHECKPOINTS", "Books", "Setup", "configured", "num_trained"]
+__all__ = [
+    "CHECKPOINTS",
+    "SOURCE",
+    "Result",
+    "Saves",
+    "Setup",
+    "State",
+    "Which",
+    "checkpoint_of",
+    "configured",
+    "done_instead",
+    "num_trained",
+    "open_books",
+    "take_weights",
+    "write_down",
+]

@@ -1,43 +1,72 @@
 """What `train` and `drive` set up alike: the world, the settled job, the claimed folder, the parts of the run."""
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
-from drivetrain.data.division import Division
+from drivetrain.data.division import Division, Position
+from drivetrain.data.feed import feed_for
+from drivetrain.data.items import Columns
 from drivetrain.data.loader import Loader
+from drivetrain.data.source import Source, source_of
 from drivetrain.hardware import DeviceManager, Hardware, detect
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Pins, choose_settings
-from drivetrain.strategies import DdpOptions, DdpStrategy, SingleStrategy, Strategy
+from drivetrain.run.sharing import refuse_strategy
+from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
 from drivetrain.strategies.activations import recompute
 
-CHECKPOINTS = "checkpoints"
+SOURCE = "source.json"
+Instead = Callable[[Job], NoReturn]
+
 _command_line: ContextVar[Config | None] = ContextVar("command_line", default=None)
+_target: ContextVar[str] = ContextVar("target", default="")
+_instead: ContextVar[Instead | None] = ContextVar("instead", default=None)
 _runs = [0]
 
 
 @contextmanager
-def configured(config: Config) -> Iterator[None]:
-    """Everything trained inside uses this configuration, unless it is given one of its own."""
-    token = _command_line.set(config)
+def configured(config: Config, target: str = "", instead: Instead | None = None) -> Iterator[None]:
+    """Everything trained inside uses this configuration, unless it is given one of its own.
+
+    `target` is what the command line named, kept in the run folder so that the job can be found again. With `instead`,
+    `train` calls that with the job, and trains nothing.
+    """
+    tokens = _command_line.set(config), _target.set(target), _instead.set(instead)
     try:
         yield
     finally:
-        _command_line.reset(token)
+        _command_line.reset(tokens[0])
+        _target.reset(tokens[1])
+        _instead.reset(tokens[2])
+
+
+def done_instead(job: Job) -> None:
+    """Does what the command line wants done with a job instead of training it, if anything; it does not return then."""
+    action = _instead.get()
+    if action is not None:
+        action(job)
+
+
+def target_of_run() -> str:
+    """Where the job comes from: what the command line named, or the script that is running; empty in a notebook."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    return _target.get() or (str(Path(script).absolute()) if script.endswith(".py") else "")
 
 
 def num_trained() -> int:
@@ -65,16 +94,29 @@ class Setup:
             timeout_seconds=config.distributed.timeout_seconds,
         )
         try:
-            return cls(job, config, hardware, world, quiet=quiet or not world.is_main)
+            return cls(job, config, hardware, world, devices, quiet=quiet or config.watch.quiet or not world.is_main)
         except BaseException:
             world.close()
             raise
 
-    def __init__(self, job: Job, config: Config, hardware: Hardware, world: World, *, quiet: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        config: Config,
+        hardware: Hardware,
+        world: World,
+        devices: Sequence[torch.device],
+        *,
+        quiet: bool,
+    ) -> None:
         self.config, self.hardware, self.world, self.quiet = config, hardware, world, quiet
+        refuse_strategy(config.distributed.strategy, world, devices)
+        shares = config.distributed.strategy == "data_parallel"
+        self.devices = devices if shares else [world.device]  # of this process
         self.settings = choose_settings(hardware, Pins(**config.pins()))
         self.name = config.run.name or job.name
         self.job = self._settled(job)
+        self._loaders: list[Loader] = []
 
     def _settled(self, job: Job) -> Job:
         """The job with its global batch and what the configuration says of saving."""
@@ -83,16 +125,17 @@ class Setup:
             global_batch=job.global_batch or self.world.agree(self._global_batch(job) if self.world.is_main else None),
             checkpoint_every=self.config.checkpoint.every or job.checkpoint_every,
             keep_last=self.config.checkpoint.keep_last or job.keep_last,
+            init_from=self.config.checkpoint.init_from or job.init_from,
             ema=self.config.optimizer.ema or job.ema,
             valid_every=self.config.validation.every or job.valid_every,
             early_stopping=self._early_stopping(job),
         )
         size, accumulation = self.config.batch.size, self.config.batch.accumulation
-        if size and accumulation and size * accumulation * self.world.size < (job.global_batch or 0):
+        if size and accumulation and size * accumulation * self.num_devices < (job.global_batch or 0):
             raise ConfigError([
                 Problem(
                     "--batch-size",
-                    f"{size} × {accumulation} × {self.world.size} devices do not hold the {job.global_batch} samples "
+                    f"{size} × {accumulation} × {self.num_devices} devices do not hold the {job.global_batch} samples "
                     "that a step of this job has",
                     size,
                     remedy="leave --accumulation-steps out: it follows from the others",
@@ -115,8 +158,8 @@ class Setup:
             return int(recorded)
         size, accumulation = self.config.batch.size, self.config.batch.accumulation
         micro = size or self.settings.micro_batch.value
-        product = micro * (accumulation or (1 if size else self.settings.accumulation.value)) * self.world.size
-        return min(product, job.num_samples) if size is None and accumulation is None else product
+        product = micro * (accumulation or (1 if size else self.settings.accumulation.value)) * self.num_devices
+        return min(product, job.num_samples or product) if size is None and accumulation is None else product
 
     def claim(self) -> RunFolder | None:
         """Rank 0 claims the folder; what it finds wrong is raised on all ranks."""
@@ -124,6 +167,7 @@ class Setup:
         if self.world.is_main:
             try:
                 folder = RunFolder.claim(self.config.run.output_dir, self.name, self.job.identity())
+                folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
                 answer = {"path": str(folder.path.absolute())}
             except DrivetrainError as error:
                 answer = {"message": error.message, "remedy": error.remedy}
@@ -146,30 +190,57 @@ class Setup:
         """The user's; else the checkpoint's, in a world of the same size; else a rank's whole share at once."""
         share = -(-(self.job.global_batch or 0) // self.world.size)
         if self.config.batch.size:
-            return min(self.config.batch.size, share)
+            return min(self.config.batch.size * len(self.devices), share)
         if self.config.batch.accumulation:
             return -(-share // self.config.batch.accumulation)
         if checkpoint is not None and checkpoint.meta["plan"]["world_size"] == self.world.size:
             return int(checkpoint.meta["plan"]["micro_batch"])
         return share
 
-    def loader(self, division: Division, data: Dataset[Any], *, shuffle: bool) -> Loader:
-        in_memory = type(data) is TensorDataset
-        pinned = self.config.data.num_workers
+    def loader(self, division: Division, data: Any, *, shuffle: bool, start: Position | None = None) -> Loader:
+        source = source_of(data)
+        wishes, device = source.wishes, self.world.device
+        pins_memory = wishes.pin_memory if self.config.data.pin_memory is None else None
         loader = Loader(
-            data,
+            source,
             division,
             self.world.rank,
             self.job.seed,
             self.job.collate,
             shuffle=shuffle,
-            num_workers=pinned if pinned >= 0 else 0 if in_memory else self.settings.num_workers.value,
-            pin_memory=self.settings.pin_memory.value and self.world.device.type == "cuda",
-            prefetch_factor=self.settings.prefetch_factor.value or 2,
+            num_workers=self._num_workers(source),
+            pin_memory=(pins_memory or self.settings.pin_memory.value) and device.type == "cuda",
+            prefetch_factor=self.config.data.prefetch_factor
+            or wishes.prefetch_factor
+            or self.settings.prefetch_factor.value
+            or 2,
+            start=start,
+            feed=feed_for(device, channels_last=self.channels_last),
+            may_do_without_workers=self.config.data.num_workers < 0,
         )
+        self._loaders.append(loader)
         if self.world.is_main:
             loader.warn_if_inexact()
         return loader
+
+    def close_loaders(self) -> None:
+        """End their workers, however far the run came."""
+        for loader in self._loaders:
+            loader.close()
+
+    def _num_workers(self, source: Source) -> int:
+        """The configuration's; else the handed-in DataLoader's; else none for what is in memory; else by rule."""
+        if self.config.data.num_workers >= 0:
+            return self.config.data.num_workers
+        if source.wishes.num_workers is not None:
+            return source.wishes.num_workers
+        in_memory = isinstance(source.dataset, (TensorDataset, Columns, list, tuple, torch.Tensor))
+        return 0 if in_memory else self.settings.num_workers.value
+
+    @property
+    def channels_last(self) -> bool:
+        """Automatic is off: it pays for some convolutions and costs others, and nothing was measured."""
+        return self.config.data.channels_last == "on"
 
     def model(self) -> tuple[nn.Module, Optimizer, Any]:
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
@@ -179,12 +250,19 @@ class Setup:
                 f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
             )
         model = made.to(self.world.device).train()
+        if self.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.distributed.sync_batchnorm and self.world.size > 1:
             if self.world.device.type != "cuda":
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.settings.activations.value == "recompute":
             self.recomputed = recompute(model)
+            if not self.recomputed and self.settings.activations.pinned:
+                raise DrivetrainError(
+                    "no repeated blocks were found in the model, so there is nothing to recompute block by block",
+                    remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
+                )
         optimizer = self.job.make_optimizer(model)
         called = torch.compile(model, mode=self.config.compile.mode) if self.config.compile.enabled else None
         return model, optimizer, called
@@ -196,9 +274,17 @@ class Setup:
             "hooks": [dict(hook.state_dict()) for hook in self.job.hooks],
         }
 
-    def make_strategy(self) -> Strategy:
+    @property
+    def num_devices(self) -> int:
+        """Of the whole run."""
+        return self.world.size * len(self.devices)
+
+    def make_strategy(self, **changes: bool) -> Strategy:
+        """The one that was asked for, else by the number of processes. `changes` are to the options of DDP."""
         strategy: Strategy = SingleStrategy(self.world)
-        if self.world.size > 1:
+        if len(self.devices) > 1:
+            strategy = DataParallelStrategy(self.world, self.devices)
+        elif self.world.size > 1:
             config = self.config
             options = DdpOptions(
                 find_unused_parameters=config.distributed.find_unused_parameters,
@@ -207,7 +293,7 @@ class Setup:
                 static_graph=config.distributed.static_graph,
                 gradient_as_bucket_view=config.distributed.gradient_as_bucket_view,
             )
-            strategy = DdpStrategy(self.world, options)
+            strategy = DdpStrategy(self.world, replace(options, **changes))
         self.strategy = strategy.name
         return strategy
 

@@ -2,7 +2,18 @@
 
 from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
+from drivetrain.strategies.data_parallel import DataParallelStrategy
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
 from drivetrain.strategies.single import SingleStrategy
 
-__all__ = ["Average", "DdpOptions", "DdpStrategy", "Objective", "SingleStrategy", "Strategy", "StrategyParts", "Trial"]
+__all__ = [
+    "Average",
+    "DataParallelStrategy",
+    "DdpOptions",
+    "DdpStrategy",
+    "Objective",
+    "SingleStrategy",
+    "Strategy",
+    "StrategyParts",
+    "Trial",
+]

@@ -127,9 +127,9 @@ class Objective(nn.Module):
         self.model = parts.model
         self.scale = scale  # undoes the averaging of whatever reduces the gradients
         self._loss = parts.loss
-        self._around_forward = _around_forward(parts)
+        self._around_forward = around_forward(parts)
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
-        self._called = (parts.called_model or parts.model,)
+        self._called = (parts.model if parts.called_model is None else parts.called_model,)
         self.counts_items = False  # whether the loss counts something other than samples
         self.losses: list[
             tuple[Tensor, float]
@@ -184,7 +184,8 @@ class _Both:
         self._outer.__exit__(*error)
 
 
-def _around_forward(parts: StrategyParts) -> AbstractContextManager[Any] | None:
+def around_forward(parts: StrategyParts) -> AbstractContextManager[Any] | None:
+    """What the model and the loss are computed in: precision, and where activations are kept."""
     casting = parts.precision.around_forward()
     if not parts.offloads_activations:
         return casting
@@ -201,14 +202,14 @@ def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]
     value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
-    _check_objective(value, model)
+    check_objective(value, model)
     torch.autograd.backward(value)
     with torch.no_grad():
         for buffer, saved in zip(model.buffers(), before, strict=True):
             buffer.copy_(saved)
 
 
-def _check_objective(value: Tensor, model: nn.Module) -> None:
+def check_objective(value: Tensor, model: nn.Module) -> None:
     if value.dim() != 0:
         raise DrivetrainError(
             f"the loss has shape {tuple(value.shape)}, not that of a scalar",

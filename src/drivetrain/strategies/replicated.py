@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
 
 _MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
@@ -91,6 +93,19 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     optimizer.load_state_dict({"state": by_number, "param_groups": settings})
     if parts.precision.scales_loss and source.meta.get("scaler"):
         parts.scaler.load_state_dict(source.meta["scaler"])
+
+
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Rank 0's buffers on all ranks, with one broadcast for each type of number."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+    for buffers in by_type.values():
+        together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(together, 0, world.group)
+        if not world.is_main:
+            parts = torch.split(together, [buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
 
 def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

@@ -1,0 +1,144 @@
+"""From the host to the device: the next micro-batch is copied while this one computes.
+
+Copies run on a stream of their own. The training stream waits for the copy it needs (an event, not the host), and the
+allocator is told that the training stream uses the memory, so that it is not given to a later copy too early.
+
+The next micro-batch is fetched before this one is handed out, over the ends of steps and epochs. So all that fetching
+draws at random is drawn before the model's generators are set for the step, as it is without a feed.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from drivetrain.data.batch import MicroBatch, in_format, map_leaves, moved, to_device
+
+Step = TypeVar("Step")
+Steps = Iterator[tuple[Step, Iterable[MicroBatch]]]
+
+
+class Feed(Protocol):
+    """Gets steps, each with its micro-batches, and yields the same with their data where it is needed."""
+
+    def steps(self, steps: Steps[Step]) -> Steps[Step]: ...
+
+
+class NoFeed:
+    """The data is where it is needed."""
+
+    def steps(self, steps: Steps[Step]) -> Steps[Step]:
+        return steps
+
+
+class HostFeed:
+    """On a CPU, images with their channels innermost."""
+
+    def steps(self, steps: Steps[Step]) -> Steps[Step]:
+        for step, micro_batches in steps:
+            yield step, map(self._in_format, micro_batches)
+
+    @staticmethod
+    def _in_format(micro: MicroBatch) -> MicroBatch:
+        return micro._replace(batch=to_device(micro.batch, torch.device("cpu"), channels_last=True))
+
+
+class _Copied(NamedTuple):
+    """A micro-batch whose copy has begun."""
+
+    micro: MicroBatch
+    tensors: list[Tensor]  # on the device, filled by the side stream
+    has_more: bool  # whether some parts are left for the training stream
+    done: torch.cuda.Event
+
+
+class DeviceFeed:
+    """To a GPU, on a side stream."""
+
+    def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
+        self._device, self._channels_last = device, channels_last
+        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def steps(self, steps: Steps[Step]) -> Steps[Step]:
+        return one_ahead(steps, self._begin, self._hand_over)
+
+    def _begin(self, micro: MicroBatch) -> _Copied:
+        copied: list[Tensor] = []
+        others = False
+
+        def copy(leaf: Any) -> Any:
+            nonlocal others
+            # Only what is sure to be told to the allocator is copied here; the rest follows on the training stream.
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+                copied.append(in_format(leaf.to(self._device, non_blocking=True), self._channels_last))
+                return copied[-1]
+            others = others or isinstance(leaf, Tensor) or hasattr(leaf, "to")
+            return leaf
+
+        with torch.cuda.stream(self._side):
+            batch = map_leaves(copy, micro.batch)
+            done = self._side.record_event()
+        return _Copied(micro._replace(batch=batch), copied, others, done)
+
+    def _hand_over(self, copied: _Copied) -> MicroBatch:
+        training = torch.cuda.current_stream(self._device)
+        training.wait_event(copied.done)
+        for tensor in copied.tensors:
+            tensor.record_stream(training)
+        if not copied.has_more:
+            return copied.micro
+        rest = map_leaves(lambda leaf: in_format(moved(leaf, self._device), self._channels_last), copied.micro.batch)
+        return copied.micro._replace(batch=rest)
+
+
+def feed_for(device: torch.device, *, channels_last: bool = False) -> Feed:
+    if device.type == "cuda":
+        return DeviceFeed(device, channels_last=channels_last)
+    return HostFeed() if channels_last else NoFeed()
+
+
+Begun = TypeVar("Begun")
+
+
+class _Failure(NamedTuple):
+    """What fetching the next micro-batch raised."""
+
+    error: Exception
+
+
+def one_ahead(
+    steps: Steps[Step], begin: Callable[[MicroBatch], Begun], finish: Callable[[Begun], MicroBatch]
+) -> Steps[Step]:
+    """The same steps; each micro-batch is begun before the one before it is handed out.
+
+    What fetching the next one raises is raised when its turn comes: the steps before it are not lost.
+    """
+    begun = ((step, begin(micro), micro.is_last) for step, micro_batches in steps for micro in micro_batches)
+    waiting: list[tuple[Step, Begun, bool] | _Failure] = []  # one, or none at the end
+
+    def look() -> None:
+        try:
+            waiting.extend(itertools.islice(begun, 1))
+        except Exception as error:  # noqa: BLE001  (whatever it is, it belongs to the next step)
+            waiting.append(_Failure(error))
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        is_last = False
+        while not is_last:
+            following = waiting.pop()
+            if isinstance(following, _Failure):
+                raise following.error
+            _, this, is_last = following
+            look()
+            yield finish(this)
+
+    look()
+    while waiting:
+        if isinstance(waiting[0], _Failure):
+            raise waiting[0].error
+        parts = micro_batches()
+        yield waiting[0][0], parts
+        for _ in parts:  # of a step that was not used up
+            pass

@@ -1,0 +1,250 @@
+"""What a job's data is: a data set, tensors, a list, something to iterate, or a DataLoader; and what was taken from it.
+
+Nothing is taken in silence: `notes` says it in sentences, which a run prints and records.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.data.division import Division
+from drivetrain.data.items import Collate, Columns
+from drivetrain.data.orders import ItemEntries, KeyedOrder, Order, ReadOrder, SamplerEntries, has_state, is_iterator
+from drivetrain.data.stream import SampleStream
+
+
+@dataclass(frozen=True)
+class WorkerWishes:
+    """What a handed-in DataLoader says of its workers. None: nothing."""
+
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    init_function: Callable[[int], None] | None = None
+    timeout_seconds: float = 0
+    context: Any = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from and in whose order. What is None is for the job to say."""
+
+    dataset: Any
+    is_iterable: bool = False
+    sampler: Iterable[Any] | None = None  # in the place of our own order
+    batch_sampler: Iterable[Any] | None = None  # its batches are the global batches
+    shuffle: bool | None = None
+    collate: Collate | None = None
+    global_batch: int | None = None
+    drop_last: bool = False
+    wishes: WorkerWishes = WorkerWishes()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether the order is our own: a formula, whose length is known."""
+        return not self.is_iterable and self.sampler is None and self.batch_sampler is None
+
+    @property
+    def order_name(self) -> str:
+        """Whose order it is, for the record."""
+        maker = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        return type(self.dataset if maker is None else maker).__name__
+
+    def samples_per_epoch(self, global_batch: int | None) -> int | None:
+        """As far as it is known beforehand. Only our own order is sure to keep to it."""
+        if self.batch_sampler is not None:
+            return None
+        length = _length(self.sampler if self.sampler is not None else self.dataset)
+        if length is None or not self.drop_last or not global_batch:
+            return length
+        return length - length % global_batch
+
+    def steps_per_epoch(self, global_batch: int) -> int | None:
+        if self.batch_sampler is not None:
+            return _length(self.batch_sampler)
+        samples = self.samples_per_epoch(global_batch)
+        return None if samples is None else -(-samples // global_batch)
+
+    def order(self, division: Division, seed: int, *, shuffle: bool) -> Order:
+        if self.is_keyed:
+            return KeyedOrder(SampleStream(len(self.dataset), seed, shuffle=shuffle), division)
+        if self.batch_sampler is not None:
+            entries = SamplerEntries(self.batch_sampler, seed, in_batches=True)
+            return ReadOrder(entries, division.global_batch, in_batches=True)
+        if self.sampler is not None:
+            read = SamplerEntries(self.sampler, seed)
+            return ReadOrder(read, division.global_batch, drop_last=self.drop_last)
+        return ReadOrder(ItemEntries(self.dataset, seed), division.global_batch, drop_last=self.drop_last)
+
+
+def source_of(data: Any) -> Source:
+    """What the data is. Raises a DrivetrainError where it cannot be trained on."""
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, DataLoader):
+        return _of_loader(data)
+    if isinstance(data, Mapping) and not hasattr(data, "__getitems__"):
+        return Source(_columns(data))
+    if isinstance(data, (str, bytes)):
+        raise DrivetrainError("a text is no data", remedy="open what it names, and give a data set made from it")
+    _refuse_separate_tensors(data)
+    if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Source(data)
+    if hasattr(data, "__iter__"):
+        return Source(data, is_iterable=True, shuffle=False, notes=tuple(_notes_on_iterating(data)))
+    raise DrivetrainError(
+        f"{type(data).__name__} has no length or no items, and cannot be iterated",
+        remedy="give a data set (__len__ and __getitem__, or __iter__), a list of items, a dictionary of tensors of "
+        "equal length, or a DataLoader",
+    )
+
+
+def _notes_on_iterating(data: Any) -> Iterable[str]:
+    yield (
+        "the data set can only be iterated: every rank reads all of it, with one worker at most, and keeps its slices; "
+        "it is not shuffled"
+    )
+    if not has_state(data):
+        yield (
+            "it has no state_dict and load_state_dict: a resumed run reads again, without training, what the epoch has "
+            "had so far"
+        )
+
+
+def _columns(data: Mapping[Any, Any]) -> Columns:
+    if not data:
+        raise DrivetrainError("the data set is empty", remedy="check the path or the filter it was made with")
+    tensors = {}
+    for name, value in data.items():
+        if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
+            raise DrivetrainError(
+                f"a dictionary as data holds tensors or arrays of equal length, and {name!r} is {type(value).__name__}",
+                remedy="make it a tensor, or give a list of items",
+            )
+        try:
+            tensors[str(name)] = torch.as_tensor(value)
+        except TypeError as error:
+            raise DrivetrainError(
+                f"{name!r} cannot be made a tensor: {error}", remedy="give numbers, or a list of items"
+            ) from None
+    lengths = {name: len(value) for name, value in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        raise DrivetrainError(
+            f"the tensors of the data are of unequal length: {lengths}", remedy="each needs one row per sample"
+        )
+    return Columns(tensors)
+
+
+def _refuse_separate_tensors(data: Any) -> None:
+    """(images, labels) is not two items, though it could be read so."""
+    if not isinstance(data, (list, tuple)) or not 2 <= len(data) <= 8:
+        return
+    if not all(isinstance(part, (Tensor, np.ndarray)) and part.ndim for part in data):
+        return
+    lengths, shapes = {len(part) for part in data}, {(part.ndim, part.dtype) for part in data}
+    if len(lengths) == 1 and len(shapes) > 1:
+        raise DrivetrainError(
+            f"a {type(data).__name__} of {len(data)} tensors of {lengths.pop()} rows is taken for {len(data)} items",
+            remedy="give TensorDataset(*tensors), or a dictionary with a name for each",
+        )
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _of_loader(loader: DataLoader[Any]) -> Source:
+    taken = ["data set", "collate function", f"{loader.num_workers} workers"]
+    taken += [name for name, is_set in _SETTINGS if is_set(loader)]
+    note = f"taken from the DataLoader: its {', '.join(taken)}; it is not iterated itself"
+    inner = source_of(loader.dataset)
+    source = replace(inner, collate=loader.collate_fn, wishes=_wishes(loader), notes=(note, *inner.notes))
+    batch_size, drop_last, sampler = loader.batch_size, loader.drop_last, loader.sampler
+    if type(loader.batch_sampler) is BatchSampler:
+        # Also what torch makes of a batch size; and of one's own making it says the same.
+        batch_size, drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
+        sampler = loader.batch_sampler.sampler
+    elif loader.batch_sampler is not None:
+        kind = type(loader.batch_sampler).__name__
+        said = f"the batches of its {kind} are the global batches, in its order"
+        size = _nominal(loader.batch_sampler)
+        return replace(source, batch_sampler=loader.batch_sampler, global_batch=size, notes=(*source.notes, said))
+    if batch_size is None:
+        raise _whole_batches()
+    source = replace(source, global_batch=batch_size, drop_last=drop_last)
+    notes = [f"its batch size of {batch_size} is the global batch, over all devices, unless the job says another"]
+    if drop_last:
+        notes.append("drop_last: samples that do not fill a batch are left out, other ones in each epoch")
+    if not source.is_iterable:
+        shuffle, kept, said = _on_sampler(sampler)
+        notes.append(said)
+        source = replace(source, sampler=kept, shuffle=shuffle)
+    return replace(source, notes=(*source.notes, *notes))
+
+
+def _wishes(loader: DataLoader[Any]) -> WorkerWishes:
+    has_workers = loader.num_workers > 0
+    return WorkerWishes(
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor if has_workers else None,
+        pin_memory=True if loader.pin_memory else None,  # torch's default of False says nothing
+        init_function=loader.worker_init_fn,
+        timeout_seconds=loader.timeout,
+        context=loader.multiprocessing_context if has_workers else None,
+    )
+
+
+_SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("pinned memory", lambda loader: bool(loader.pin_memory)),
+    ("prefetch factor", lambda loader: loader.num_workers > 0 and loader.prefetch_factor is not None),
+    ("worker_init_fn", lambda loader: loader.worker_init_fn is not None),
+    ("timeout", lambda loader: loader.timeout > 0),
+)
+
+
+def _whole_batches() -> DrivetrainError:
+    return DrivetrainError(
+        "the DataLoader has batch_size=None: its items are whole batches, which cannot be divided over devices",
+        remedy="give it a batch size and single samples as items; batches of your own making need a batch_sampler",
+    )
+
+
+def _on_sampler(sampler: Any) -> tuple[bool | None, Any, str]:
+    """Whether it means shuffling, itself if it is used, and the sentence about it."""
+    kind = type(sampler).__name__
+    if type(sampler) is SequentialSampler:
+        return False, None, "its order is the data set's own (SequentialSampler): shuffle=False"
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return True, None, "its RandomSampler means shuffle=True, in the order that follows from the job's seed"
+    if isinstance(sampler, DistributedSampler):
+        note = f"its {kind} is replaced: each batch is divided over the ranks here, and all need the whole order"
+        return sampler.shuffle, None, note
+    return None, sampler, f"its {kind} is used: read once per epoch, alike on every rank, its draws keyed by the seed"
+
+
+def _nominal(batch_sampler: Any) -> int | None:
+    """How large its batches are, as far as it says."""
+    size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    if is_iterator(batch_sampler):
+        return None
+    first = next(iter(batch_sampler), None)
+    return len(first) if first else None

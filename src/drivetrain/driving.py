@@ -1,0 +1,432 @@
+"""`dt.drive(...)`: a loop of one's own, with the same parts as `dt.train`.
+
+    run = dt.drive(model, optimizer, data, global_batch=64, epochs=3, name="mine")
+    for batch in run:
+        run.backward(loss(run.model, batch))
+        run.step()
+
+The model is called by the loop, not by a strategy: the strategy's objective gets the loss that the loop computed. So
+with several processes `run.model` is still the plain model, and DDP, which only watches the parameters, reduces loss
+and count together with the gradients, as it does in `train`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from drivetrain.checkpoint import Checkpointer
+from drivetrain.checkpoint import export as export_checkpoint
+from drivetrain.config import Config
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.hook import Hook
+from drivetrain.core.interrupt import stopping_cleanly
+from drivetrain.core.loss import LossSum
+from drivetrain.core.precision import Precision, numerics
+from drivetrain.core.records import StepRecord
+from drivetrain.core.state import Shard
+from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
+from drivetrain.data.division import Division, Position
+from drivetrain.data.orders import refuse_unequal_orders
+from drivetrain.hardware import assert_on_device
+from drivetrain.job import Constant, Job, Schedule
+from drivetrain.report import write_report
+from drivetrain.run import CHECKPOINTS, Setup, checkpoint_of, done_instead, open_books
+from drivetrain.step import Stepper
+from drivetrain.strategies import Average, StrategyParts, Trial
+from drivetrain.strategies.base import around_forward, check_objective
+from drivetrain.strategies.replicated import parameter_names, share_buffers
+from drivetrain.trainer import Begun, Trainer
+
+
+def drive(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Any,
+    *,
+    name: str = "drive",
+    global_batch: int | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    seed: int = 0,
+    schedule: Schedule = Constant(),  # noqa: B008  (frozen)
+    clip_norm: float | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    shuffle: bool = True,
+    hooks: Sequence[Hook] = (),
+    checkpoint_every: int | None = None,
+    keep_last: int = 3,
+    config: Config | None = None,
+    quiet: bool = False,
+) -> "Drive":
+    """A run to iterate over. One of the same job under the same name that was cut short is continued, exactly.
+
+    Model and optimizer are used as they are: the model is moved to its device in place, modes stay as they were set.
+    """
+    job = Job(
+        name=name,
+        model=model,
+        data=data,
+        loss=_as_computed,
+        optimizer=lambda groups: optimizer,
+        global_batch=global_batch,
+        epochs=epochs,
+        max_steps=max_steps,
+        seed=seed,
+        schedule=schedule,
+        clip_norm=clip_norm,
+        collate=collate,
+        shuffle=shuffle,
+        hooks=hooks,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+    )
+    done_instead(job)
+    setup = Setup.join(job, config, quiet=quiet)
+    with ExitStack() as stack:
+        stack.callback(setup.world.close)
+        _refuse(setup.config, len(setup.devices))
+        return Drive(setup, stack)
+
+
+class Drive:
+    """What `dt.drive` returns. Iterated over once; `backward` and `step` are called once for each batch."""
+
+    def __init__(self, setup: Setup, stack: ExitStack) -> None:
+        config, job, world = setup.config, setup.job, setup.world
+        self._setup, self.world = setup, world
+        folder = setup.claim()
+        if folder is not None:
+            stack.callback(folder.close)
+        self._precision = Precision(setup.settings.precision.value, world.device.type)
+        kernels = config.kernels
+        stack.enter_context(
+            numerics(self._precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark)
+        )
+        self._checkpointer = Checkpointer(setup.path / CHECKPOINTS, world, job.keep_last)
+        checkpoint = self._checkpointer.latest()
+        micro_batch = setup.micro_batch(checkpoint)
+        self._division = Division(job.num_samples or 0, job.global_batch or 0, micro_batch, world.size)
+        start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
+        self._loader = setup.loader(self._division, job.source, shuffle=job.shuffle, start=start)
+        stack.callback(self._loader.close)
+        self._loader.first(job.max_steps, job.epochs)
+        refuse_unequal_orders(self._loader.fingerprint, world)
+
+        model, optimizer, called = _as_they_are(setup)
+        average = None if job.ema is None else Average(model, job.ema)
+        offloads = setup.settings.activations.value == "offload"
+        parts = StrategyParts(model, _as_computed, optimizer, job.clip_norm, self._precision, called, average, offloads)
+        # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
+        self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
+        self._strategy = setup.make_strategy(broadcast_buffers=False)
+        objective = self._strategy.prepare(parts, Trial(_touching_all(model), 1))
+        self.resumed_from = 0
+        if checkpoint is not None:
+            self._strategy.load(checkpoint)
+            setup.load_hooks(checkpoint)
+            self.resumed_from = checkpoint.step
+
+        asserts = config.device.assertions
+        check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
+        self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
+        self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
+        self._trainer = Trainer(
+            job, world, model, optimizer, self._stepper, self._loader, setup.path, self._save, self.resumed_from
+        )
+        self._trainer.check_after_first_step = self._strategy.save
+        self._trainer.before_step = self._books.before_step
+        stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
+
+        self.model: Any = called or model
+        self._plain, self._optimizer, self._trained = model, optimizer, parts.trained
+        self._buffers = list(model.buffers())
+        self._around_forward = around_forward(parts)
+        self._iterator: weakref.ref[Any] | None = None
+        self._begun: Begun | None = None
+        self._micro: MicroBatch | None = None  # of the batch in hand
+        self._is_learnt = self._is_stepped = self._is_stepping = self._is_inside = False
+        self._rates: list[float] | None = None  # as the schedule set them
+        self._failure: Exception | None = None
+        self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
+        self.last: StepRecord | None = None  # read one step late, so that nobody waits for the device
+        self.finished = False
+        self._saved = self.resumed_from
+        self._is_whole = True
+        self._remember()
+        self._stack = stack.pop_all()
+
+    @property
+    def folder(self) -> Path:
+        return self._setup.path
+
+    @property
+    def epoch(self) -> int:
+        """Of the batch in hand, from 0."""
+        return self._begun.place.epoch if self._begun else 0
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether more batches follow before the optimizer steps."""
+        return self._micro is not None and not self._micro.is_last
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether an epoch ends with the batch in hand."""
+        return self._begun is not None and self._begun.place.ends_epoch and not self.accumulating
+
+    @property
+    def num_samples(self) -> int:
+        """Of the batch in hand, that count: none where a sample only keeps this process in step with the others."""
+        return 0 if self._micro is None else self._micro.num_samples * self._micro.weight
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The run's precision, for code such as a validation. From batch to `backward` it is on by itself."""
+        return self._precision.around_forward() or nullcontext()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterator is not None:
+            raise DrivetrainError(
+                "a run is iterated over once; it goes through all its epochs by itself",
+                remedy="write one loop; run.epoch and run.ends_epoch tell where it is",
+            )
+        batches = self._batches()
+        self._iterator = weakref.ref(batches)  # not held: that the loop was left is seen by nobody holding it
+        return batches
+
+    def backward(self, loss: Tensor | LossSum) -> None:
+        """Once for each batch, with a mean over its samples or a `LossSum`."""
+        micro, begun = self._micro, self._begun
+        if micro is None or begun is None or self._is_learnt:
+            raise DrivetrainError(
+                "run.backward() was called twice for one batch, or outside the loop",
+                remedy="add losses together and call it once for each batch",
+            )
+        self._leave_forward()
+        if isinstance(loss, Tensor | LossSum):
+            check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
+        if micro.number and all(parameter.grad is None for parameter in self._trained):
+            raise DrivetrainError(
+                "the gradients were cleared between two batches of one step",
+                remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
+            )
+        self._stepper.learn(loss, begun.place, micro)
+        self._is_learnt = True
+
+    def step(self) -> None:
+        """Once for each batch. The optimizer steps with the last one of a global batch; until then nothing happens."""
+        micro, begun = self._micro, self._begun
+        if micro is None or begun is None or self._is_stepped:
+            raise DrivetrainError(
+                "run.step() was called twice for one batch, or outside the loop", remedy="call it once for each batch"
+            )
+        if not self._is_learnt:
+            raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
+        self._is_stepped = True
+        if micro.is_last:
+            self._check_rates()
+            self._is_whole = False  # until all that follows a step went well
+            self._is_stepping = True
+            outcome = self._strategy.step(self._trainer.wants_stop)
+            self._is_stepping = False
+            self.steps = begun.place.step + 1
+            self._remember()
+            for record in self._trainer.settle(begun, outcome):
+                self._write(record)
+            self._is_whole = True
+
+    def stop(self) -> None:
+        """End after the next step or two, on all processes at the same step, with a checkpoint."""
+        self._trainer.stop()
+
+    def close(self) -> None:
+        """Where something still holds the iterator of a loop that was left. Otherwise it happens by itself."""
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is not None:
+            iterator.close()
+        self._stack.close()
+
+    def export(self, path: Path | str | None = None) -> Path:
+        """The weights of the newest checkpoint as one safetensors file, which the main process writes."""
+        if self._failure is not None:
+            raise self._failure
+        target = Path(path) if path is not None else self.folder / "model.safetensors"
+        if self.world.is_main:
+            export_checkpoint(checkpoint_of(self.folder, "last"), target, prefix="model/", instead="ema/")
+        return target
+
+    # The loop
+
+    def _batches(self) -> Iterator[Any]:
+        with self._stack:
+            try:
+                with stopping_cleanly(self.stop, self._books.say):
+                    yield from self._handed_out()
+                job = self._setup.job
+                is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+                self.finished = is_done or self._trainer.ended_by_hook
+                self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
+            except BaseException as error:
+                self._left_early(error)
+                # `break` and an error in the loop's body look alike from here. Neither is an error of this generator.
+                if not isinstance(error, GeneratorExit):
+                    raise
+        if self.finished and self.world.is_main and self._setup.config.watch.report:
+            for problem in write_report(self.folder):
+                self._books.say(problem)
+
+    def _handed_out(self) -> Iterator[Any]:
+        for place, micro_batches in self._trainer.steps():
+            self._check_rates()
+            self._begun = self._trainer.begin(place)
+            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+            if self._shares_buffers:
+                share_buffers(self._plain, self.world)
+            for micro in micro_batches:
+                batch = self._stepper.begin(place, micro)
+                self._micro = micro
+                self._is_learnt = self._is_stepped = False
+                self._enter_forward()
+                yield batch
+                self._check_body()
+            if self._trainer.is_over:
+                break
+        self._micro = None
+
+    def _check_body(self) -> None:
+        if not self._is_learnt or not self._is_stepped:
+            missing = "run.step()" if self._is_learnt else "run.backward(loss)"
+            raise DrivetrainError(
+                f"the loop went on to the next batch without {missing}",
+                remedy="call run.backward(loss) and run.step() for every batch; to leave one out, give backward "
+                "dt.LossSum(loss * 0, 0)",
+            )
+
+    def _enter_forward(self) -> None:
+        if self._around_forward is not None:
+            self._around_forward.__enter__()
+            self._is_inside = True
+
+    def _leave_forward(self) -> None:
+        if self._is_inside and self._around_forward is not None:
+            self._is_inside = False
+            self._around_forward.__exit__(None, None, None)
+
+    def _check_rates(self) -> None:
+        if self._rates is not None and self._rates != [group["lr"] for group in self._optimizer.param_groups]:
+            raise DrivetrainError(
+                "the learning rate was changed by the loop: the schedule would undo it, and a resumed run not know it",
+                remedy="give dt.drive a schedule: WarmupCosine, or a function from the step to a factor of the "
+                "optimizer's rate",
+            )
+
+    def _refuse_foreign_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise DrivetrainError(
+                "optimizer.step() was called by the loop", remedy="call run.step(), which knows when it is due"
+            )
+
+    # What is kept
+
+    def _write(self, record: StepRecord) -> None:
+        self._books.write(record)
+        self.last = record
+
+    def _remember(self) -> None:
+        """Where the state is that of `steps` steps. The next forward may change buffers; it does not change weights."""
+        self._versions = [buffer._version for buffer in self._buffers]
+        self._position = self._loader.position
+
+    def _state(self) -> tuple[list[Shard], dict[str, Any]]:
+        shards, meta = self._strategy.save()
+        is_keyed = self._setup.job.source.is_keyed
+        meta |= {**self._setup.meta(self._division), "validation": None}
+        return shards, meta | {"data": None if is_keyed else self._position.to_json()}
+
+    def _save(self, step: int) -> None:
+        self._books.flush()
+        self._checkpointer.save(step, *self._state())
+        self._saved = step
+        self._books.event("checkpoint", step=step)
+
+    def _left_early(self, error: BaseException) -> None:
+        """Keep what was done. What goes wrong with that does not hide the error that ended the loop."""
+        self._leave_forward()
+        try:
+            self._save_alone()
+        except Exception as failure:
+            self._failure = failure
+            if isinstance(error, GeneratorExit):
+                raise
+            error.add_note(f"and step {self.steps} could not be saved: {failure}")
+
+    def _save_alone(self) -> None:
+        """The main process has the whole state, and does not ask the others: they may be gone, or still looping."""
+        if not self.world.is_main or not self._is_whole or self.steps == self._saved:
+            return
+        if self._versions != [buffer._version for buffer in self._buffers]:
+            self._books.say(
+                f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: the "
+                f"checkpoint of step {self._saved} is the newest"
+            )
+            return
+        for record in self._trainer.outstanding():
+            self._write(record)
+        self._books.flush()
+        self._checkpointer.over(World()).save(self.steps, *self._state())
+        self._saved = self.steps
+        self._books.finish(False, self.steps)
+
+
+def _as_computed(model: Any, loss: Any) -> Any:
+    """The loss function of the job: the loop has computed it already."""
+    return loss
+
+
+def _refuse(config: Config, num_devices: int) -> None:
+    problems = []
+    if num_devices > 1:
+        message = "with data_parallel what the model draws at random in a loop of one's own would not be keyed"
+        problems.append(Problem("--parallel-strategy", message, allowed="auto, single, ddp", remedy="use ddp"))
+    if config.distributed.static_graph:
+        message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"
+        problems.append(Problem("--static-graph", message, remedy="leave it out"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
+    """The user's model and optimizer, on the device. Parameters stay the same objects, modules in their mode."""
+    given = setup.job.model
+    modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
+    model, optimizer, called = setup.model()
+    for module, training in modes:
+        module.training = training
+    parameter_names(model, optimizer)  # refuses the optimizer of another model
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())  # moves what it holds to where its parameters are now
+    return model, optimizer, called
+
+
+def _touching_all(model: nn.Module) -> Tensor:
+    """Zero, with a gradient for every parameter, the last ones first, as in a model's backward.
+
+    DDP settles its buckets by the first backward it sees. With this one, a resumed run reduces in the same order as one
+    that was never stopped.
+    """
+    sparse = {id(module.weight) for module in model.modules() if getattr(module, "sparse", False)}
+    total = torch.zeros(())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+            value = functional.embedding(first, parameter, sparse=True) if id(parameter) in sparse else parameter
+            total = total.to(parameter.device) + value.real.sum() * 0
+    return total

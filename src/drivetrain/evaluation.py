@@ -1,0 +1,58 @@
+"""`dt.evaluate(job, run)`: the job's loss and metrics over its validation set, with the weights of a run."""
+
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.config import Config
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.precision import Precision, numerics
+from drivetrain.data.division import Division
+from drivetrain.job import Job
+from drivetrain.run import Result, Setup, Which, checkpoint_of
+from drivetrain.validation import Validator
+
+
+def evaluate(
+    job: Job, run: Path | str | Result, config: Config | None = None, *, which: Which = "last"
+) -> dict[str, float]:
+    """Changes nothing in the run folder, so the run may go on beside it. Under a launcher processes share the work."""
+    if job.valid is None:
+        raise DrivetrainError("the job has no validation set", remedy="give it one: Job(valid=…)")
+    checkpoint = checkpoint_of(run, which)
+    setup = Setup.join(job, config, quiet=True)
+    try:
+        precision = Precision(setup.settings.precision.value, setup.world.device.type)
+        with numerics(precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
+            model, _, called = setup.model()
+            _load(model, checkpoint)
+            num_samples = len(cast(Sized, job.valid))
+            whole = Division(num_samples, num_samples, setup.micro_batch(None), setup.world.size)
+            loader = setup.loader(whole, job.valid, shuffle=False)
+            return Validator(setup.job, loader, precision, setup.world).measure(model, called)
+    finally:
+        setup.world.close()
+
+
+def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """The model's own weights; the averaged ones where an average was kept, since those were validated."""
+    keys: dict[str, Any] = dict(checkpoint.keys)
+    state = model.state_dict()
+    missing = sorted(name for name in state if f"model/{name}" not in keys)
+    others = sorted(
+        name for name in state if f"model/{name}" in keys and keys[f"model/{name}"].shape != tuple(state[name].shape)
+    )
+    if missing or others:
+        raise DrivetrainError(
+            f"{checkpoint.path} holds another model: {', '.join((missing + others)[:5])} "
+            f"{'is not there' if missing else 'has another shape'}",
+            remedy="evaluate it with the job that trained it",
+        )
+    with torch.no_grad():
+        for name, target in state.items():
+            key = f"ema/{name}" if f"ema/{name}" in keys else f"model/{name}"
+            target.copy_(checkpoint.read(key))

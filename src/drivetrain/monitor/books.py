@@ -1,0 +1,337 @@
+"""What the main process writes of a run: its files, its trackers, and the terminal."""
+
+import queue
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import yaml
+from rich.markup import escape
+
+from drivetrain.config import Config
+from drivetrain.core.records import StepRecord
+from drivetrain.core.run_folder import RunFolder
+from drivetrain.hardware import Gpu, Hardware
+from drivetrain.monitor.console import RunConsole
+from drivetrain.monitor.flops import peak_rate
+from drivetrain.monitor.phases import NoClock, PhaseClock
+from drivetrain.monitor.profiler import StepProfiler
+from drivetrain.monitor.sampler import Sampler, pynvml_module
+from drivetrain.monitor.trackers import BackgroundTracker, start_trackers
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """How a run is done, as it is written to plan.yaml and shown at the start."""
+
+    world_size: int
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    strategy: str
+    precision: str
+    precision_reason: str
+    device: str
+    num_workers: int
+    items: str = "items"  # what the loss is over where that is not samples
+
+    @property
+    def batch_in_words(self) -> str:
+        """`8 × 2 accumulated × 4 devices = 64`, or what is left over where it does not divide."""
+        devices = f"{self.world_size} device{'s' if self.world_size > 1 else ''}"
+        product = self.micro_batch * self.accumulation * self.world_size
+        sign = "=" if product == self.global_batch else "holds"
+        return f"{self.micro_batch} × {self.accumulation} accumulated × {devices} {sign} {self.global_batch}"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the books have to know of a run."""
+
+    name: str
+    path: Path
+    num_steps: int | None  # None: until the data ends
+    steps_per_epoch: int | None
+    resumed_from: int
+    device: torch.device
+    plan: RunPlan
+    gpu: Gpu | None = None  # of the main process
+    gpus: tuple[Gpu, ...] = ()  # that the run uses on this machine
+    flops_per_sample: float | None = None  # forward and backward; None: not counted
+
+
+class NoBooks:
+    """Of ranks that are not the main one: nothing is written."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def before_step(self, step: int) -> None:
+        pass
+
+    def write(self, record: StepRecord) -> None:
+        pass
+
+    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def event(self, kind: str, **facts: Any) -> None:
+        pass
+
+    def finish(self, finished: bool, steps: int, because: str = "", **facts: Any) -> None:
+        pass
+
+
+class Books(NoBooks):
+    """Of one run, on its main process. What cannot be written is said once; the run goes on."""
+
+    DEFAULT_LOG_EVERY = 10
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        facts: RunFacts,
+        config: Config,
+        hardware: Hardware,
+        clock: PhaseClock | None = None,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        self._folder, self._facts, self._config, self._hardware = folder, facts, config, hardware
+        self._clock = clock or NoClock()
+        # What threads have to say is said by this one: neither the console nor a log is theirs.
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._broken: set[str] = set()
+        every = config.watch.log_every
+        self._log_every = self.DEFAULT_LOG_EVERY if every is None else every
+        self._console = RunConsole(
+            facts.num_steps, facts.steps_per_epoch, facts.resumed_from, quiet=quiet, line_every=every or None
+        )
+        self._logs = {name: folder.log(f"{name}.jsonl") for name in ("steps", "metrics", "speed", "events")}
+        for name in ("steps", "metrics", "speed"):
+            self._logs[name].keep_up_to(facts.resumed_from)
+        self._steps = self._logs["steps"]
+        folder.write("hardware.json", hardware.to_json())
+        folder.write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        plan = asdict(facts.plan)
+        folder.write("plan.yaml", yaml.safe_dump(plan, sort_keys=False))
+        self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan)
+        self._peak_flops = self._say_flops()
+        self._last: StepRecord | None = None
+        self._num_steps = self._samples = 0  # since the last row of speed.jsonl
+        self._items = self._loss_sum = self._seconds = 0.0
+        self._trackers: list[BackgroundTracker] = []
+        self._sampler: Sampler | None = None
+        self._profiler: StepProfiler | None = None
+
+    def __enter__(self) -> Self:
+        facts, plan = self._facts, self._facts.plan
+        verb = f"going on from step {facts.resumed_from} of" if facts.resumed_from else "training"
+        many = "" if facts.num_steps is None else f" {facts.num_steps}"
+        self.say(f"[bold]{facts.name}[/]: {verb}{many} steps of {plan.global_batch} samples")
+        name = facts.gpu.name if facts.gpu is not None else ""
+        for label, words in (
+            ("processes", f"{plan.world_size} ({plan.strategy})"),
+            ("device", f"{plan.device}{f' ({name})' if name else ''}"),
+            ("precision", f"{plan.precision}: {plan.precision_reason}"),
+            ("batch", plan.batch_in_words),
+            ("loader", f"{plan.num_workers} worker processes" if plan.num_workers else "in the training process"),
+            ("folder", escape(str(facts.path))),
+        ):
+            self.say(f"  {label:<10} {words}")
+        self._start_watching()
+        self._console.__enter__()
+        return self
+
+    def _start_watching(self) -> None:
+        facts, config, report = self._facts, self._config, self._messages.put
+        if config.watch.trackers:
+            values = {**config.model_dump(mode="json"), "plan": asdict(facts.plan)}
+            names = config.watch.trackers
+            self._trackers = start_trackers(names, facts.path, facts.name, values, facts.resumed_from, report)
+        if config.watch.monitor_gpu:
+            log = self._folder.log("gpu.jsonl")
+            log.keep_up_to(facts.resumed_from)
+            every = config.watch.gpu_log_interval
+            nvml = pynvml_module() if facts.gpus else None
+            own = None if facts.gpu is None else (facts.gpu, facts.device)
+            self._sampler = Sampler(log, facts.gpus, own, every, facts.resumed_from, report, nvml)
+            if self._sampler.missing:
+                self._messages.put(f"GPU figures are incomplete: {self._sampler.missing}")
+        if config.watch.profile is not None:
+            self._profiler = StepProfiler.of_window(
+                config.watch.profile, facts.path, facts.device, facts.resumed_from, facts.num_steps, report
+            )
+            if self._profiler is not None:
+                self.before_step = self._profiler.before_step  # type: ignore[method-assign]
+        self._pass_messages_on()
+
+    def __exit__(self, *error: Any) -> None:
+        """Nothing here may hide the error that ended the run, or make one of its own."""
+        for part in (self._profiler, self._sampler, *self._trackers):
+            if part is not None:
+                part.close()
+        self._console.__exit__(*error)
+        self._pass_messages_on()
+        if error[1] is not None:
+            self.event("stopped by an error", error=f"{type(error[1]).__name__}: {error[1]}")
+        for name, log in self._logs.items():
+            self._guarded(name, log.close)
+
+    def write(self, record: StepRecord) -> None:
+        if "steps" in self._broken:
+            self._steps.hold(record)
+        else:
+            try:
+                self._steps.append(record)
+            except OSError as error:
+                self._break("steps", error)
+        self._console.show(record)
+        step = record.step
+        if self._sampler is not None:
+            self._sampler.at_step(step)
+        if not self._log_every:
+            return
+        self._last = record
+        self._num_steps += 1
+        self._samples += record.samples
+        self._items += record.num_items
+        self._loss_sum += record.loss * record.num_items
+        self._seconds += record.seconds
+        if step % self._log_every == 0:
+            self._write_speed(record)
+
+    def _write_speed(self, record: StepRecord) -> None:
+        """One row for the steps since the last, and the same to the trackers."""
+        laps = self._clock.take()
+        phases = laps.per_step()
+        row = {"step": record.step, "epoch": record.epoch, "steps": self._num_steps, "seconds": self._seconds}
+        figures = self._rates()
+        self._append("speed", {**row, **figures, "phase_steps": laps.steps, "phases": phases})
+        if self._trackers and self._num_steps:
+            figures |= {"lr": record.lr, "epoch": float(record.epoch)}
+            if record.grad_norm is not None:
+                figures["grad_norm"] = record.grad_norm
+            figures |= {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
+            self._track({**figures, **self._device_figures()}, record.step)
+        self._num_steps = self._samples = 0
+        self._items = self._loss_sum = self._seconds = 0.0
+        self._pass_messages_on()
+
+    def _rates(self) -> dict[str, float]:
+        """Of the steps since the last row; checkpoints, validation and hooks are not in their time."""
+        if not self._seconds:
+            return {}
+        rates = {"loss": self._loss_sum / self._items, "samples_per_second": self._samples / self._seconds}
+        if self._items != self._samples:
+            rates["items_per_second"] = self._items / self._seconds
+        if self._peak_flops and self._facts.flops_per_sample:
+            rates["mfu"] = self._facts.flops_per_sample * self._samples / self._seconds / self._peak_flops
+        return rates
+
+    def _device_figures(self) -> dict[str, float]:
+        rows = self._sampler.latest if self._sampler is not None else {}
+        return {
+            f"{device}/{name}": float(value)
+            for device, row in rows.items()
+            for name, value in row.items()
+            if isinstance(value, (int, float))
+        }
+
+    def _track(self, figures: Mapping[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(figures, step)
+
+    def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
+        """Of a validation after `step` steps."""
+        self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
+        self._track(values, step)
+        shown = "   ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        self.say(f"            {shown}")
+
+    def flush(self) -> None:
+        """Before a checkpoint: what it counts as done is written. A disk that was full may have room again."""
+        for name in ("steps", "metrics", "speed"):
+            log = self._logs[name]
+            if self._guarded(name, log.flush):
+                self._broken.discard(name)
+
+    def say(self, text: str) -> None:
+        self._console.say(text)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._append("events", {"event": kind, "time": datetime.now(UTC).isoformat(), **facts})
+        if "events" not in self._broken:
+            self._guarded("events", self._logs["events"].flush)
+
+    def finish(self, finished: bool, steps: int, because: str = "", **facts: Any) -> None:
+        """The loop is over. `facts` go to the event of it."""
+        self._clock.finish()
+        if self._last is not None:
+            self._write_speed(self._last)
+        self.event("finish" if finished else "stop", step=steps, **{"because": because} if because else {}, **facts)
+        if because:
+            self.say(f"stopped at step {steps}: {because}")
+        elif not finished:
+            of = "" if self._facts.num_steps is None else f" of {self._facts.num_steps}"
+            self.say(f"stopped at step {steps}{of}; the same command goes on from there")
+        if finished:
+            self._folder.finish({"steps": steps})
+
+    def _say_flops(self) -> float | None:
+        """What was counted, and what it is compared with. Returns the peak of all devices together, in FLOP/s."""
+        facts = self._facts
+        if not facts.flops_per_sample:
+            return None
+        rate = peak_rate(self._hardware, facts.device, facts.plan.precision)
+        peak = None if rate is None else rate.value * 1e12 * facts.plan.world_size
+        self.event(
+            "flops",
+            flops_per_sample=facts.flops_per_sample,
+            peak_flops_per_second=peak,
+            peak_origin=None if rate is None else rate.origin,
+            peak_source=None if rate is None else rate.source,
+        )
+        return peak
+
+    # ---- a disk that is full does not end a run: what cannot be written waits, and is tried again with checkpoints
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        if name in self._broken:
+            self._logs[name].hold(row)
+        else:
+            self._guarded(name, lambda: self._logs[name].append(row))
+
+    def _guarded(self, name: str, action: Any) -> bool:
+        try:
+            action()
+        except OSError as error:
+            self._break(name, error)
+            return False
+        return True
+
+    def _break(self, name: str, error: OSError) -> None:
+        if name not in self._broken:
+            self._broken.add(name)
+            self.say(
+                f"{name}.jsonl cannot be written ({error.strerror or error}); training goes on, and it is tried again "
+                "at each checkpoint"
+            )
+
+    def _pass_messages_on(self) -> None:
+        while not self._messages.empty():
+            text = self._messages.get()
+            self.say(escape(text))
+            self.event("note", text=text)

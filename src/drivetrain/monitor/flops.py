@@ -1,0 +1,76 @@
+"""How much a model computes per sample, counted while it is tried out before the first step."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from drivetrain.hardware import Hardware, Rate
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products, convolutions and attention by torch's own formulas. It never fails, it only misses."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            try:
+                self.total += int(formula(*args, **(kwargs or {}), out_val=result))
+            except Exception:  # noqa: BLE001 - a formula that does not know these arguments must not end the run
+                self.total += 0
+        return result
+
+
+Result = TypeVar("Result")
+
+
+def counted(trial: Callable[[], Result], counts: bool = True) -> tuple[int, Result]:
+    """FLOPs of what is done anyhow, and what it returned. 0: it was not to be counted."""
+    if not counts:
+        return 0, trial()
+    with FlopCount() as count:
+        result = trial()
+    return count.total, result
+
+
+def count_apart(
+    loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any, around: AbstractContextManager[Any] | None
+) -> int:
+    """FLOPs of a forward and a backward of their own, for a model that is going to be compiled. 0: it did not work.
+
+    A dispatch mode, even one that only looks on, keeps torch.compile from compiling what is called under it, for good.
+    Gradients are not kept, buffers are put back. Every rank must take part: the model may communicate.
+    """
+    before = [buffer.detach().clone() for buffer in model.buffers()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = FlopCount()
+    try:
+        with count:
+            with around or nullcontext():
+                result = loss(model, batch)
+            total: Tensor = getattr(result, "total", result)
+            torch.autograd.grad(total, trained, allow_unused=True)
+    except Exception:  # noqa: BLE001 - the trial that follows says what is wrong, if anything is
+        return 0
+    finally:
+        with torch.no_grad():
+            for buffer, saved in zip(model.buffers(), before, strict=True):
+                buffer.copy_(saved)
+    return count.total
+
+
+def peak_rate(hardware: Hardware, device: torch.device, precision: str) -> Rate | None:
+    """What one device can do at best with these numbers; None where nobody knows."""
+    peaks: dict[Any, Rate] = hardware.cpu.peaks
+    if device.type == "cuda":
+        peaks = next((gpu.peaks for gpu in hardware.gpus if gpu.index == device.index), {})
+    return peaks.get(precision)

@@ -1,0 +1,80 @@
+"""Device memory over the epochs: the peak of each, a warning when it comes near the limit, and the cache given back.
+
+Giving the cache back costs time, and what was given back is soon asked for again. It helps only where the cache holds
+much that nobody uses while others find nothing left: then, and only at the end of an epoch, it is done.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from drivetrain.core.records import StepRecord
+
+HIGH = 0.95  # of the device's memory
+UNUSED_CACHE, LITTLE_LEFT = 0.25, 0.05
+
+
+class MemoryWatch(Protocol):
+    def observe(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoMemoryWatch:
+    """Where torch does not keep count: on a CPU."""
+
+    def observe(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CudaMemoryWatch:
+    """`tell` gets the facts of each epoch; `warn` a sentence, once per run."""
+
+    def __init__(self, device: torch.device, tell: Callable[..., None], warn: Callable[[str], None]) -> None:
+        self._device, self._tell, self._warn = device, tell, warn
+        self._epoch: int | None = None
+        self._step = 0
+        self._warned = False
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def observe(self, record: StepRecord) -> None:
+        if self._epoch is None:
+            self._epoch = record.epoch
+        elif record.epoch != self._epoch:
+            self._end_epoch()
+            self._epoch = record.epoch
+        self._step = record.step
+
+    def close(self) -> None:
+        if self._epoch is not None:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        device = self._device
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_reserved(device)
+        facts: dict[str, Any] = {
+            "epoch": self._epoch,
+            "step": self._step,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "peak_reserved_bytes": peak,
+            "total_bytes": total,
+        }
+        if peak > HIGH * total and not self._warned:
+            self._warned = True
+            self._warn(
+                f"{peak / total:.0%} of the memory of {device} was held in epoch {(self._epoch or 0) + 1}. "
+                "Remedy before it runs out: a smaller --batch-size (the global batch stays), or --activations recompute"
+            )
+        if reserved - allocated > UNUSED_CACHE * total and free < LITTLE_LEFT * total:
+            torch.cuda.empty_cache()
+            facts["cache_given_back_bytes"] = reserved - torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._tell("memory", **facts)
+
+
+def watch_memory(device: torch.device, tell: Callable[..., None], warn: Callable[[str], None]) -> MemoryWatch:
+    return CudaMemoryWatch(device, tell, warn) if device.type == "cuda" else NoMemoryWatch()

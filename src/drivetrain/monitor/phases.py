@@ -1,0 +1,214 @@
+"""Where the time of a step goes: laps, each of which gives the time since the one before to a phase.
+
+Laps leave no gap, so the phases of a step add up to its time. On a CPU the clock is the host's. On a GPU it is the
+device's: a lap is an event in its stream, read steps later, when it is long past, so that nobody waits for it. There a
+phase is what the device spent on it, and what it spent idle before the next was given to it.
+"""
+
+from collections.abc import Sequence
+from operator import add
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+PHASES = (
+    "data", "copy", "forward", "backward", "communication", "optimizer", "logging", "hooks", "validation", "checkpoint",
+)  # fmt: skip
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOGGING, HOOKS, VALIDATION, CHECKPOINT = range(len(PHASES))
+
+
+class Laps(NamedTuple):
+    """What was measured since the last look."""
+
+    steps: int
+    seconds: Sequence[float]  # by phase, of all these steps together
+
+    def per_step(self) -> dict[str, float]:
+        """Seconds of a step, by the name of each phase that there was."""
+        pairs = zip(PHASES, self.seconds, strict=True)
+        return {name: total / self.steps for name, total in pairs if total} if self.steps else {}
+
+
+class PhaseClock(Protocol):
+    """What the loop tells of itself."""
+
+    def start(self) -> None:
+        """The loop begins now."""
+
+    def lap(self, phase: int) -> None:
+        """The time since the lap before was this phase's."""
+
+    def watch_backward(self, objective: Tensor) -> None:
+        """Before a backward that communicates: gradients that are done end the phase `backward`."""
+
+    def end_backward(self) -> None:
+        """After it: the rest was communication that nothing hid."""
+
+    def next_step(self) -> None:
+        """The step is over."""
+
+    def take(self) -> Laps: ...
+
+    def finish(self) -> None:
+        """The loop is over: read what has not been read yet. The host may wait for the device here."""
+
+
+class NoClock:
+    """Measures nothing."""
+
+    def start(self) -> None:
+        pass
+
+    def lap(self, phase: int) -> None:
+        pass
+
+    def watch_backward(self, objective: Tensor) -> None:
+        pass
+
+    def end_backward(self) -> None:
+        pass
+
+    def next_step(self) -> None:
+        pass
+
+    def take(self) -> Laps:
+        return Laps(0, [0.0] * len(PHASES))
+
+    def finish(self) -> None:
+        pass
+
+
+class _Clock(NoClock):
+    """What clocks share: the sums, and how communication is told from backward."""
+
+    def __init__(self) -> None:
+        self._sums, self._steps = [0.0] * len(PHASES), 0  # of steps that are over
+        self._gradients_done = False
+
+    def take(self) -> Laps:
+        laps = Laps(self._steps, self._sums)
+        self._sums, self._steps = [0.0] * len(PHASES), 0
+        return laps
+
+    def watch_backward(self, objective: Tensor) -> None:
+        # Callbacks of a backward run in the order in which they were queued, behind its last gradient. What waits for
+        # the reductions (DDP, FSDP) queues its own while backward runs; this one is there before.
+        objective.register_hook(self._queue_lap)  # type: ignore[no-untyped-call]
+
+    def _queue_lap(self, _: Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_gradients)
+
+    def _end_gradients(self) -> None:
+        self.lap(BACKWARD)
+        self._gradients_done = True
+
+    def end_backward(self) -> None:
+        self.lap(COMMUNICATION if self._gradients_done else BACKWARD)
+        self._gradients_done = False
+
+
+class HostClock(_Clock):
+    """For a CPU: what the host does is what is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = perf_counter()
+        self._open = [0.0] * len(PHASES)  # of the step that is not over
+
+    def start(self) -> None:
+        self._last = perf_counter()
+
+    def lap(self, phase: int) -> None:
+        now = perf_counter()
+        self._open[phase] += now - self._last
+        self._last = now
+
+    def next_step(self) -> None:
+        self._sums = list(map(add, self._sums, self._open))
+        self._open = [0.0] * len(PHASES)
+        self._steps += 1
+
+    def finish(self) -> None:
+        if any(self._open):  # a step that ended the loop from within
+            self.next_step()
+
+
+class _StepLaps:
+    """The events of one step. Kept and used again: making one costs more than recording it."""
+
+    __slots__ = ("before", "events", "phases", "used")
+
+    def __init__(self) -> None:
+        self.before: torch.cuda.Event | None = None  # the last lap of the step before
+        self.events: list[torch.cuda.Event] = []
+        self.phases: list[int] = []
+        self.used = 0
+
+
+class EventClock(_Clock):
+    """For a GPU: laps are events in its stream.
+
+    A step is read when the third after it begins. The loop has waited for the outcome of the step after it by then, so
+    its events are past; were they not, the step would be left out (`lost`). Its first lap counts from the last event of
+    the step before, which is not recorded anew until then: hence a ring of four.
+    """
+
+    _RING = 4
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.lost = 0
+        # This device's, always: an event without a stream would be recorded on whichever device is current.
+        self._stream = torch.cuda.current_stream(device)
+        self._ring = [_StepLaps() for _ in range(self._RING)]
+        self._at = 0
+        self._current = self._ring[0]
+
+    def start(self) -> None:
+        event = self._current.before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+
+    def lap(self, phase: int) -> None:
+        current = self._current
+        if current.used == len(current.events):
+            current.events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            current.phases.append(phase)
+        current.events[current.used].record(self._stream)
+        current.phases[current.used] = phase
+        current.used += 1
+
+    def next_step(self) -> None:
+        last = self._current.events[self._current.used - 1] if self._current.used else self._current.before
+        self._at = (self._at + 1) % self._RING
+        self._read(self._ring[(self._at + 1) % self._RING])
+        self._current = self._ring[self._at]
+        self._current.before, self._current.used = last, 0
+
+    def _read(self, step: _StepLaps) -> None:
+        before, used = step.before, step.used
+        if before is None or not used:
+            return
+        step.used = 0
+        if not step.events[used - 1].query():  # type: ignore[no-untyped-call]
+            self.lost += 1
+            return
+        for event, phase in zip(step.events[:used], step.phases[:used], strict=True):
+            self._sums[phase] += before.elapsed_time(event) / 1e3
+            before = event
+        self._steps += 1
+
+    def finish(self) -> None:
+        if self._current.used:  # a step that ended the loop from within
+            self.next_step()
+        last = self._current.before
+        if last is not None:
+            last.synchronize()  # the host waits for the device here: the loop is over
+        for ahead in range(1, self._RING + 1):
+            self._read(self._ring[(self._at + ahead) % self._RING])
+
+
+def make_clock(device: torch.device) -> PhaseClock:
+    return EventClock(device) if device.type == "cuda" else HostClock()

@@ -1,0 +1,217 @@
+"""What the devices of a run do meanwhile: a thread asks NVML, torch's allocator and the kernel, and writes gpu.jsonl.
+
+It asks only about the GPUs that the run uses, by UUID, and creates a CUDA context on none. What cannot be had on this
+machine is left out of the rows, and `missing` says why.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeAlias
+
+import psutil
+import torch
+
+from drivetrain.core.run_folder import JsonLines
+from drivetrain.hardware import GIB, Gpu
+
+# `Any` stands for the pynvml module or an object like it: it has no types of its own.
+Nvml: TypeAlias = Any
+Row = dict[str, Any]
+
+# Bits of NVML's word on why clocks are lower than they could be. Idle, and what the user set, is no throttling.
+_THROTTLING = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software, too hot",
+    0x40: "hardware, too hot",
+    0x80: "power brake",
+    0x200: "board limit",
+    0x400: "reliability",
+}
+
+
+def label(gpu: Gpu) -> str:
+    """As nvidia-smi counts: ranks may each call their own GPU `cuda:0`."""
+    return f"gpu{gpu.physical_index}" + (f"-{gpu.uuid[-4:]}" if gpu.mig else "")
+
+
+def pynvml_module() -> Nvml | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+class NvmlReader:
+    """Figures of some GPUs. Those that a GPU, its driver or a MIG device has no answer for are left out."""
+
+    def __init__(self, nvml: Nvml | None, gpus: Sequence[Gpu]) -> None:
+        self._nvml = nvml
+        self._handles: list[tuple[Gpu, Any, Any]] = []  # with its own handle, and that of the card it is on
+        self.missing = self._open(gpus) if gpus else ""
+
+    def _open(self, gpus: Sequence[Gpu]) -> str:
+        """Why there is nothing to read, or nothing of some; empty if all is well."""
+        if self._nvml is None:
+            return "the package nvidia-ml-py is not installed"
+        try:
+            self._nvml.nvmlInit()
+        except Exception as error:  # noqa: BLE001 - NVMLError, or OSError where the library is damaged
+            return f"NVML does not start: {error}"
+        lost = []
+        for gpu in gpus:
+            handle = self._ask("nvmlDeviceGetHandleByUUID", gpu.uuid.encode())
+            if handle is None:
+                lost.append(label(gpu))
+                continue
+            card = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if gpu.mig else handle
+            self._handles.append((gpu, handle, card))
+        return f"NVML does not answer for {', '.join(lost)}" if lost else ""
+
+    def read(self) -> dict[str, Row]:
+        return {label(gpu): self._row(handle, card) for gpu, handle, card in self._handles}
+
+    def _row(self, handle: Any, card: Any) -> Row:
+        nvml: Nvml = self._nvml
+        ask = self._ask
+        busy = ask("nvmlDeviceGetUtilizationRates", handle)
+        memory = ask("nvmlDeviceGetMemoryInfo", handle)
+        power = ask("nvmlDeviceGetPowerUsage", card)
+        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", card)
+        if reasons is None:  # as older drivers call it
+            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", card)
+        row = {
+            "utilisation_percent": None if busy is None else float(busy.gpu),
+            "memory_utilisation_percent": None if busy is None else float(busy.memory),
+            "memory_used_gib": None if memory is None else round(memory.used / GIB, 3),
+            "memory_total_gib": None if memory is None else round(memory.total / GIB, 3),
+            "temperature_c": ask("nvmlDeviceGetTemperature", card, nvml.NVML_TEMPERATURE_GPU),
+            "power_watts": None if power is None else power / 1000,
+            "clock_sm_mhz": ask("nvmlDeviceGetClockInfo", card, nvml.NVML_CLOCK_SM),
+            "clock_memory_mhz": ask("nvmlDeviceGetClockInfo", card, nvml.NVML_CLOCK_MEM),
+            "throttled": None if reasons is None else [word for bit, word in _THROTTLING.items() if reasons & bit],
+        }
+        return {name: value for name, value in row.items() if value is not None}
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except Exception:  # noqa: BLE001 - pynvml has other errors than NVMLError for an older driver or library
+            return None
+
+    def close(self) -> None:
+        if self._handles:
+            self._ask("nvmlShutdown")
+
+
+class HostReader:
+    """CPU and memory of the machine and of this process."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._is_first = True
+        self._cpu_percents()  # these are differences: the first answer means nothing
+
+    def _cpu_percents(self) -> tuple[float, float]:
+        return psutil.cpu_percent(), self._process.cpu_percent()
+
+    def read(self) -> Row:
+        memory = psutil.virtual_memory()
+        row = {
+            "memory_used_gib": round((memory.total - memory.available) / GIB, 3),
+            "memory_total_gib": round(memory.total / GIB, 3),
+            "process_memory_gib": round(self._process.memory_info().rss / GIB, 3),
+        }
+        percents = self._cpu_percents()
+        if not self._is_first:
+            row |= {"utilisation_percent": percents[0], "process_cpu_percent": percents[1]}
+        self._is_first = False
+        return row
+
+
+def torch_memory(device: torch.device) -> Row:
+    """What this process holds on its GPU by torch's own count. Starts nothing where CUDA is not started."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    stats: Mapping[str, int] = torch.cuda.memory_stats(device)
+    names = {
+        "memory_allocated_gib": "allocated_bytes.all.current",
+        "memory_reserved_gib": "reserved_bytes.all.current",
+        "memory_peak_gib": "allocated_bytes.all.peak",
+        "memory_peak_reserved_gib": "reserved_bytes.all.peak",
+    }
+    return {name: round(stats.get(key, 0) / GIB, 3) for name, key in names.items()}
+
+
+class Sampler:
+    """Writes a row per device every `every_n_steps`, or every few seconds; one at the start and one at the end."""
+
+    SECONDS = 5.0  # between rows where no number of steps was asked for
+    LEAST_SECONDS = 0.2  # between rows in any case: short steps are not slowed down by being watched
+    PATIENCE_SECONDS = 2.0  # at the end, for a driver that does not answer
+
+    def __init__(
+        self,
+        log: JsonLines,
+        gpus: Sequence[Gpu],
+        own: tuple[Gpu, torch.device] | None,
+        every_n_steps: int | None,
+        first_step: int,
+        report: Callable[[str], None],
+        nvml: Nvml | None = None,
+    ) -> None:
+        self.latest: dict[str, Row] = {}  # by device
+        self._log, self._own, self._every, self._report = log, own, every_n_steps, report
+        self._nvml, self._host = NvmlReader(nvml, gpus), HostReader()
+        self.missing = self._nvml.missing
+        self._step = first_step
+        self._asked, self._ends = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="gpu sampler", daemon=True)
+        self._thread.start()
+
+    def at_step(self, step: int) -> None:
+        """Costs an assignment, and now and then the setting of a flag."""
+        self._step = step
+        if self._every is not None and step % self._every == 0:
+            self._asked.set()
+
+    def close(self) -> None:
+        self._ends = True
+        self._asked.set()
+        self._thread.join(self.PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            self._report("the GPU sampler waits for a driver that does not answer; it is left behind")
+
+    def _work(self) -> None:
+        try:
+            while True:
+                is_last = self._ends
+                self._sample()
+                if is_last:
+                    break
+                began = time.monotonic()
+                self._asked.wait(self.SECONDS if self._every is None else None)
+                self._asked.clear()
+                spare = began + self.LEAST_SECONDS - time.monotonic()
+                if spare > 0 and not self._ends:
+                    time.sleep(spare)
+            self._log.close()
+        except Exception as error:  # noqa: BLE001 - a disk that is full, a driver that went away: not the run's affair
+            self._report(f"gpu.jsonl ends here: {type(error).__name__}: {error}")
+        self._nvml.close()
+
+    def _sample(self) -> None:
+        rows = self._nvml.read()
+        if self._own is not None:
+            gpu, device = self._own
+            rows[label(gpu)] = {**rows.get(label(gpu), {}), **torch_memory(device)}
+        rows["cpu"] = self._host.read()
+        self.latest = rows
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        step = self._step
+        for name, row in rows.items():
+            self._log.append({"step": step, "time": now, "device": name, **row})
+        self._log.flush()

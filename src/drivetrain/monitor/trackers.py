@@ -1,0 +1,186 @@
+"""Where a run's figures go besides its own files: TensorBoard, Weights & Biases.
+
+Each runs behind a thread and a bounded queue of its own. One that fails, or hangs, is reported once and dropped.
+Training does not stop for it and does not wait for it.
+"""
+
+import contextlib
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from drivetrain.core.errors import DrivetrainError
+
+Metrics = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Takes figures, by name, of a step."""
+
+    def log(self, metrics: Metrics, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BackgroundTracker:
+    """A tracker in a thread of its own. Its `log` costs microseconds and never raises; neither does `close`."""
+
+    CAPACITY = 1000  # figures on their way; more are not kept
+    PATIENCE_SECONDS = 15.0  # for what is still on its way at the end
+
+    def __init__(self, name: str, make: Callable[[], Tracker], report: Callable[[str], None]) -> None:
+        self.name = name
+        self._make, self._report = make, report
+        self._queue: queue.Queue[tuple[Metrics, int] | None] = queue.Queue(self.CAPACITY)
+        self._is_dropped = False
+        self._num_missed = 0
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        if self._is_dropped:
+            return
+        try:
+            self._queue.put_nowait((metrics, step))
+        except queue.Full:
+            self._num_missed += 1
+
+    def close(self) -> None:
+        if not self._is_dropped:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=self.PATIENCE_SECONDS)
+        self._thread.join(self.PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            self._report(f"{self.name} was still busy {self.PATIENCE_SECONDS:.0f} s after the end and was left behind")
+        if self._num_missed:
+            self._report(f"{self.name} was too slow: {self._num_missed} of the points are missing there")
+
+    def _work(self) -> None:
+        tracker: Tracker | None = None
+        try:
+            tracker = self._make()
+            while (item := self._queue.get()) is not None:
+                tracker.log(*item)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it must not reach the run
+            self._drop(error)
+        try:
+            if tracker is not None:
+                tracker.close()
+        except BaseException as error:  # noqa: BLE001
+            if not self._is_dropped:
+                self._drop(error)
+
+    def _drop(self, error: BaseException) -> None:
+        self._is_dropped = True
+        cause = str(error).strip() or type(error).__name__
+        self._report(f"{self.name} is dropped, and the run goes on without it: {cause}")
+
+
+class TensorBoardTracker:
+    """Event files in the run folder."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases, online where somebody is logged in, else in a folder to be synced later."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def start_trackers(
+    names: tuple[str, ...],
+    folder: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+    resumed_from: int,
+    report: Callable[[str], None],
+) -> list[BackgroundTracker]:
+    """Those that were asked for. Packages are imported here and now: loader workers may be forked a moment later, and
+    a process forked during an import cannot import the same module again."""
+    started = []
+    for name in names:
+        try:
+            prepare = {"tensorboard": _prepare_tensorboard, "wandb": _prepare_wandb}[name]
+            make = prepare(folder, run_name, config, resumed_from, report)
+        except ImportError as error:
+            remedy = "pip install 'drivetrain[wandb]'" if name == "wandb" else f"pip install {name}"
+            report(f"{name} is dropped, and the run goes on without it: {error} (remedy: {remedy})")
+            continue
+        started.append(BackgroundTracker(name, make, report))
+    return started
+
+
+def _prepare_tensorboard(
+    folder: Path, run_name: str, config: Mapping[str, Any], resumed_from: int, report: Callable[[str], None]
+) -> Callable[[], Tracker]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def make() -> Tracker:
+        # Points of steps that are going to be done again are not shown.
+        purge = resumed_from + 1 if resumed_from else None
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        return TensorBoardTracker(writer)
+
+    return make
+
+
+def _prepare_wandb(
+    folder: Path, run_name: str, config: Mapping[str, Any], resumed_from: int, report: Callable[[str], None]
+) -> Callable[[], Tracker]:
+    import wandb
+
+    def make() -> Tracker:
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _is_logged_in(wandb) else "offline")
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "drivetrain"),
+            name=run_name,
+            id=_wandb_id(folder),
+            resume="allow" if mode == "online" else None,
+            dir=str(folder),
+            mode=mode,
+            config=dict(config),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=30),
+        )
+        if run is None:
+            raise DrivetrainError("wandb.init gave no run")
+        if mode == "offline" and "WANDB_MODE" not in os.environ:
+            report(f"wandb: nobody is logged in, so it writes to {folder / 'wandb'}; `wandb sync` uploads that")
+        return WandbTracker(run)
+
+    return make
+
+
+def _is_logged_in(wandb: Any) -> bool:
+    """Never asks: a question on the terminal would hold the tracker for good."""
+    try:
+        return bool(wandb.login(prompt=False))
+    except Exception:  # noqa: BLE001 - no key, no network, no server: all the same
+        return False
+
+
+def _wandb_id(folder: Path) -> str:
+    """The same for a run that is continued."""
+    path = folder / "wandb.id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

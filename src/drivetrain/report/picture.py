@@ -1,0 +1,143 @@
+"""training_metrics.png: the loss, what validation found, and the time."""
+
+import io
+from typing import Any
+
+import numpy as np
+
+from drivetrain.report.run_data import RunData
+
+INK, FAINT, GRID = "#22303c", "#8a97a3", "#e4e8ec"
+TRAIN, VALID, OTHER, BARS = "#2f6db5", "#d9822b", "#3a9679", "#8fb3d9"
+_MOST_POINTS = 1500
+_MOST_METRICS = 3
+
+
+def draw(data: RunData) -> bytes:
+    """The picture as PNG. matplotlib's state and backend stay as they are: the caller may draw too."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "font.size": 10, "axes.edgecolor": GRID, "axes.labelcolor": FAINT, "text.color": INK, "axes.titlecolor": INK,
+        "xtick.color": FAINT, "ytick.color": FAINT, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "legend.frameon": False,
+        "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0, "xtick.minor.size": 0,
+        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 11,
+    }  # fmt: skip
+    with rc_context(style):
+        figure = Figure(figsize=(14, 4.6), facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, 3)
+        figure.subplots_adjust(left=0.055, right=0.985, top=0.79, bottom=0.125, wspace=0.2)
+        figure.text(0.055, 0.945, data.name, fontsize=16, fontweight="bold", va="center")
+        figure.text(0.055, 0.885, _subtitle(data), fontsize=10, color=FAINT, va="center")
+        _draw_loss(axes[0], data)
+        _draw_metrics(axes[1], data)
+        _draw_time(axes[2], data)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
+def _subtitle(data: RunData) -> str:
+    plan = data.plan
+    parts = [f"{data.steps[-1]['step']:,} steps" if data.steps else "no steps"]
+    if plan:
+        devices = f"{plan['world_size']} × {plan['device']}" if plan["world_size"] > 1 else str(plan["device"])
+        parts += [f"global batch {plan['global_batch']:,}", devices, plan["precision"]]
+    seconds = sum(row["seconds"] for row in data.steps)
+    if seconds:
+        parts.append(f"{sum(row['samples'] for row in data.steps) / seconds:,.0f} samples/s")
+    return "   ·   ".join(parts)
+
+
+def _draw_loss(axis: Any, data: RunData) -> None:
+    axis.set_title("Loss")
+    axis.set_xlabel("step")
+    if not data.steps:
+        return _say_nothing(axis)
+    steps = np.array([row["step"] for row in data.steps])
+    losses = np.array([row["loss"] for row in data.steps])
+    if len(steps) > 20:
+        window = max(2, len(steps) // 25)
+        axis.plot(*_thinned(steps, losses), color=TRAIN, alpha=0.25, linewidth=0.8)
+        axis.plot(*_thinned(steps, _smoothed(losses, window)), color=TRAIN, linewidth=1.8, label="training")
+    else:
+        axis.plot(steps, losses, color=TRAIN, linewidth=1.8, marker="o", markersize=3.5, label="training")
+    if "valid_loss" in data.metric_names:
+        where, values = data.metric("valid_loss")
+        axis.plot(where, values, color=VALID, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+    if losses.min() > 0 and losses.max() > 8 * losses.min():
+        axis.set_yscale("log")
+    axis.legend(loc="upper right")
+    return None
+
+
+def _draw_metrics(axis: Any, data: RunData) -> None:
+    """What validation found besides the loss; the speed where there is nothing."""
+    axis.set_xlabel("step")
+    names = [name for name in data.metric_names if name != "valid_loss"][:_MOST_METRICS]
+    if not names:
+        rows = [row for row in data.speed if "samples_per_second" in row]
+        axis.set_title("Samples per second")
+        if not rows:
+            return _say_nothing(axis)
+        found = [row["step"] for row in rows], [row["samples_per_second"] for row in rows]
+        axis.plot(*_thinned(*map(np.array, found)), color=OTHER, linewidth=1.8)
+        axis.set_ylim(bottom=0)
+        return None
+    one = names[0].removeprefix("valid_").replace("_", " ")
+    axis.set_title(f"Validation {one}" if len(names) == 1 else "Validation")
+    for name, colour in zip(names, (OTHER, VALID, TRAIN), strict=False):
+        where, values = data.metric(name)
+        axis.plot(where, values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=name.replace("_", " "))
+        axis.annotate(f"{values[-1]:.4g}", (where[-1], values[-1]), (0, 7), textcoords="offset points", ha="right")
+    if len(names) > 1:
+        axis.legend(loc="best")
+    axis.margins(y=0.15)
+    return None
+
+
+def _draw_time(axis: Any, data: RunData) -> None:
+    """Seconds of each epoch; of each step where there is but one."""
+    epochs = data.epochs
+    if len(epochs) < 2:
+        axis.set_title("Time per step (ms)")
+        axis.set_xlabel("step")
+        if not data.steps:
+            return _say_nothing(axis)
+        steps = np.array([row["step"] for row in data.steps])
+        axis.plot(*_thinned(steps, np.array([1e3 * row["seconds"] for row in data.steps])), color=TRAIN, linewidth=1.2)
+        axis.set_ylim(bottom=0)
+        return None
+    axis.set_title("Time per epoch (s)")
+    axis.set_xlabel("epoch")
+    axis.bar([epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs], color=BARS, width=0.75)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(visible=False, axis="x")
+    return None
+
+
+def _say_nothing(axis: Any) -> None:
+    axis.text(0.5, 0.5, "nothing was recorded", transform=axis.transAxes, ha="center", color=FAINT)
+    axis.grid(visible=False)
+
+
+def _smoothed(values: Any, window: int) -> Any:
+    """Mean of the last `window` values, of fewer at the beginning."""
+    sums = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(0, ends - window)
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def _thinned(steps: Any, values: Any) -> tuple[Any, Any]:
+    """Few enough points to draw: means of neighbours."""
+    size = -(-len(steps) // _MOST_POINTS)
+    if size < 2:
+        return steps, values
+    begins = np.arange(0, len(steps), size)
+    counts = np.diff(np.append(begins, len(steps)))
+    return steps[np.append(begins[1:], len(steps)) - 1], np.add.reduceat(values, begins) / counts

@@ -1,0 +1,113 @@
+"""What a run folder holds, read into plain rows. Files that are missing are empty; half a last line is not a line."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The steps of one epoch together."""
+
+    number: int  # from 1
+    loss: float
+    seconds: float  # of its steps: checkpoints and validation aside
+    samples: int
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run."""
+
+    folder: Path
+    job: Row
+    plan: Row
+    hardware: Row
+    steps: list[Row]
+    metrics: list[Row]  # of validations
+    speed: list[Row]
+    devices: list[Row]
+    events: list[Row]
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunData":
+        return cls(
+            folder=folder,
+            job=_yaml(folder / "job.yaml"),
+            plan=_yaml(folder / "plan.yaml"),
+            hardware=_yaml(folder / "hardware.json"),
+            steps=_lines(folder / "steps.jsonl"),
+            metrics=_lines(folder / "metrics.jsonl"),
+            speed=_lines(folder / "speed.jsonl"),
+            devices=_lines(folder / "gpu.jsonl"),
+            events=_lines(folder / "events.jsonl"),
+        )
+
+    @property
+    def name(self) -> str:
+        return str(self.job.get("name", self.folder.name))
+
+    @cached_property
+    def epochs(self) -> list[Epoch]:
+        return [_epoch(number, list(rows)) for number, rows in groupby(self.steps, key=lambda row: row["epoch"])]
+
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """Of what validations found, in the order in which it was first found."""
+        names = {name: None for row in self.metrics for name in row if name not in ("step", "epoch", "seconds")}
+        return [name for name in names if any(isinstance(row.get(name), (int, float)) for row in self.metrics)]
+
+    def metric(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values."""
+        rows = [row for row in self.metrics if isinstance(row.get(name), (int, float))]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Mean seconds of a step, by phase, over all steps that were measured."""
+        totals: dict[str, float] = {}
+        for row in self.speed:
+            for name, seconds in row["phases"].items():
+                totals[name] = totals.get(name, 0.0) + seconds * row["phase_steps"]
+        return {name: total / self.num_timed_steps for name, total in totals.items()} if totals else {}
+
+    @property
+    def num_timed_steps(self) -> int:
+        return sum(row["phase_steps"] for row in self.speed)
+
+    def event(self, *kinds: str) -> Row:
+        """The last of these kinds."""
+        return next((row for row in reversed(self.events) if row.get("event") in kinds), {})
+
+
+def _epoch(number: int, rows: list[Row]) -> Epoch:
+    items = sum(row["num_items"] for row in rows)
+    return Epoch(
+        number + 1,
+        sum(row["loss"] * row["num_items"] for row in rows) / items,
+        sum(row["seconds"] for row in rows),
+        sum(row["samples"] for row in rows),
+    )
+
+
+def _yaml(path: Path) -> Row:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(path: Path) -> list[Row]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,125 @@
+"""The checkpoints of a run: when each is begun, when it counts, and what is written of it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
+from drivetrain.core.world import World
+from drivetrain.monitor.books import NoBooks
+
+NOTABLE_WAIT_SECONDS = 0.05
+
+State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
+
+
+class Saves:
+    """Beside training where `beside` says so; otherwise training waits for each, and a failure ends it.
+
+    `state` gives what is to be saved, `best_step` the step whose checkpoint is never pruned. Used by all ranks alike.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        world: World,
+        books: NoBooks,
+        state: Callable[[], State],
+        best_step: Callable[[], int | None],
+        *,
+        beside: bool,
+    ) -> None:
+        self._checkpointer, self._books, self._state, self._best_step = checkpointer, books, state, best_step
+        self._saver = BackgroundSaver(checkpointer, world) if beside else None
+        self._best_at: dict[int, int | None] = {}  # which step was the best when one was saved
+        self._pins: set[int] = set()
+        self._num_problems_told = 0
+        self._pin_best()  # before anything can be pruned
+
+    @property
+    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
+        """Takes the state of a step that was not judged yet; None if saves wait. See `Trainer.snapshot`."""
+        return None if self._saver is None else self._snapshot
+
+    def prepare(self) -> None:
+        """After a step: refuses what cannot be saved, and gets memory for copies."""
+        shards, meta = self._state()
+        if self._saver is not None:
+            self._saver.prepare(shards, meta)
+
+    def save(self, step: int) -> None:
+        """Of a step that was judged."""
+        if self._saver is not None:
+            self._snapshot(step)(False)
+            return
+        began = time.monotonic()
+        self._books.flush()
+        shards, meta = self._state()
+        self._best_at[step] = self._pin_best()
+        self._checkpointer.save(step, shards, meta)
+        self._tell(step, None, {"seconds": time.monotonic() - began})
+
+    def report(self) -> None:
+        """Write down which saves have ended since the last call. Costs nothing where none has."""
+        if self._saver is None or not self._saver.has_news:
+            return
+        for outcome in self._saver.take_news():
+            seconds = {
+                "seconds": outcome.seconds,
+                "stalled_seconds": outcome.stalled_seconds,
+                "waited_seconds": outcome.waited_seconds,
+            }
+            if outcome.waited_seconds > NOTABLE_WAIT_SECONDS:
+                self._books.event("waited for a save", step=outcome.step, seconds=outcome.waited_seconds)
+            self._tell(outcome.step, outcome.error, seconds)
+
+    def finish(self) -> None:
+        """At the end: the last save has to be on the disk, or this raises."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def close(self) -> None:
+        """A save of a step that was judged is finished, any other abandoned. After an error, too; raises nothing."""
+        if self._saver is not None:
+            self._saver.close()
+            self.report()
+
+    def _snapshot(self, step: int) -> Callable[[bool], None]:
+        assert self._saver is not None
+        saver = self._saver
+        shards, meta = self._state()
+        self._best_at[step] = self._pin_best()
+        saver.begin(step, shards, meta)
+
+        def judged(leaving: bool) -> None:
+            self._books.flush()  # a checkpoint counts on the lines of all steps up to it
+            saver.judged(leaving=leaving)
+
+        return judged
+
+    def _tell(self, step: int, error: CheckpointError | None, seconds: dict[str, float]) -> None:
+        best = self._best_at.pop(step, None)
+        if error is None:
+            self._unpin_all_but(best)
+            self._books.event("checkpoint", step=step, best=best == step, **seconds)
+        else:
+            self._books.event("save failed", step=step, error=error.message, remedy=error.remedy, **seconds)
+            self._books.say(f"step {step} was not saved, and training goes on: {error}")
+        problems = self._checkpointer.problems[self._num_problems_told :]
+        self._num_problems_told += len(problems)
+        for problem in problems:
+            self._books.event("checkpoint problem", problem=problem)
+
+    def _pin_best(self) -> int | None:
+        best = self._best_step()
+        if best is not None:
+            self._checkpointer.pin(best)
+            self._pins.add(best)
+        return best
+
+    def _unpin_all_but(self, best: int | None) -> None:
+        """The one that was best before may go, once there is a better one: its own save may have failed."""
+        if best is not None and best in self._checkpointer.steps():
+            for step in self._pins - {best}:
+                self._checkpointer.unpin(step)
+            self._pins &= {best}

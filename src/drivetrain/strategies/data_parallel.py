@@ -1,0 +1,157 @@
+"""One process, several GPUs: each works on a part of every micro-batch, with a copy of the model made for that forward.
+
+It is what `nn.DataParallel` does, with torch's own `replicate`, and three differences. The loss is computed beside each
+copy and weighted by what it is over: samples, or what a `LossSum` counts. Batches are cut by sample, not by whatever
+length a tensor has. And the copies run one after the other from one thread (launching does not wait, so the GPUs still
+work side by side): what they draw at random is keyed, and the user's function never runs twice at a time.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import replicate as replicate_on_gpus
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.loss import LossSum
+from drivetrain.core.world import World
+from drivetrain.data.batch import to_device
+from drivetrain.data.stream import key_of
+from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
+from drivetrain.strategies.single import SingleStrategy
+
+Replicate = Callable[[nn.Module, Sequence[torch.device]], Sequence[nn.Module]]
+_OR_DDP = "use --parallel-strategy ddp: there every process makes batches of its own"
+
+
+class DataParallelStrategy(SingleStrategy):
+    """As one device, with a loss that several compute. Model, optimizer and checkpoints live on the first."""
+
+    name = "data_parallel"
+
+    def __init__(self, world: World, devices: Sequence[torch.device], replicate: Replicate = replicate_on_gpus) -> None:
+        super().__init__(world)
+        self._devices, self._replicate = devices, replicate
+        self._num_samples = 0
+
+    def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        _refuse_what_cannot_be_copied(parts)
+        self._user_loss = parts.loss
+        return super().prepare(replace(parts, loss=self._loss), trial)
+
+    def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        self._num_samples = num_samples
+        return super()._call(batch, num_samples, step_samples, weight)
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor | LossSum:
+        """The user's loss over the whole batch, from its parts."""
+        whole = self._num_samples
+        bounds = [whole * number // len(self._devices) for number in range(len(self._devices) + 1)]
+        shares = [share for share in pairwise(bounds) if share[0] < share[1]]  # there may be fewer samples than GPUs
+        devices = self._devices[: len(shares)]
+        results = []
+        for number, replica in enumerate(self._replicate(model, devices)):
+            device, share = devices[number], shares[number]
+            with _on(device):
+                if device != devices[0]:
+                    _set_generator(device, number)
+                part = to_device(part_of(batch, whole, *share), device)
+                results.append((self._user_loss(_with_parameters(replica), part), share[1] - share[0]))
+        return _together(results, whole, devices[0])
+
+
+def _refuse_what_cannot_be_copied(parts: StrategyParts) -> None:
+    if parts.called_model is not None:
+        raise DrivetrainError(
+            "a compiled model cannot be copied to several GPUs for every forward",
+            remedy="drop --compile, or use --parallel-strategy ddp",
+        )
+    patched = [name for name, module in parts.model.named_modules() if "forward" in vars(module)]
+    if patched:
+        raise DrivetrainError(
+            f"the forward of {patched[0] or 'the model'} was replaced, and copies on other GPUs would call the first's",
+            remedy="use --activations keep, or --parallel-strategy ddp",
+        )
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _set_generator(device: torch.device, number: int) -> None:
+    """What a copy on another GPU draws follows from the key that the step has set on the host."""
+    torch.cuda.default_generators[device.index].manual_seed(key_of(torch.default_generator.initial_seed(), number) >> 1)
+
+
+def _with_parameters(replica: nn.Module) -> nn.Module:
+    """`replicate` hides the copied weights from `parameters()`: a penalty over them would be zero in silence."""
+    for module in replica.modules():
+        module._parameters.update(cast(dict[str, Any], getattr(module, "_former_parameters", {})))
+    return replica
+
+
+def _together(results: Sequence[tuple[Any, int]], num_samples: int, device: torch.device) -> Tensor | LossSum:
+    values = [value for value, _ in results]
+    if len(values) == 1 or not _are_scalars(values):
+        return cast(Tensor, values[0])  # what is wrong with it is found where the losses of other strategies are judged
+    if isinstance(values[0], LossSum):
+        counts = [value.count for value in values]
+        count = sum(part.to(device) if isinstance(part, Tensor) else part for part in counts)
+        return LossSum(cast(Tensor, sum(value.total.to(device) for value in values)), count)
+    return cast(Tensor, sum(value.to(device) * (share / num_samples) for value, share in results))
+
+
+def _are_scalars(values: Sequence[Any]) -> bool:
+    kinds = sorted({type(value).__name__ for value in values})
+    if len(kinds) > 1:
+        raise DrivetrainError(
+            f"the loss function returned {' and '.join(kinds)} for parts of one batch",
+            remedy="return the same kind for every batch",
+        )
+    return all(isinstance(value, LossSum) or (isinstance(value, Tensor) and value.dim() == 0) for value in values)
+
+
+def part_of(batch: Any, num_samples: int, first: int, last: int) -> Any:
+    """The same structure with the samples from `first` up to `last` of every tensor and every list of plain values."""
+
+    def part(value: Any) -> Any:
+        return part_of(value, num_samples, first, last)
+
+    if isinstance(batch, Tensor):
+        if batch.dim() == 0:
+            return batch
+        if len(batch) != num_samples:
+            raise DrivetrainError(
+                f"a tensor of shape {tuple(batch.shape)} in a batch of {num_samples} samples has no row for each: it "
+                "cannot be cut for several GPUs",
+                remedy=_OR_DDP,
+            )
+        return batch[first:last]
+    if isinstance(batch, MutableMapping):
+        changed: Any = copy.copy(batch)
+        for key, value in batch.items():
+            changed[key] = part(value)
+        return changed
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(part, batch))
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == num_samples and not any(map(_holds_tensors, batch)):
+            return batch[first:last]  # texts or numbers, one for each sample
+        return type(batch)(map(part, batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{field.name: part(getattr(batch, field.name)) for field in dataclasses.fields(batch)})
+    if hasattr(batch, "to") or isinstance(batch, Mapping):
+        raise DrivetrainError(f"a {type(batch).__name__} cannot be cut for several GPUs", remedy=_OR_DDP)
+    return batch
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))

@@ -1,0 +1,251 @@
+"""What a job's data is taken for, what is said of it, and what is refused."""
+
+import multiprocessing
+import sys
+import types
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.data.division import Division
+from drivetrain.data.items import Columns, KeyedItems
+from drivetrain.data.loader import Loader
+from drivetrain.data.source import source_of
+from tests.data.shapes import Counting, Numbers, Unequal
+
+DATA = Numbers(20)
+
+
+def first_batch(data: Any, global_batch: int = 4, **options: Any) -> Any:
+    source = source_of(data)
+    division = Division(source.samples_per_epoch(global_batch) or 0, global_batch, global_batch, 1)
+    collate = options.pop("collate", None) or source.collate or default_collate
+    loader = Loader(source, division, 0, 0, collate, shuffle=False, **options)
+    with closing(loader):
+        _, micro_batches = next(loader.batches(0, 1))
+        return [micro.batch for micro in micro_batches][0]
+
+
+@pytest.mark.parametrize(
+    ("loader", "shuffle", "is_kept", "words"),
+    [
+        (DataLoader(DATA, 4), False, False, "shuffle=False"),
+        (DataLoader(DATA, 4, shuffle=True), True, False, "shuffle=True"),
+        (DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)), None, True, "RandomSampler is used"),
+        (DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=5)), None, True, "RandomSampler is used"),
+        (DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 0)), True, False, "DistributedSampler is replaced"),
+        (DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)), False, False, "is replaced"),
+        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)), False, False, "of 4 is"),
+    ],
+)
+def test_samplers(loader: Any, shuffle: bool | None, is_kept: bool, words: str) -> None:
+    source = source_of(loader)
+    assert source.global_batch == 4
+    assert source.shuffle is shuffle
+    assert (source.sampler is not None) is is_kept
+    assert source.is_keyed is not is_kept
+    assert any(words in note for note in source.notes)
+
+
+def test_everything_of_a_loader_is_taken_and_said() -> None:
+    def collate(items: list[Any]) -> Any:
+        return items
+
+    loader = DataLoader(
+        DATA, 5, collate_fn=collate, num_workers=2, pin_memory=True, prefetch_factor=3, timeout=9, drop_last=True,
+        worker_init_fn=print, multiprocessing_context="fork",
+    )  # fmt: skip
+    source = source_of(loader)
+    assert source.dataset is DATA
+    assert (source.collate, source.global_batch, source.drop_last) == (collate, 5, True)
+    wishes = source.wishes
+    assert (wishes.num_workers, wishes.prefetch_factor, wishes.pin_memory) == (2, 3, True)
+    assert (wishes.timeout_seconds, wishes.init_function) == (9, print)
+    assert wishes.context.get_start_method() == "fork"
+    said = " ".join(source.notes)
+    for word in ("2 workers", "pinned memory", "prefetch factor", "worker_init_fn", "timeout", "drop_last"):
+        assert word in said
+
+
+def test_a_workers_init_function_runs_there(tmp_path: Any) -> None:
+    loader = DataLoader(DATA, 4, num_workers=1, worker_init_fn=lambda number: (tmp_path / str(number)).touch())
+    assert first_batch(loader, num_workers=1).tolist() == [0, 1, 2, 3]
+    assert (tmp_path / "0").exists()
+
+
+def test_a_batch_sampler_says_its_size_or_its_first_batch_does() -> None:
+    assert source_of(DataLoader(DATA, batch_sampler=Unequal(20))).global_batch == 1
+    assert source_of(DataLoader(DATA, batch_sampler=[[1, 2, 3], [4]])).global_batch == 3
+
+
+def test_tensors_by_name() -> None:
+    inputs, labels = torch.randn(10, 3), np.arange(10)
+    data = {"inputs": inputs, "labels": labels}
+    assert isinstance(source_of(data).dataset, Columns)
+    gathered = first_batch(data)
+    fetched = first_batch(data, collate=lambda items: default_collate(items))
+    for batch in (gathered, fetched):
+        assert torch.equal(batch["inputs"], inputs[:4])
+        assert batch["labels"].tolist() == [0, 1, 2, 3]
+
+
+def test_items_that_are_dictionaries_and_data_sets_that_fetch_many() -> None:
+    class Rows:
+        """As tables of rows behave: an item is a dictionary, and many can be had at once."""
+
+        asked: list[list[int]] = []
+
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            raise AssertionError("it can give many at once")
+
+        def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+            self.asked.append(indices)
+            return [{"x": index, "name": f"row {index}"} for index in indices]
+
+    batch = first_batch(Rows())
+    assert batch["x"].tolist() == [0, 1, 2, 3]
+    assert batch["name"] == ["row 0", "row 1", "row 2", "row 3"]
+    assert Rows.asked == [[0, 1, 2, 3]]
+
+
+def test_many_at_once_are_keyed_one_by_one_if_they_draw() -> None:
+    class Noisy(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [index + torch.rand(()).item() for index in indices]
+
+    together = KeyedItems(Noisy(10), 3).__getitems__([(0, 1), (0, 2)])
+    assert together == [KeyedItems(Noisy(10), 3).__getitems__([(0, sample)])[0] for sample in (1, 2)]
+
+
+def test_many_at_once_name_the_one_that_raises() -> None:
+    class Broken(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [{0: 0, 1: 1}[index] for index in indices]
+
+    with pytest.raises(DrivetrainError, match="item 2 of the data set raised KeyError"):
+        first_batch(Broken(10))
+
+    class Short(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return indices[1:]
+
+    with pytest.raises(DrivetrainError, match="returned 3 items for 4"):
+        first_batch(Short(10))
+
+
+def test_keys_that_are_no_numbers() -> None:
+    class Named(Sampler[str]):
+        def __iter__(self) -> Any:
+            yield from ("a", "b", "c", "d")
+
+    class ByName(Numbers):
+        def __getitem__(self, index: Any) -> Any:
+            return {"a": 1, "b": 2, "c": 3, "d": 4}[index] + torch.rand(())
+
+    loader = DataLoader(ByName(4), 4, sampler=Named())
+    assert first_batch(loader).int().tolist() == [1, 2, 3, 4]
+    assert torch.equal(first_batch(loader), first_batch(loader))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (3, "int has no length or no items, and cannot be iterated"),
+        ("data.csv", "a text is no data"),
+        ({}, "empty"),
+        ({"x": torch.zeros(3), "y": torch.zeros(4)}, "unequal length: {'x': 3, 'y': 4}"),
+        ({"x": [1, 2, 3]}, "'x' is list"),
+        ({"x": np.array(["a", "b"])}, "'x' cannot be made a tensor"),
+        ((torch.zeros(100, 3), torch.zeros(100, dtype=torch.long)), "2 tensors of 100 rows is taken for 2 items"),
+        (DataLoader(DATA, batch_size=None), "batch_size=None"),
+        (DataLoader(Counting(4), batch_size=None), "batch_size=None"),
+    ],
+)
+def test_what_cannot_be_trained_on(data: Any, words: str) -> None:
+    with pytest.raises(DrivetrainError) as caught:
+        source_of(data)
+    assert words in caught.value.message
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_function_that_raises(num_workers: int) -> None:
+    unequal = [torch.zeros(number) for number in range(6)]
+    with pytest.raises(DrivetrainError, match="default_collate could not make a batch of 4 items") as caught:
+        first_batch(unequal, num_workers=num_workers)
+    assert "remedy: items of unequal shapes" in str(caught.value)
+
+
+def test_a_list_of_items_is_a_data_set() -> None:
+    assert source_of([(1, 2), (3, 4)]).is_keyed
+    assert first_batch([(torch.tensor(number), number) for number in range(8)])[1].tolist() == [0, 1, 2, 3]
+
+
+class Handle(Numbers):
+    """Cannot be pickled."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.open = lambda: None
+
+
+@pytest.fixture
+def spawn() -> Any:
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(method, force=True)
+
+
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Any:
+    """As if it were defined in a session that no file holds."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    data = made()
+    monkeypatch.setattr(type(data), "__module__", "__main__")
+    return data
+
+
+@pytest.mark.usefixtures("spawn")
+def test_what_cannot_be_sent_to_workers_is_loaded_here_if_nobody_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(Numbers):
+        pass
+
+    for data, words in (
+        (Handle(20), "pickle"),
+        (in_a_notebook(monkeypatch, lambda: Local(20)), "is defined in this session"),
+    ):
+        loader = Loader(data, Division(20, 4, 4, 1), 0, 0, default_collate, num_workers=1, may_do_without_workers=True)
+        with closing(loader):
+            assert len([place for place, _ in loader.batches(0, 5)]) == 5
+        assert "loaded in the training process" in loader.notes[0]
+        assert words in loader.notes[0]
+        pinned = Loader(data, Division(20, 4, 4, 1), 0, 0, default_collate, num_workers=1)
+        with closing(pinned), pytest.raises(DrivetrainError, match="1 workers could not be started") as caught:
+            next(pinned.batches(0, 5))
+        assert "--num-workers 0" in caught.value.remedy
+
+
+def test_gathering_into_columns_gives_the_same_bits() -> None:
+    tensors = TensorDataset(torch.randn(30, 4), torch.arange(30))
+    named = {"a": tensors.tensors[0], "b": tensors.tensors[1]}
+    first, second = first_batch(tensors), first_batch(named)
+    assert torch.equal(first[0], second["a"])
+    assert torch.equal(first[1], second["b"])

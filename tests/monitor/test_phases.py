@@ -1,0 +1,143 @@
+"""The phase clock: laps leave no gap, communication is told from backward, a clock that is off measures nothing."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, PHASES, HostClock, Laps, NoClock
+from drivetrain.trainer import Trainer
+from tests.gloo_pool import GlooPool
+from tests.training.jobs import Variant, make_job, run, vector_loss
+
+SMALL = Variant(dtype=torch.float32, steps=24, num_samples=64, global_batch=8, save_every=100)
+
+
+def phases_of(folder: Path) -> tuple[dict[str, float], int]:
+    """Seconds by phase over the whole run, and the steps they are of."""
+    totals: dict[str, float] = {}
+    steps = 0
+    for line in (folder / "suite" / "speed.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        steps += row["phase_steps"]
+        for name, seconds in row["phases"].items():
+            totals[name] = totals.get(name, 0.0) + seconds * row["phase_steps"]
+    return totals, steps
+
+
+def test_laps_leave_no_gap() -> None:
+    clock = HostClock()
+    clock.start()
+    began = time.perf_counter()
+    for phase, seconds in ((DATA, 0.02), (FORWARD, 0.01), (BACKWARD, 0.03), (DATA, 0.02)):
+        time.sleep(seconds)
+        clock.lap(phase)
+    clock.next_step()
+    whole = time.perf_counter() - began
+    laps = clock.take()
+    assert laps.steps == 1
+    assert sum(laps.seconds) == pytest.approx(whole, abs=1e-3)
+    found = laps.per_step()
+    assert set(found) == {"data", "forward", "backward"}
+    assert found["data"] >= 0.04
+    assert found["backward"] >= 0.03
+    assert clock.take() == Laps(0, [0.0] * len(PHASES))  # taken is taken
+
+
+def test_no_clock_measures_nothing() -> None:
+    clock = NoClock()
+    clock.start()
+    clock.lap(DATA)
+    clock.next_step()
+    assert clock.take().per_step() == {}
+
+
+def test_the_phases_of_a_run_add_up_to_its_loop(tmp_path: Path) -> None:
+    """Against a clock around the loop that knows nothing of phases; and slow parts are found where they are."""
+    times: list[float] = []
+
+    def slow_loss(model: Any, batch: Any) -> Tensor:
+        time.sleep(0.004)
+        return vector_loss(model, batch)
+
+    original = Trainer.run
+
+    def timed_run(self: Trainer) -> Any:
+        times.append(time.perf_counter())
+        yield from original(self)
+        times.append(time.perf_counter())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "run", timed_run)
+        run(str(tmp_path), SMALL, 4, loss=slow_loss, checkpoint_every=6)
+    totals, steps = phases_of(tmp_path)
+    assert steps == SMALL.steps
+    assert sum(totals.values()) == pytest.approx(times[1] - times[0], rel=0.02, abs=5e-3)
+    assert set(totals) == {"data", "forward", "backward", "optimizer", "logging", "checkpoint"}
+    assert totals["forward"] > 2 * SMALL.steps * 0.004  # two micro-steps each
+
+
+def slow_on_rank_1(model: Any, batch: Any) -> Tensor:
+    if dist.get_rank() == 1:
+        time.sleep(0.02)
+    return vector_loss(model, batch)
+
+
+def run_beside_a_slow_rank(folder: str) -> Any:
+    return run(folder, SMALL, 4, loss=slow_on_rank_1)
+
+
+def run_plainly(folder: str) -> Any:
+    return run(folder, SMALL, 4)
+
+
+def test_waiting_for_another_rank_is_communication(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(run_beside_a_slow_rank, str(tmp_path), world=2)
+    totals, steps = phases_of(tmp_path)
+    assert steps == SMALL.steps
+    # Rank 0 has its gradients 20 ms before rank 1 has, in every step; that is not backward.
+    assert totals["communication"] > 0.8 * SMALL.steps * 0.02
+    assert totals["backward"] < 0.5 * totals["communication"]
+
+
+def test_telling_communication_changes_no_bit(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    watched = gloo_pool.run(run_plainly, str(tmp_path / "a"), world=2)[0]
+    unwatched = gloo_pool.run(run_unwatched, str(tmp_path / "b"), world=2)[0]
+    assert watched.rows == unwatched.rows
+    assert all((watched.weights[key] == unwatched.weights[key]).all() for key in watched.weights)
+
+
+def run_unwatched(folder: str) -> Any:
+    return run(folder, SMALL, 4, settings={"log_every": 0, "monitor_gpu": False, "report": False})
+
+
+def test_off_is_off(tmp_path: Path) -> None:
+    run_unwatched(str(tmp_path))
+    folder = tmp_path / "suite"
+    assert (folder / "speed.jsonl").read_text() == ""
+    assert not (folder / "gpu.jsonl").exists()
+    assert not (folder / "performance_summary.txt").exists()
+    assert "flops" not in (folder / "events.jsonl").read_text()
+
+
+def test_a_job_can_be_watched_twice(tmp_path: Path) -> None:
+    """A compiled or hooked objective must not keep hooks of steps before."""
+    job = make_job(SMALL)
+    assert job.items == "items"
+    clock = HostClock()
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        clock.start()
+        objective = (weight * 2).sum()
+        clock.watch_backward(objective)
+        torch.autograd.backward(objective)
+        clock.end_backward()
+        clock.next_step()
+    laps = clock.take()
+    assert laps.steps == 3
+    assert set(laps.per_step()) == {"backward", "communication"}

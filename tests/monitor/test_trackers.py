@@ -1,0 +1,196 @@
+"""Trackers that work, and trackers that fail in every way: the run never notices."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.config import configure
+from drivetrain.core.errors import ConfigError
+from drivetrain.monitor import trackers
+from drivetrain.monitor.trackers import BackgroundTracker, Tracker, start_trackers
+from tests.training.jobs import Variant, run
+
+SMALL = Variant(dtype=torch.float32, steps=30, num_samples=64, global_batch=8, save_every=100)
+
+
+class Recorder:
+    """Remembers; fails or hangs where it is told to."""
+
+    def __init__(self, fails_at: str = "", hangs_at: str = "", release: threading.Event | None = None) -> None:
+        self.points: list[tuple[Mapping[str, float], int]] = []
+        self.closed = False
+        self._fails_at, self._hangs_at, self._release = fails_at, hangs_at, release
+        self._meet("init")
+
+    def _meet(self, place: str) -> None:
+        if place == self._fails_at:
+            raise OSError(28, f"planted in {place}")
+        if place == self._hangs_at:
+            assert self._release is not None
+            self._release.wait(60)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._meet("log")
+        self.points.append((metrics, step))
+
+    def close(self) -> None:
+        self._meet("close")
+        self.closed = True
+
+
+def test_points_arrive_in_order_and_the_tracker_is_closed() -> None:
+    recorder, told = Recorder(), []
+    tracker = BackgroundTracker("test", lambda: recorder, told.append)
+    for step in range(100):
+        tracker.log({"loss": float(step)}, step)
+    tracker.close()
+    assert recorder.points == [({"loss": float(step)}, step) for step in range(100)]
+    assert recorder.closed
+    assert told == []
+
+
+@pytest.mark.parametrize("place", ["init", "log", "close"])
+def test_a_failure_is_told_once(place: str) -> None:
+    told: list[str] = []
+    tracker = BackgroundTracker("test", lambda: Recorder(fails_at=place), told.append)
+    for step in range(50):
+        tracker.log({"loss": 1.0}, step)
+        time.sleep(0.0005)
+    tracker.close()
+    assert len(told) == 1
+    assert "test is dropped" in told[0]
+    assert f"planted in {place}" in told[0]
+
+
+@pytest.mark.parametrize("place", ["init", "log", "close"])
+def test_one_that_hangs_is_left_behind(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(BackgroundTracker, "CAPACITY", 20)
+    release, told = threading.Event(), []
+    tracker = BackgroundTracker("test", lambda: Recorder(hangs_at=place, release=release), told.append)
+    began = time.perf_counter()
+    for step in range(100):
+        tracker.log({"loss": 1.0}, step)
+    logged = time.perf_counter()
+    tracker.close()
+    assert logged - began < 0.05  # nothing waited for it
+    assert time.perf_counter() - logged < 1.0
+    assert any("left behind" in text for text in told)
+    if place != "close":
+        assert any("points are missing" in text for text in told)
+    release.set()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tracker]) -> None:
+    """Instead of TensorBoard."""
+    monkeypatch.setattr(trackers, "_prepare_tensorboard", lambda *_: make)
+
+
+@pytest.mark.parametrize("place", ["init", "log", "close"])
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, how: str) -> None:
+    monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 0.2)
+    release = threading.Event()
+    plant(monkeypatch, lambda: Recorder(**{f"{how}_at": place}, release=release))
+    plain = run(str(tmp_path / "plain"), SMALL)
+    tracked = run(str(tmp_path / "tracked"), SMALL, settings={"trackers": ["tensorboard"], "log_every": 1})
+    release.set()
+    assert plain is not None
+    assert tracked is not None
+    assert tracked.rows == plain.rows
+    notes = [row["text"] for row in rows(tmp_path / "tracked", "events") if row["event"] == "note"]
+    assert sum("tensorboard" in text for text in notes) == 1
+    assert (tmp_path / "tracked" / "suite" / "finished.json").exists()
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "suite" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    plant(monkeypatch, lambda: recorder)
+    trained = run(str(tmp_path), SMALL, settings={"trackers": ["tensorboard"], "log_every": 7, "monitor_gpu": False})
+    assert trained is not None
+    assert [step for _, step in recorder.points] == [7, 14, 21, 28, 30]  # and what is left at the end
+    figures, _ = recorder.points[1]
+    mean = sum(row["loss"] * row["num_items"] for row in trained.rows[7:14]) / sum(
+        row["num_items"] for row in trained.rows[7:14]
+    )
+    assert figures["loss"] == pytest.approx(mean)
+    assert figures["lr"] == trained.rows[13]["lr"]
+    assert figures["grad_norm"] == trained.rows[13]["grad_norm"]
+    assert figures["samples_per_second"] > 0
+    assert figures["phase_ms/forward"] > 0
+    assert all(isinstance(value, float) for value in figures.values())
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained = run(str(tmp_path), SMALL, settings={"trackers": ["tensorboard"], "log_every": 1})
+    assert trained is not None
+    events = EventAccumulator(str(tmp_path / "suite" / "tensorboard")).Reload()
+    losses = events.Scalars("loss")
+    assert [point.step for point in losses] == list(range(1, 31))
+    assert [point.value for point in losses] == pytest.approx(trained.losses, rel=1e-6)
+
+
+def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # nobody is logged in there
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    run(str(tmp_path), SMALL, settings={"trackers": ["wandb"]})
+    notes = [row["text"] for row in rows(tmp_path, "events") if row["event"] == "note"]
+    assert any("nobody is logged in" in text and "wandb sync" in text for text in notes), notes
+    kept = list((tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(kept) == 1
+    assert kept[0].stat().st_size > 500
+    assert (tmp_path / "suite" / "wandb.id").read_text().strip() in kept[0].name
+
+
+def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    monkeypatch.setattr(trackers, "_prepare_wandb", missing)
+    told: list[str] = []
+    assert start_trackers(("wandb",), tmp_path, "name", {}, 0, told.append) == []
+    assert "pip install 'drivetrain[wandb]'" in told[0]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("in the way")
+    told: list[str] = []
+    (tracker,) = start_trackers(("tensorboard",), tmp_path, "name", {}, 0, told.append)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.close()
+    assert len(told) == 1
+    assert "tensorboard is dropped" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [("tensorbord", "tensorboard"), ("tensorboard,wanbd", "wandb"), (["wand"], "wandb")]
+)
+def test_a_wrong_name_is_an_error_with_the_right_one(value: Any, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure(trackers=value)
+    (problem,) = caught.value.problems
+    assert problem.remedy == f"did you mean `{meant}`?"
+    assert "tensorboard, wandb" in problem.allowed
+
+
+def test_the_right_names() -> None:
+    assert configure(trackers="tensorboard,wandb").watch.trackers == ("tensorboard", "wandb")
+    assert configure(trackers="wandb").watch.trackers == ("wandb",)
+    assert configure().watch.trackers == ()
