@@ -93,7 +93,7 @@ class Trainer:
                 if self.is_over:
                     return
         except (Exception, KeyboardInterrupt):
-            pass  # broken
+            yield from self.last_words()
             raise
 
     def steps(self) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
