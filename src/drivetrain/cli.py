@@ -45,6 +45,7 @@ COMMANDS = {
         (
             *_PLACE,
             "precision",
+            "memory",
             "batch",
             "distributed.strategy",
             "data.num_workers",
@@ -61,7 +62,7 @@ COMMANDS = {
     "eval": Command(
         "drivetrain.recipes.evaluation",
         "Loss and metrics of a run's weights over its validation set.",
-        (*_PLACE[1:], "precision", "kernels", "batch.size", "data", "distributed"),
+        (*_PLACE[1:], "precision", "kernels", "memory", "batch.size", "data", "distributed"),
     ),
     "config": Command(
         "drivetrain.config.show",

@@ -146,7 +146,7 @@ class Drive:
         self._trainer.before_step = self._books.before_step
         stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
 
-        self.model: Any = called or model
+        self.model: Any = model if called is None else called
         self._plain, self._optimizer, self._trained = model, optimizer, parts.trained
         self._buffers = list(model.buffers())
         self._around_forward = around_forward(parts)

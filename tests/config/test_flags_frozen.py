@@ -17,11 +17,18 @@ FLAGS = {
     "device.ids": ["--device-ids"],
     "device.assertions": ["--device-assertions"],
     "precision.dtype": ["--precision", "--precision-type", "--amp-dtype"],
+    "precision.mixed": ["--mixed-precision"],
+    "kernels.deterministic": ["--deterministic"],
+    "kernels.cudnn_benchmark": ["--cudnn-benchmark"],
+    "memory.activations": ["--activations"],
     "batch.size": ["--batch-size"],
     "batch.accumulation": ["--accumulation-steps"],
     "budget.epochs": ["--epochs"],
     "budget.max_steps": ["--max-steps"],
     "optimizer.learning_rate": ["--learning-rate"],
+    "optimizer.ema": ["--ema"],
+    "validation.every": ["--valid-every"],
+    "validation.patience": ["--patience"],
     "data.num_workers": ["--num-workers"],
     "data.pin_memory": ["--pin-memory"],
     "data.prefetch_factor": ["--prefetch-factor"],
@@ -48,11 +55,17 @@ PLACE = ["run.output_dir", "device.mode", "device.device", "device.ids"]
 OBEYED = {
     "check": [
         *PLACE,
-        *("precision.dtype", "batch.size", "batch.accumulation", "distributed.strategy"),
+        *("precision.dtype", "precision.mixed", "memory.activations", "batch.size", "batch.accumulation", "distributed.strategy"),
         *("data.num_workers", "data.pin_memory", "data.prefetch_factor"),
     ],
     "verify": PLACE,
     "train": list(FLAGS),
+    "eval": [
+        name
+        for name in FLAGS
+        if name in (*PLACE[1:], "batch.size")
+        or name.startswith(("precision.", "kernels.", "memory.", "data.", "distributed."))
+    ],
     "config": list(FLAGS),
 }
 OWN_FLAGS = {
@@ -60,6 +73,7 @@ OWN_FLAGS = {
     "verify": ["--json", "--only", "--quick", "--save", "--time-limit-seconds"],
     "config": ["--json"],
     "train": [],
+    "eval": ["--json", "--which"],
 }
 
 

@@ -8,7 +8,9 @@ import contextlib
 import os
 import queue
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,14 +83,32 @@ class BackgroundTracker:
 
 
 class TensorBoardTracker:
-    """Event files in the run folder."""
+    """An event file in the run folder.
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    Written record by record, and not by torch's SummaryWriter: that one has a thread of its own, which on a full disk
+    dies with a traceback on the terminal.
+    """
+
+    def __init__(self, folder: Path, resumed_from: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("wb"))
+        self._write(file_version="brain.Event:2")
+        if resumed_from:  # points of steps that are going to be done again are not shown
+            self._write(step=resumed_from + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, metrics: Metrics, step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=self._summary(value=values))
+
+    def _write(self, **content: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -133,15 +153,9 @@ def start_trackers(
 def _prepare_tensorboard(
     folder: Path, run_name: str, config: Mapping[str, Any], resumed_from: int, report: Callable[[str], None]
 ) -> Callable[[], Tracker]:
-    from torch.utils.tensorboard import SummaryWriter
+    import tensorboard.summary.writer.record_writer  # noqa: F401
 
-    def make() -> Tracker:
-        # Points of steps that are going to be done again are not shown.
-        purge = resumed_from + 1 if resumed_from else None
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-        return TensorBoardTracker(writer)
-
-    return make
+    return lambda: TensorBoardTracker(folder / "tensorboard", resumed_from)
 
 
 def _prepare_wandb(
