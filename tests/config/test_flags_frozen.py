@@ -50,6 +50,13 @@ FLAGS = {
     "distributed.sync_batchnorm": ["--sync-batchnorm"],
     "compile.enabled": ["--compile"],
     "compile.mode": ["--compile-mode"],
+    "watch.trackers": ["--trackers"],
+    "watch.log_every": ["--log-every"],
+    "watch.monitor_gpu": ["--monitor-gpu"],
+    "watch.gpu_log_interval": ["--gpu-log-interval"],
+    "watch.profile": ["--profile"],
+    "watch.report": ["--report"],
+    "watch.quiet": ["--quiet"],
 }
 PLACE = ["run.output_dir", "device.mode", "device.device", "device.ids"]
 OBEYED = {

@@ -154,6 +154,9 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     assert any("nobody is logged in" in text and "wandb sync" in text for text in notes), notes
     kept = list((tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(kept) == 1
+    deadline = time.monotonic() + 20
+    while kept[0].stat().st_size < 500 and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process of wandb's own writes it
     assert kept[0].stat().st_size > 500
     assert (tmp_path / "suite" / "wandb.id").read_text().strip() in kept[0].name
 

@@ -1,0 +1,114 @@
+"""A disk that is really full: a small file system in memory. Training goes on, and no line is torn."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.core.run_folder import JsonLines
+from tests.training.jobs import Variant, make_job, run, vector_loss
+
+SMALL = Variant(dtype=torch.float32, steps=40, num_samples=64, global_batch=8, save_every=1000)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """One MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("nothing may be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            pass
+    return ballast
+
+
+def test_lines_are_whole_or_not_there(small_disk: Path) -> None:
+    log = JsonLines(small_disk / "log.jsonl")
+    log.append({"step": 1})
+    log.flush()
+    ballast = fill(small_disk)
+    row = {"step": 2, "text": "y" * 100_000}
+    log.hold(row)
+    with pytest.raises(OSError, match="No space"):
+        log.flush()
+    assert (small_disk / "log.jsonl").read_text() == '{"step": 1}\n'
+    ballast.unlink()
+    log.close()
+    assert [json.loads(line) for line in (small_disk / "log.jsonl").read_text().splitlines()] == [{"step": 1}, row]
+
+
+def test_training_goes_on_and_writes_when_there_is_room_again(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(JsonLines, "FLUSH_SECONDS", 0.0)  # every row is tried at once
+    calls = [0]
+
+    def filling(model: Any, batch: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 10:
+            fill(small_disk)
+        if calls[0] == 30:
+            (small_disk / "ballast").unlink()
+        return vector_loss(model, batch)
+
+    settings = {"log_every": 1, "gpu_log_interval": 1, "trackers": ["tensorboard"]}
+    trained = run(str(small_disk), SMALL, settings=settings, loss=filling)
+    assert trained is not None
+    assert len(trained.losses) == SMALL.steps
+    assert [row["step"] for row in trained.rows] == list(range(1, SMALL.steps + 1))  # those of the full disk too
+    speed = [json.loads(line) for line in (small_disk / "suite" / "speed.jsonl").read_text().splitlines()]
+    assert sum(row["steps"] for row in speed) == SMALL.steps
+
+
+def test_it_is_said_once(small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from drivetrain.api import train
+    from drivetrain.config import configure
+
+    monkeypatch.setattr(JsonLines, "FLUSH_SECONDS", 0.0)
+    calls = [0]
+
+    def filling(model: Any, batch: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 5:
+            fill(small_disk)
+        if calls[0] == 38:
+            (small_disk / "ballast").unlink()
+        return vector_loss(model, batch)
+
+    config = configure(output_dir=small_disk, gpu_mode="cpu", monitor_gpu=False, report=False)
+    train(make_job(SMALL, loss=filling), config)
+    assert capsys.readouterr().out.count("steps.jsonl cannot be written") == 1
+
+
+def test_a_report_that_cannot_be_written_is_said(small_disk: Path) -> None:
+    from drivetrain.report import write_report
+
+    run(str(small_disk), SMALL)
+    fill(small_disk)
+    problems = write_report(small_disk / "suite")
+    assert len(problems) == 2
+    assert all("No space left" in text for text in problems)
+    assert not list((small_disk / "suite").glob(".*.tmp"))

@@ -1,0 +1,173 @@
+"""The report of a run, from its folder alone."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.report import RunData, draw, summary, write_report
+from drivetrain.report.picture import _smoothed, _thinned
+from tests.training.jobs import Variant, make_job, run
+
+SMALL = Variant(dtype=torch.float32, steps=30, num_samples=80, global_batch=8, save_every=100)
+
+
+def accuracy(output: Tensor, batch: Any) -> Tensor:
+    return (output.argmax(1) == batch[1]).double()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has all there is, moved away from where it was written."""
+    made = tmp_path_factory.mktemp("made")
+    changes = {"valid": make_job(SMALL).data, "metrics": {"accuracy": accuracy}}
+    run(str(made), SMALL, settings={"log_every": 5}, **changes)
+    return Path(shutil.move(made / "suite", tmp_path_factory.mktemp("moved") / "suite"))
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "suite"))
+
+
+def pixels(png: bytes) -> tuple[int, int, int]:
+    """Width, height, and how many different bytes there are in the picture: an empty one has few."""
+    assert png.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", png[16:24])
+    data, position = b"", 8
+    while position < len(png):
+        length, kind = struct.unpack(">I4s", png[position : position + 8])
+        if kind == b"IDAT":
+            data += png[position + 8 : position + 8 + length]
+        position += 12 + length
+    return width, height, len(set(zlib.decompress(data)))
+
+
+def test_the_words(folder: Path) -> None:
+    text = summary(RunData.read(folder))
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in steps if row["epoch"] == 2]
+    final = sum(row["loss"] * row["num_items"] for row in last) / sum(row["num_items"] for row in last)
+    assert "suite: finished" in text
+    assert "optimizer steps       30" in text
+    assert "compilation           not asked for" in text
+    assert f"final loss            {final:.4f}" in text
+    best = max(row["valid_accuracy"] for row in metrics)
+    assert f"{metrics[-1]['valid_accuracy']:.4f} at the end, {best:.4f} at best" in text
+    seconds = sum(row["seconds"] for row in steps)
+    assert f"{sum(row['samples'] for row in steps) / seconds:,.0f} over all" in text
+    for phase in ("data", "forward", "backward", "optimizer", "validation", "checkpoint"):
+        assert f"  {phase} " in text
+    assert "MFU                   unknown" in text
+    assert "this process (GiB)" in text
+    assert "skipped" not in text
+
+
+def test_phases_are_weighted_by_their_steps(copied: Path) -> None:
+    rows = [
+        {"step": 10, "steps": 10, "phase_steps": 10, "phases": {"forward": 0.001}},
+        {"step": 40, "steps": 30, "phase_steps": 30, "phases": {"forward": 0.003, "data": 0.004}},
+    ]
+    (copied / "speed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    phases = RunData.read(copied).phases
+    assert phases == pytest.approx({"forward": (0.01 + 0.09) / 40, "data": 0.12 / 40})
+
+
+def test_skipped_steps_mfu_and_gpus(copied: Path) -> None:
+    lines = (copied / "steps.jsonl").read_text().splitlines()
+    rows = [{**json.loads(line), "skipped": number < 3} for number, line in enumerate(lines)]
+    (copied / "steps.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    speed = [{**json.loads(line), "mfu": 0.4} for line in (copied / "speed.jsonl").read_text().splitlines()]
+    (copied / "speed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in speed))
+    flops = {"event": "flops", "flops_per_sample": 1e9, "peak_flops_per_second": 989.4e12}
+    flops |= {"peak_origin": "tabled", "peak_source": "vendor data sheet, dense"}
+    with (copied / "events.jsonl").open("a") as file:
+        file.write(json.dumps(flops) + "\n")
+    gpu = {"device": "gpu0", "utilisation_percent": 90.0, "power_watts": 500.0, "memory_total_gib": 100.0}
+    gpu |= {"memory_peak_gib": 40.0, "memory_peak_reserved_gib": 50.0, "throttled": ["power cap"], "step": 1}
+    with (copied / "gpu.jsonl").open("a") as file:
+        file.write(f"{json.dumps(gpu)}\n{json.dumps({**gpu, 'utilisation_percent': 70.0, 'throttled': []})}\n")
+    text = summary(RunData.read(copied))
+    assert "skipped steps         3" in text
+    assert "MFU                   40.0% of 989.4 TFLOP/s (tabled: vendor data sheet, dense)" in text
+    assert "  busy (%)                   80.0       90.0       70.0" in text
+    assert "peak allocated 40.00 GiB = 40% of the card, 80% of what torch had reserved" in text
+    assert "throttled in 1 samples: power cap (1)" in text
+
+
+def test_the_picture(folder: Path) -> None:
+    width, height, colours = pixels(draw(RunData.read(folder)))
+    assert (width, height) == (1680, 552)
+    assert colours > 100
+
+
+def test_drawing_leaves_the_callers_matplotlib_alone(folder: Path) -> None:
+    script = (
+        "import sys, pathlib, matplotlib\n"
+        "matplotlib.use('pdf'); before = dict(matplotlib.rcParams)\n"
+        "from drivetrain.report import write_report\n"
+        f"assert write_report(pathlib.Path({str(folder)!r})) == []\n"
+        "assert matplotlib.get_backend() == 'pdf' and dict(matplotlib.rcParams) == before\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "missing", ["steps.jsonl", "speed.jsonl", "metrics.jsonl", "gpu.jsonl", "plan.yaml", "events.jsonl"]
+)
+def test_whatever_is_missing_is_left_out(copied: Path, missing: str) -> None:
+    (copied / missing).unlink()
+    assert write_report(copied) == []
+    assert pixels((copied / "training_metrics.png").read_bytes())[2] > 50
+
+
+def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
+    assert write_report(tmp_path) == []
+    assert "not finished" in (tmp_path / "performance_summary.txt").read_text()
+
+
+@pytest.mark.parametrize("damage", ["{not json}\n", '{"step": 1}\n'])
+def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path, damage: str) -> None:
+    (copied / "steps.jsonl").write_text(damage)
+    problems = write_report(copied)
+    assert len(problems) == 2
+    assert all("was not written" in text for text in problems)
+
+
+def test_a_torn_last_line_is_no_line(copied: Path) -> None:
+    with (copied / "steps.jsonl").open("a") as file:
+        file.write('{"step": 31, "ep')
+    assert write_report(copied) == []
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it raises
+    run(str(tmp_path), SMALL, settings={"report": True})
+    assert (tmp_path / "suite" / "finished.json").exists()
+    assert (tmp_path / "suite" / "performance_summary.txt").exists()
+    assert not (tmp_path / "suite" / "training_metrics.png").exists()
+
+
+def test_many_points_become_few_without_moving_the_mean() -> None:
+    steps, values = np.arange(1, 10_001), np.random.default_rng(0).normal(size=10_000)
+    where, means = _thinned(steps, values)
+    assert len(where) <= 1500
+    assert where[-1] == 10_000
+    assert means.mean() == pytest.approx(values.mean(), abs=0.01)
+    assert len(_thinned(steps[:100], values[:100])[0]) == 100
+
+
+def test_smoothing_is_a_mean_of_the_last() -> None:
+    assert _smoothed(np.array([1.0, 2.0, 3.0, 4.0]), 2).tolist() == [1.0, 1.5, 2.5, 3.5]
