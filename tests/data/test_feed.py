@@ -16,7 +16,7 @@ from drivetrain.data.feed import NoFeed, feed_for, one_ahead
 from drivetrain.job import Job
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+Pair = namedtuple("Pair", "left right")
 
 
 @dataclass(frozen=True)

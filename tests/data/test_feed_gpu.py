@@ -130,8 +130,15 @@ def test_every_structure_arrives() -> None:
         tensor = torch.full((3,), number).pin_memory()
         sparse = torch.eye(3).to_sparse() * number
         on_gpu = torch.full((2,), number, device=gpu())
-        return {"list": [tensor, "text"], "named": Pair(tensor, 3), "data": Frozen(tensor, "a"), "custom": Custom(tensor),
-                "sparse": sparse, "there": on_gpu, "pageable": torch.full((4,), number)}  # fmt: skip
+        return {
+            "list": [tensor, "text"],
+            "named": Pair(tensor, 3),
+            "data": Frozen(tensor, "a"),
+            "custom": Custom(tensor),
+            "sparse": sparse,
+            "there": on_gpu,
+            "pageable": torch.full((4,), number),
+        }
 
     for number, micro_batches in DeviceFeed(gpu()).steps(steps_of([structure(float(n)) for n in range(4)])):
         (micro,) = micro_batches

@@ -1,20 +1,23 @@
-"""Every shape of data: one global order for every world and number of workers, each sample once, and from any step on."""
+"""Every shape of data: one order for every world and number of workers, each sample once, and from any step on."""
 
 import itertools
 import json
+import random
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.division import Division, Place, Position
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import source_of
-from tests.data.shapes import KINDS, Counting, Numbers, Shrinking, WithState, loaders, weighted
+from tests.data.shapes import KINDS, Counting, Lazy, Numbers, Shrinking, WithState, loaders, weighted
 
 SEED = 11
 
@@ -23,6 +26,13 @@ class Seen(NamedTuple):
     places: list[Place]
     items: list[list[float]]  # of each step, all ranks
     positions: list[Position]  # behind each step
+
+
+def disturb() -> None:
+    """A model, a hook, anything draws between two steps, and not the same on two machines."""
+    random.seed()
+    np.random.seed()
+    torch.default_generator.seed()
 
 
 def see(
@@ -58,13 +68,12 @@ def see(
                 loader.first(last_step, epochs)
             for place, micro_batches in loader.batches(start.step if start else 0, last_step, epochs):
                 found: list[float] = []
-                parts = 0
-                for micro in micro_batches:
-                    parts += 1
-                    assert micro.is_last == (parts == division.num_micro_steps(place))
+                for number, micro in enumerate(micro_batches):
+                    assert micro.is_last == (number == division.num_micro_steps(place) - 1)
                     if micro.weight:
                         assert len(micro.batch) == micro.num_samples
                         found += micro.batch.tolist()
+                disturb()
                 seen.places.append(place)
                 seen.items.append(found)
                 seen.positions.append(loader.position)
@@ -84,7 +93,10 @@ def test_one_order_for_every_world_and_each_sample_once(kind, size, batch, world
     assert together == alone
     for epoch in (0, 1):
         items = [
-            int(item) for place, step in zip(alone.places, alone.items, strict=True) if place.epoch == epoch for item in step
+            int(item)
+            for place, step in zip(alone.places, alone.items, strict=True)
+            if place.epoch == epoch
+            for item in step
         ]
         assert sorted(items) == list(range(size))
     assert [place.ends_epoch for place in alone.places].count(True) == 2
@@ -140,6 +152,27 @@ def test_a_sampler_that_repeats_samples_is_used_as_it_is() -> None:
     assert seen.items[:5] != seen.items[5:]
 
 
+def test_a_samplers_own_generator_is_keyed_too() -> None:
+    """One that goes on from epoch to epoch would give a resumed run another second epoch."""
+
+    def data() -> Any:
+        generator = torch.Generator().manual_seed(4)
+        return DataLoader(Numbers(20), 5, sampler=RandomSampler(Numbers(20), replacement=True, generator=generator))
+
+    whole = see(data, 5)
+    assert whole.items[:4] != whole.items[4:]
+    assert see(data, 5, start=Position(4, 1)).items == whole.items[4:]
+
+
+def test_a_sampler_that_draws_as_it_is_read_is_not_disturbed_however_long_it_is() -> None:
+    def data() -> Any:
+        return DataLoader(Numbers(3000), 500, sampler=Lazy(3000))
+
+    first, second = see(data, 500, epochs=1), see(data, 500, epochs=1)
+    assert first == second
+    assert sorted(itertools.chain(*first.items)) == list(range(3000))
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_epoch_may_be_shorter_than_the_one_before(num_workers: int) -> None:
     seen = see(lambda: Shrinking(5), 2, epochs=4, num_workers=num_workers)
@@ -184,9 +217,16 @@ class BreaksAt:
 def test_an_item_that_raises_is_named_and_what_came_before_is_not_lost(at: int, num_workers: int) -> None:
     source = Loader(BreaksAt(at), Division(0, 4, 4, 1), 0, SEED, default_collate, num_workers=num_workers)
     seen = []
-    with closing(source), pytest.raises(DrivetrainError, match=f"item {at} of epoch 0 raised OSError: the line is dead"):
+
+    def read() -> None:
         for _, micro_batches in source.batches(0, None, 1):
             seen.append([micro.batch.tolist() for micro in micro_batches])
+
+    with (
+        closing(source),
+        pytest.raises(DrivetrainError, match=f"item {at} of epoch 0 raised OSError: the line is dead"),
+    ):
+        read()
     assert seen == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
 
 

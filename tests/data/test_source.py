@@ -38,7 +38,7 @@ def first_batch(data: Any, global_batch: int = 4, **options: Any) -> Any:
     loader = Loader(source, division, 0, 0, collate, shuffle=False, **options)
     with closing(loader):
         _, micro_batches = next(loader.batches(0, 1))
-        return [micro.batch for micro in micro_batches][0]
+        return next(iter(micro_batches)).batch
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_tensors_by_name() -> None:
 
 
 def test_items_that_are_dictionaries_and_data_sets_that_fetch_many() -> None:
+    asked: list[list[int]] = []
+
     class Rows:
         """As tables of rows behave: an item is a dictionary, and many can be had at once."""
-
-        asked: list[list[int]] = []
 
         def __len__(self) -> int:
             return 10
@@ -117,13 +117,13 @@ def test_items_that_are_dictionaries_and_data_sets_that_fetch_many() -> None:
             raise AssertionError("it can give many at once")
 
         def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-            self.asked.append(indices)
+            asked.append(indices)
             return [{"x": index, "name": f"row {index}"} for index in indices]
 
     batch = first_batch(Rows())
     assert batch["x"].tolist() == [0, 1, 2, 3]
     assert batch["name"] == ["row 0", "row 1", "row 2", "row 3"]
-    assert Rows.asked == [[0, 1, 2, 3]]
+    assert asked == [[0, 1, 2, 3]]
 
 
 def test_many_at_once_are_keyed_one_by_one_if_they_draw() -> None:
@@ -224,7 +224,9 @@ def in_a_notebook(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> A
 
 
 @pytest.mark.usefixtures("spawn")
-def test_what_cannot_be_sent_to_workers_is_loaded_here_if_nobody_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_to_workers_is_loaded_here_if_nobody_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Local(Numbers):
         pass
 

@@ -1,4 +1,4 @@
-"""Training on every shape of data: the same as on the map-style data set of the same items, stopped or not, on any world."""
+"""Training on every shape of data: the same as on the map-style data set of the same items, stopped or not."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from drivetrain import ConfigError, Constant, DrivetrainError
 from drivetrain.api import train
 from drivetrain.config import configure
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, Variant, Vectors, make_job, read, run
+from tests.training.jobs import Trained, Variant, Vectors, make_job, read, run, vector_loss
 from tests.training.test_resume import CrashingLoss, PlantedError, assert_identical
 
 VARIANT = Variant(global_batch=16, steps=12, num_samples=60, save_every=3)  # 4 steps per epoch, the last of 12 samples
@@ -91,9 +91,7 @@ def run_on(folder: str, kind: str, num_workers: int = 0, at_call: int = 0, **cha
         changes["global_batch"] = None
     loss = CrashingLoss(make_job(VARIANT).loss, at_call)
     try:
-        return run(
-            folder, VARIANT, MICRO_BATCH, num_workers, data=make_data(kind), shuffle=False, loss=loss, **changes
-        )
+        return run(folder, VARIANT, MICRO_BATCH, num_workers, data=make_data(kind), shuffle=False, loss=loss, **changes)
     except PlantedError:
         return None
 
@@ -236,6 +234,20 @@ def test_a_generator_that_ends_too_early_keeps_its_last_checkpoint(tmp_path: Pat
     with pytest.raises(DrivetrainError, match="can be read only once"):
         train(make_job(VARIANT, data=iter(list(Stream()))), config, quiet=True)
     assert (tmp_path / "suite" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_a_loss_that_changes_its_batch_does_not_change_what_the_first_step_gets(tmp_path: Path) -> None:
+    def changing(model: Any, batch: Any) -> Tensor:
+        batch[0].mul_(2)
+        return vector_loss(model, batch)
+
+    runs = [
+        run(str(tmp_path / name), VARIANT, data=data, shuffle=False, loss=changing)
+        for name, data in {"map": Vectors(VARIANT), "iterable": Stream()}.items()
+    ]
+    assert runs[0] is not None
+    assert runs[1] is not None
+    assert runs[0].losses == runs[1].losses
 
 
 def test_a_validation_set_in_every_shape(tmp_path: Path) -> None:
