@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import correctness, gpt2, overhead, startup
+from benchmarks import correctness, feed, gpt2, overhead, saving, startup, watching
 from drivetrain.hardware import Hardware, detect
 
 RESULTS = Path(__file__).parent / "results"
@@ -18,9 +18,13 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
     "overhead": overhead.measure,
     "gpt2": gpt2.measure,
+    "feed": feed.measure,
+    "saving": saving.measure,
+    "saving-cpu": saving.measure_on_cpu,
+    "watching": watching.measure,
     "correctness": correctness.measure,
 }
-NEEDS_A_GPU = {"gpt2"}
+NEEDS_A_GPU = {"feed", "gpt2", "saving"}
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ from drivetrain.core.world import World
 
 # On the way out after an error, other ranks may be waiting for this one, and not get to judge the step.
 GRACE_SECONDS = 30.0
+# A new thread starts with the interpreter's lock in hand. It gives it back at once, or `begin` would wait for it.
+HEAD_START_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class BackgroundSaver:
         stalled = time.monotonic() - began
 
         def write() -> None:
+            time.sleep(HEAD_START_SECONDS)
             try:
                 is_saved = self._checkpointer.save_if_wanted(
                     step, staged, json.loads(text), until_copied=until_copied, is_wanted=save.is_wanted

@@ -12,7 +12,7 @@ The host waits for neither, except in `until_copied`, which the writer's thread 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,8 @@ class Staging:
         for copied in self._copies:
             copied.take([shards[number].tensor for number in copied.numbers])
             for number, view in zip(copied.numbers, copied.views, strict=True):
-                staged[number] = replace(shards[number], tensor=view)
+                shard = shards[number]
+                staged[number] = Shard(shard.key, view, shard.global_shape, shard.offsets)
         return staged
 
     def until_copied(self) -> None:

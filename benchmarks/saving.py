@@ -1,0 +1,122 @@
+"""What a save costs the steps around it: beside training against waiting for it, a save every 20 steps, interleaved.
+
+`saving` is GPT-2 124M with AdamW in bf16 on a GPU: 1.5 GB per checkpoint. `saving-cpu` is a network of 8 million
+weights on the CPU, 100 MB per checkpoint, where the thread that writes takes its share of the cores. A step is long
+enough for a save to end before the next one is due; were it not, the next would wait, and `waited` would say so.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from benchmarks import gpt2
+from drivetrain import Job
+from drivetrain.api import train
+from drivetrain.config import configure
+
+ROUNDS = 3
+EVERY = 20
+STEPS = 100
+WARM_UP = 5
+WAYS = {"beside training": True, "waiting": False}
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def measure() -> dict[str, list[float]]:
+    """On a GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("saving needs a GPU; saving-cpu does not")
+    micro_batches = 8
+    num_samples = gpt2.BATCH * micro_batches * 4
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, gpt2.VOCABULARY, (num_samples, gpt2.CONTEXT + 1), generator=generator)
+    data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    settings = {"gpu_mode": "single_gpu", "precision": "bf16", "batch_size": gpt2.BATCH}
+    return _compare(gpt2.Gpt2, gpt2.loss_of, data, gpt2.BATCH * micro_batches, micro_batches, settings)
+
+
+def measure_on_cpu() -> dict[str, list[float]]:
+    data = TensorDataset(torch.randn(4096, 1024), torch.randint(0, 10, (4096,)))
+    return _compare(_network, _classify, data, 64, 1, {"gpu_mode": "cpu"})
+
+
+def _network() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+def _classify(network: nn.Module, batch: list[Tensor]) -> Tensor:
+    return functional.cross_entropy(network(batch[0]), batch[1])
+
+
+def _compare(
+    model: Callable[[], nn.Module],
+    loss: Loss,
+    data: TensorDataset,
+    global_batch: int,
+    micro_batches: int,
+    settings: dict[str, Any],
+) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for way, beside in WAYS.items():
+            marks: list[float] = []
+
+            def timed_loss(network: nn.Module, batch: Any, marks: list[float] = marks) -> Tensor:
+                marks.append(time.perf_counter())
+                return loss(network, batch)
+
+            with tempfile.TemporaryDirectory() as folder:
+                job = Job(
+                    name="saving",
+                    model=model,
+                    data=data,
+                    loss=timed_loss,
+                    optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
+                    global_batch=global_batch,
+                    max_steps=STEPS,
+                    checkpoint_every=EVERY,
+                    keep_last=1,
+                )
+                config = configure(output_dir=folder, async_save=beside, **settings)
+                train(job, config, quiet=True)
+                events = _checkpoints(Path(folder) / "saving" / "events.jsonl")
+            for name, value in _figures(marks[-STEPS * micro_batches :: micro_batches], events):
+                samples.setdefault(f"{way}: {name}", []).append(value)
+    return samples
+
+
+def _checkpoints(path: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if event["event"] == "checkpoint"]
+
+
+def _figures(starts: list[float], events: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Of one run. A step lasts from its first forward to the next step's, with all that is done between them."""
+    steps = [after - before for before, after in pairwise(starts)]
+    usual = statistics.median(steps[WARM_UP : EVERY - 1])
+    figures = [("usual step (ms)", usual * 1e3)]
+    for saved in range(EVERY, STEPS, EVERY):
+        extra = [1e3 * (seconds - usual) for seconds in steps[saved - 1 : saved - 1 + EVERY]]
+        figures.append(("longest extra time of a step around a save (ms)", max(extra)))
+        figures.append(("extra time of all steps until the next save (ms)", sum(extra)))
+    for event in events:
+        if event["step"] < STEPS:
+            figures.append(("until it is on the disk (ms)", 1e3 * event["seconds"]))
+            if "waited_seconds" in event:
+                figures.append(("copying (ms)", 1e3 * (event["stalled_seconds"] - event["waited_seconds"])))
+                figures.append(("waited for the save before (ms)", 1e3 * event["waited_seconds"]))
+    return figures

@@ -1,0 +1,187 @@
+"""Copies of a state that is on a GPU: right whatever the training stream does next, and without a wait of the host."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, Shard, staging
+from drivetrain.checkpoint.staging import Staging, _CudaCopy
+from drivetrain.core.world import World
+from drivetrain.run import Saves
+from tests.training.jobs import Variant, run
+
+pytestmark = pytest.mark.gpu
+
+LONG = 2_000_000_000  # cycles: about a second of a GPU
+BOTH_WAYS = pytest.mark.parametrize("clones", [True, False], ids=["clone", "wait"])
+
+
+def big_state() -> tuple[nn.Module, torch.optim.Optimizer, list[Shard]]:
+    """Some 400 MB with the optimizer's part: long enough under way to be overtaken, were nothing done about it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    shards = [Shard.whole(name, value) for name, value in model.state_dict().items()]
+    for number, state in enumerate(optimizer.state.values()):
+        shards += [Shard.whole(f"{number}/{field}", value) for field, value in state.items()]
+    return model, optimizer, shards
+
+
+def plain(shards: list[Shard]) -> dict[str, Tensor]:
+    return {shard.key: shard.tensor.detach().cpu() for shard in shards}
+
+
+@BOTH_WAYS
+def test_what_the_next_steps_do_is_not_in_the_copy(clones: bool) -> None:
+    _, optimizer, shards = big_state()
+    copies = Staging(clones=clones)
+    copies.prepare(shards)
+    for _ in range(3):
+        expected = plain(shards)
+        torch.cuda.synchronize()
+        staged = copies.take(shards)
+        for _ in range(3):
+            optimizer.step()
+        copies.until_copied()
+        torch.cuda.synchronize()
+        assert all(torch.equal(shard.tensor, expected[shard.key]) for shard in staged)
+        assert not torch.equal(shards[0].tensor.cpu(), expected[shards[0].key])
+
+
+@BOTH_WAYS
+def test_the_copy_is_of_what_the_stream_had_been_given_before(clones: bool) -> None:
+    """The device is far behind the host: what is copied are the values that its last orders lead to."""
+    tensor = torch.zeros(64 * 2**20 // 4, device="cuda")
+    copies = Staging(clones=clones)
+    copies.prepare([Shard.whole("w", tensor)])
+    torch.cuda._sleep(LONG)
+    tensor.fill_(1)
+    staged = copies.take([Shard.whole("w", tensor)])[0].tensor
+    tensor.fill_(2)
+    copies.until_copied()
+    assert staged.eq(1).all()
+    assert tensor.eq(2).all()
+
+
+@BOTH_WAYS
+def test_the_host_does_not_wait(clones: bool) -> None:
+    _, optimizer, shards = big_state()
+    copies = Staging(clones=clones)
+    copies.prepare(shards)
+    copies.take(shards)  # what the first call sets up aside
+    copies.until_copied()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began = time.perf_counter()
+        copies.take(shards)
+        optimizer.step()
+        seconds = time.perf_counter() - began
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not torch.cuda.current_stream().query(), "the device was done too soon for this to show anything"
+    assert seconds < 0.05
+    copies.until_copied()
+
+
+@BOTH_WAYS
+def test_mixed_types_odd_shapes_and_tensors_that_are_on_the_host(clones: bool) -> None:
+    values = torch.arange(24, device="cuda")
+    tensors = [
+        values.bfloat16().view(4, 6).t(),
+        values.double()[::5],
+        values[0] > 0,
+        values.float().view(2, 3, 4),
+        values[:0],
+        values.to(torch.uint8),
+        torch.randn(2, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last),
+        torch.arange(5.0),  # as the step counts of an optimizer that is not fused
+    ]
+    expected = [tensor.cpu().clone() for tensor in tensors]
+    copies = Staging(clones=clones)
+    staged = copies.take([Shard.whole(str(number), tensor) for number, tensor in enumerate(tensors)])
+    for tensor in tensors:
+        tensor.zero_()
+    copies.until_copied()
+    for shard, value in zip(staged, expected, strict=True):
+        assert shard.tensor.device.type == "cpu"
+        assert shard.tensor.dtype == value.dtype
+        assert torch.equal(shard.tensor, value)
+
+
+def test_the_memory_is_pinned_and_the_way_chosen_by_what_is_free() -> None:
+    shards = [Shard.whole("w", torch.ones(1000, device="cuda"))]
+    for has_room in (True, False):
+        copies = Staging()
+        with mock.patch.object(staging, "_has_room", lambda *_, answer=has_room: answer):
+            copies.prepare(shards)
+        (copy,) = copies._copies
+        assert isinstance(copy, _CudaCopy)
+        assert copy.clones == has_room
+        assert all(view.is_pinned() for view in copy.views)
+    free, total = torch.cuda.mem_get_info()
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert staging._has_room(device, int(free - 0.11 * total))
+    assert not staging._has_room(device, int(free - 0.09 * total))
+
+
+@BOTH_WAYS
+def test_a_checkpoint_of_a_state_that_changes_at_once(tmp_path: Path, clones: bool) -> None:
+    _, optimizer, shards = big_state()
+    saver = BackgroundSaver(Checkpointer(tmp_path / "c", World()), World(), Staging(clones=clones))
+    saver.prepare(shards, {})
+    for step in (1, 2):
+        expected = plain(shards)
+        saver.begin(step, shards, {})
+        optimizer.step()
+        saver.judged()
+        saver.finish()
+        with Checkpoint.open(tmp_path / "c" / f"step-{step:08d}") as found:
+            assert all(torch.equal(found.read(key), value) for key, value in expected.items())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    checkpoints = folder / "suite" / "checkpoints"
+    return {str(path.relative_to(checkpoints)): path.read_bytes() for path in sorted(checkpoints.rglob("*.*"))}
+
+
+def test_whole_runs_save_the_same_either_way(tmp_path: Path) -> None:
+    variant = replace(Variant(dtype=torch.float32), steps=20, save_every=3)
+    for way, beside in (("beside", True), ("waiting", False)):
+        settings: dict[str, Any] = {"precision": "fp32", "async_save": beside}
+        run(str(tmp_path / way), variant, 8, 0, "single_gpu", settings)
+    assert files_of(tmp_path / "beside") == files_of(tmp_path / "waiting")
+
+
+def test_the_loop_does_not_wait_where_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    original: Callable[..., Any] = Saves._snapshot
+
+    def watched(self: Saves, step: int) -> Any:
+        begun.append(step)
+        assert self._saver is not None
+        self._saver.wait()  # a save that is still under way is another matter
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(self, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Saves, "_snapshot", watched)
+    variant = replace(Variant(dtype=torch.float32), steps=20, save_every=4)
+    run(str(tmp_path), variant, 8, 0, "single_gpu", {"precision": "fp32"})
+    assert begun == [4, 8, 12, 16, 20]
+    lines = (tmp_path / "suite" / "events.jsonl").read_text().splitlines()
+    assert [event["step"] for event in map(json.loads, lines) if event["event"] == "checkpoint"] == begun
