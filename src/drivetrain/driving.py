@@ -38,8 +38,10 @@ from drivetrain.data.division import Division, Position
 from drivetrain.data.orders import refuse_unequal_orders
 from drivetrain.hardware import assert_on_device
 from drivetrain.job import Constant, Job, Schedule
+from drivetrain.monitor.memory import watch_memory
 from drivetrain.report import write_report
 from drivetrain.run import CHECKPOINTS, Setup, checkpoint_of, done_instead, open_books
+from drivetrain.run.saves import Saves
 from drivetrain.step import Stepper
 from drivetrain.strategies import Average, StrategyParts, Trial
 from drivetrain.strategies.base import around_forward, check_objective
@@ -117,7 +119,7 @@ class Drive:
         self._division = Division(job.num_samples or 0, job.global_batch or 0, micro_batch, world.size)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         self._loader = setup.loader(self._division, job.source, shuffle=job.shuffle, start=start)
-        stack.callback(self._loader.close)
+        stack.callback(setup.close_loaders)
         self._loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(self._loader.fingerprint, world)
 
@@ -139,10 +141,16 @@ class Drive:
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
         self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
         self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
+        self._tell_notes()
+        beside = config.checkpoint.async_save
+        self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
+        stack.callback(self._saves.close)
+        self._memory = watch_memory(world.device, self._books.event, self._books.say)
         self._trainer = Trainer(
-            job, world, model, optimizer, self._stepper, self._loader, setup.path, self._save, self.resumed_from
+            job, world, model, optimizer, self._stepper, self._loader, setup.path, self._saves.save, self.resumed_from
         )
-        self._trainer.check_after_first_step = self._strategy.save
+        self._trainer.snapshot = self._saves.snapshot
+        self._trainer.check_after_first_step = self._saves.prepare
         self._trainer.before_step = self._books.before_step
         stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
 
@@ -159,7 +167,6 @@ class Drive:
         self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
         self.last: StepRecord | None = None  # read one step late, so that nobody waits for the device
         self.finished = False
-        self._saved = self.resumed_from
         self._is_whole = True
         self._remember()
         self._stack = stack.pop_all()
@@ -270,6 +277,8 @@ class Drive:
             try:
                 with stopping_cleanly(self.stop, self._books.say):
                     yield from self._handed_out()
+                self._saves.finish()
+                self._memory.close()
                 job = self._setup.job
                 is_done = self._loader.position.is_over(job.max_steps, job.epochs)
                 self.finished = is_done or self._trainer.ended_by_hook
@@ -338,7 +347,15 @@ class Drive:
 
     def _write(self, record: StepRecord) -> None:
         self._books.write(record)
+        self._memory.observe(record)
+        self._saves.report()
         self.last = record
+
+    def _tell_notes(self) -> None:
+        notes = [*self._setup.job.source.notes, *self._loader.notes]
+        if notes:
+            self._books.event("data", notes=notes)
+            self._books.say("\n".join(f"  data       {note}" for note in notes))
 
     def _remember(self) -> None:
         """Where the state is that of `steps` steps. The next forward may change buffers; it does not change weights."""
@@ -351,16 +368,13 @@ class Drive:
         meta |= {**self._setup.meta(self._division), "validation": None}
         return shards, meta | {"data": None if is_keyed else self._position.to_json()}
 
-    def _save(self, step: int) -> None:
-        self._books.flush()
-        self._checkpointer.save(step, *self._state())
-        self._saved = step
-        self._books.event("checkpoint", step=step)
-
     def _left_early(self, error: BaseException) -> None:
         """Keep what was done. What goes wrong with that does not hide the error that ended the loop."""
         self._leave_forward()
         try:
+            for record in self._trainer.outstanding(leaving=True) if self._is_whole else self._trainer.last_words():
+                self._write(record)
+            self._saves.close()
             self._save_alone()
         except Exception as failure:
             self._failure = failure
@@ -370,19 +384,19 @@ class Drive:
 
     def _save_alone(self) -> None:
         """The main process has the whole state, and does not ask the others: they may be gone, or still looping."""
-        if not self.world.is_main or not self._is_whole or self.steps == self._saved:
+        if not self.world.is_main or not self._is_whole or self.steps == self.resumed_from:
             return
-        if self._versions != [buffer._version for buffer in self._buffers]:
+        saved = self._checkpointer.steps()
+        if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
             self._books.say(
-                f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: the "
-                f"checkpoint of step {self._saved} is the newest"
+                f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
+                f"will go on from step {max(saved, default=0)}"
             )
             return
-        for record in self._trainer.outstanding():
-            self._write(record)
         self._books.flush()
-        self._checkpointer.over(World()).save(self.steps, *self._state())
-        self._saved = self.steps
+        if self.steps not in saved:
+            self._checkpointer.over(World()).save(self.steps, *self._state())
+            self._books.event("checkpoint", step=self.steps)
         self._books.finish(False, self.steps)
 
 

@@ -143,14 +143,17 @@ class Trainer:
             clock.lap(CHECKPOINT)
         clock.next_step()
 
-    def outstanding(self) -> Iterator[StepRecord]:
-        """The record of the last step, if it was not read yet. The host waits for it."""
+    def outstanding(self, *, leaving: bool = False) -> Iterator[StepRecord]:
+        """The record of the last step, if it was not read yet. The host waits for it.
+
+        `leaving` says that the loop was left before its end, perhaps by this rank alone.
+        """
         ahead, self._ahead = self._ahead, None
         commit, self._commit = self._commit, None
         if ahead is not None:
             yield self._record(ahead, time.perf_counter())
         if commit is not None:
-            commit(False)
+            commit(leaving)
 
     def last_words(self) -> Iterator[StepRecord]:
         """After an error: the record of the step before, if its state was copied and only its judgement is missing."""
