@@ -22,6 +22,8 @@ from torch.utils.data import TensorDataset
 from benchmarks import gpt2
 from drivetrain import Job
 from drivetrain.api import train
+from drivetrain.checkpoint import Shard
+from drivetrain.checkpoint.staging import Staging
 from drivetrain.config import configure
 
 ROUNDS = 3
@@ -43,7 +45,46 @@ def measure() -> dict[str, list[float]]:
     text = torch.randint(0, gpt2.VOCABULARY, (num_samples, gpt2.CONTEXT + 1), generator=generator)
     data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
     settings = {"gpu_mode": "single_gpu", "precision": "bf16", "batch_size": gpt2.BATCH}
-    return _compare(gpt2.Gpt2, gpt2.loss_of, data, gpt2.BATCH * micro_batches, micro_batches, settings)
+    return {
+        **_both_ways_to_copy(),
+        **_compare(gpt2.Gpt2, gpt2.loss_of, data, gpt2.BATCH * micro_batches, micro_batches, settings),
+    }
+
+
+def _both_ways_to_copy() -> dict[str, list[float]]:
+    """For how long a copy of the state holds up the stream that trains, and the host."""
+    model = gpt2.Gpt2().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    shards = [Shard.whole(name, value) for name, value in model.state_dict().items()]
+    for number, state in enumerate(optimizer.state.values()):
+        shards += [Shard.whole(f"{number}/{name}", value) for name, value in state.items()]
+    samples: dict[str, list[float]] = {}
+    for way, clones in (("cloned on the device", True), ("copied while training waits", False)):
+        staging = Staging(clones=clones)
+        began = time.perf_counter()
+        staging.prepare(shards)
+        samples[f"{way}: getting the memory, once (ms)"] = [1e3 * (time.perf_counter() - began)]
+        for _ in range(1 + 5 * ROUNDS):
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            before.record()
+            began = time.perf_counter()
+            staging.take(shards)
+            host = time.perf_counter() - began
+            after.record()
+            staging.until_copied()
+            whole = time.perf_counter() - began
+            torch.cuda.synchronize()
+            for name, value in (
+                ("training stream (ms)", before.elapsed_time(after)),
+                ("host (ms)", 1e3 * host),
+                ("until it is in host memory (ms)", 1e3 * whole),
+            ):
+                samples.setdefault(f"{way}: {name}", []).append(value)
+    return {name: values[1:] if len(values) > 1 else values for name, values in samples.items()}  # without the first
 
 
 def measure_on_cpu() -> dict[str, list[float]]:

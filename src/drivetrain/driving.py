@@ -40,7 +40,7 @@ from drivetrain.hardware import assert_on_device
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.report import write_report
-from drivetrain.run import CHECKPOINTS, Setup, checkpoint_of, done_instead, open_books
+from drivetrain.run import CHECKPOINTS, Setup, checkpoint_of, done_instead, open_books, take_weights, write_down
 from drivetrain.run.saves import Saves
 from drivetrain.step import Stepper
 from drivetrain.strategies import Average, StrategyParts, Trial
@@ -124,6 +124,9 @@ class Drive:
         refuse_unequal_orders(self._loader.fingerprint, world)
 
         model, optimizer, called = _as_they_are(setup)
+        taken = None
+        if checkpoint is None and job.init_from is not None:
+            taken = take_weights(job.init_from, model, world)
         average = None if job.ema is None else Average(model, job.ema)
         offloads = setup.settings.activations.value == "offload"
         parts = StrategyParts(model, _as_computed, optimizer, job.clip_norm, self._precision, called, average, offloads)
@@ -141,6 +144,8 @@ class Drive:
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
         self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
         self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
+        if taken is not None:
+            write_down(taken, self._books)
         self._tell_notes()
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)

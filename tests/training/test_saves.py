@@ -1,5 +1,6 @@
 """Saves beside training, in whole runs: the same files, nothing bad saved, failures told, kills at any moment."""
 
+import contextlib
 import errno
 import json
 import random
@@ -18,14 +19,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drivetrain import DrivetrainError
+from drivetrain import DrivetrainError, drive
 from drivetrain.api import train
-from drivetrain.checkpoint import BackgroundSaver, Checkpoint, CheckpointError, Files
+from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, CheckpointError, Files, Shard
 from drivetrain.checkpoint.files import Written
 from drivetrain.config import configure
+from drivetrain.core.world import World
+from drivetrain.monitor.books import NoBooks
+from drivetrain.run import Saves
 from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, Variant, make_job, make_model, read, run, vector_loss
+from tests.training.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
 from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
 
 REPOSITORY = Path(__file__).parents[2]
@@ -205,6 +209,38 @@ def test_an_interrupt_waits_for_the_save_that_counts(tmp_path: Path) -> None:
     assert steps_saved(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_best_stays_until_a_better_one_is_on_the_disk(tmp_path: Path, beside: bool) -> None:
+    best: list[int] = [1]
+    checkpointer = Checkpointer(tmp_path / "c", World(), keep_last=1, files=TroubledFiles(3))
+    state = [Shard.whole("w", torch.ones(3))]
+    saves = Saves(checkpointer, World(), NoBooks(), lambda: (state, {}), lambda: best[0], beside=beside)
+
+    def save(step: int) -> list[int]:
+        with contextlib.suppress(CheckpointError):
+            saves.save(step)
+            saves.finish()
+        saves.report()
+        return checkpointer.steps()
+
+    assert save(1) == [1]
+    assert save(2) == [1, 2]
+    best[0] = 3
+    assert save(3) == [1, 2]  # it failed
+    assert save(4) == [1, 4]  # the best is not there, so the one that was best before stays
+    best[0] = 5
+    assert save(5) == [1, 5]  # pruned before it was known to be there
+    assert save(6) == [5, 6]
+    saves.close()
+
+    restarted = Checkpointer(tmp_path / "c", World(), keep_last=1)
+    saves = Saves(restarted, World(), NoBooks(), lambda: (state, {}), lambda: best[0], beside=beside)
+    saves.save(7)
+    saves.finish()
+    saves.close()
+    assert restarted.steps() == [5, 7]
+
+
 # Kills
 
 
@@ -332,6 +368,21 @@ def test_a_run_that_goes_on_does_not_start_again_from_them(tmp_path: Path) -> No
     assert mended is not None
     assert mended.resumed_from == 3
     assert_identical(mended, whole)
+
+
+def test_a_loop_of_ones_own_starts_with_them_too(tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    weights = make_model(BASE).state_dict()
+    save_file(weights, tmp_path / "w.safetensors")
+    model = make_model(BASE)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", init_from=tmp_path / "w.safetensors")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    own = drive(model, optimizer, Vectors(BASE), name="suite", global_batch=16, max_steps=1, config=config, quiet=True)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for batch in own:
+        own.backward(vector_loss(own.model, batch))
+        own.step()
+    assert len(events(tmp_path, "weights taken")) == 1
 
 
 def failing_at(call: int) -> Callable[..., Tensor]:

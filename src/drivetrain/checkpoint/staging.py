@@ -3,9 +3,9 @@
 The memory is kept from save to save. Tensors on the CPU are copied before `take` returns. Of tensors on a GPU, `take`
 only gives the device its orders; whatever the training stream does afterwards happens to the state after the copy:
 
-- Where device memory is plentiful, the state is cloned there (GPT-2 124M with AdamW, 1.5 GB: a millisecond), and the
-  clone goes to the host beside training, over a stream of its own.
-- Where it is not, the state itself goes to the host, and the training stream waits for that: some 30 ms for 1.5 GB.
+- Where device memory is plentiful, the state is cloned there, at the speed of that memory, and the clone goes to the
+  host beside training, over a stream of its own.
+- Where it is not, the state itself goes to the host, and the training stream waits for that, at the speed of the bus.
 
 The host waits for neither, except in `until_copied`, which the writer's thread calls.
 """
