@@ -1,5 +1,10 @@
 """A loop of one's own is as exact as `train`: the same bits on one process, the same to rounding on several."""
 
+import difflib
+import math
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
@@ -19,7 +24,7 @@ from drivetrain.driving import Drive, drive
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Trained, Variant, make_job, make_model, plain_loop, read, run
 from tests.training.test_equivalence import CASES, difference
-from tests.training.test_resume import BASE, MICRO_BATCH, PlantedError, assert_identical
+from tests.training.test_resume import BASE, MICRO_BATCH, PlantedError, assert_identical, call_in, run_until_crash
 
 Settings = dict[str, Any]
 
@@ -469,3 +474,115 @@ def test_two_lines_of_data_and_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
         going.step()
     assert going.steps == 10
     assert (tmp_path / "runs" / "mine" / "steps.jsonl").exists()
+
+
+# The page
+
+
+def scripts_of_the_page() -> tuple[str, str]:
+    """The plain script, and the changes to it."""
+    text = (Path(__file__).parents[2] / "docs" / "drive.md").read_text(encoding="utf-8")
+    return tuple(re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)[0] for kind in ("python", "diff"))  # type: ignore[return-value]
+
+
+def applied(script: str, changes: str) -> str:
+    """A unified diff, applied line by line; every line it names has to be there."""
+    lines, result, at = script.splitlines(), [], 0
+    for line in changes.splitlines()[2:]:
+        if line.startswith("@@"):
+            first = int(line.split()[1].lstrip("-").split(",")[0]) - 1
+            result += lines[at:first]
+            at = first
+        elif line.startswith("+"):
+            result.append(line[1:])
+        else:
+            assert lines[at] == line[1:], "the diff is of another script"
+            result += [line[1:]] if line.startswith(" ") else []
+            at += 1
+    return "\n".join([*result, *lines[at:], ""])
+
+
+def num_changed(changes: str) -> int:
+    """A line that is replaced counts once: of each run of removed and added lines, the longer."""
+    hunks = re.split(r"^(?:@@.*| .*)\n", changes.split("\n", 2)[2], flags=re.MULTILINE)
+    return sum(max(len(re.findall(r"^-", hunk, re.M)), len(re.findall(r"^\+", hunk, re.M))) for hunk in hunks)
+
+
+def test_the_page_changes_six_lines_of_a_plain_script(tmp_path: Path) -> None:
+    plain, changes = scripts_of_the_page()
+    driven = applied(plain, changes)
+    assert (
+        "".join(difflib.unified_diff(plain.splitlines(True), driven.splitlines(True), "plain.py", "driven.py"))
+        == changes
+    )
+    assert num_changed(changes) == 6
+    losses = []
+    for name, script in (("plain.py", plain), ("driven.py", driven)):
+        (tmp_path / name).write_text(script)
+        done = subprocess.run(
+            [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append(float(re.findall(r"loss ([\d.]+)$", done.stdout.strip(), re.M)[-1]))
+    assert max(losses) < 0.35 < math.log(2), losses  # both learn: from ln 2
+    assert len((tmp_path / "runs" / "mine" / "steps.jsonl").read_text().splitlines()) == 64
+
+
+def test_changed_lines_are_counted_by_run() -> None:
+    assert num_changed("--- a\n+++ b\n@@ -1,3 +1,3 @@\n x\n-a\n-b\n+c\n y\n+d\n") == 3
+
+
+# Shared with `train`
+
+
+class Counting:
+    """A hook that counts its calls."""
+
+    every = 2
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, context: dt.StepContext) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_hooks_are_called_and_go_on(tmp_path: Path) -> None:
+    for first, last, calls in ((0, 5, 2), (5, 14, 7)):
+        hook = Counting()
+        going = start(str(tmp_path), BASE, 16, hooks=[hook])
+        assert going.resumed_from == first
+        for batch in going:
+            going.backward(loss_of(going, batch))
+            going.step()
+            if going.steps == last:
+                break
+        assert hook.calls == calls
+
+
+def test_other_hooks_than_before_are_an_error_in_words(tmp_path: Path) -> None:
+    words = r"has 1 hooks now, and had 0 when step \d was saved"
+    looped_until(str(tmp_path / "drive"), BASE, at_last_micro(Stop(4), 1))
+    with pytest.raises(DrivetrainError, match=words) as caught:
+        start(str(tmp_path / "drive"), BASE, hooks=[Counting()])
+    assert "--name" in caught.value.remedy
+    assert run_until_crash(str(tmp_path / "train"), BASE, 0, call_in(5, 0, 1))
+    with pytest.raises(DrivetrainError, match=words):
+        run(str(tmp_path / "train"), BASE, hooks=[Counting()])
+
+
+def test_a_script_run_by_the_command_line(tmp_path: Path) -> None:
+    """Its flags count, and a script that drives is one that trains."""
+    plain, changes = scripts_of_the_page()
+    (tmp_path / "driven.py").write_text(applied(plain, changes))
+    flags = ["--batch-size", "16", "--gpu-mode", "cpu", "--name", "named"]
+    command = [sys.executable, "-m", "drivetrain", "train", "driven.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "micro_batch: 16" in (tmp_path / "runs" / "named" / "plan.yaml").read_text()
