@@ -60,6 +60,7 @@ class DeviceFeed:
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.before_wait: Callable[[], None] = lambda: None  # the data is there; what is left is the end of its copy
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
         return one_ahead(steps, self._begin, self._hand_over)
@@ -84,6 +85,7 @@ class DeviceFeed:
 
     def _hand_over(self, copied: _Copied) -> MicroBatch:
         training = torch.cuda.current_stream(self._device)
+        self.before_wait()
         training.wait_event(copied.done)
         for tensor in copied.tensors:
             tensor.record_stream(training)

@@ -12,12 +12,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, NamedTuple, cast
+from itertools import chain, count, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.batch import MicroBatch as MicroBatch
@@ -27,24 +27,24 @@ from drivetrain.data.feed import Feed, NoFeed
 from drivetrain.data.items import (
     Collate,
     Collated,
-    Columns,
     ItemError,
     KeyedItems,
     exactness_warnings,
     gather,
     gathers,
 )
-from drivetrain.data.orders import Content, Order, Portion, fingerprint
+from drivetrain.data.orders import Content, ReadOrder, fingerprint
 from drivetrain.data.source import Source, WorkerWishes, source_of
+from drivetrain.data.stream import SampleStream
 
 
 class RankStep(NamedTuple):
     """One step, as this rank has it."""
 
     place: Place
-    after: Position
     parts: list[MicroStep]
     contents: list[Content]  # per part
+    after: Position | None = None  # None: it follows from the place
     fingerprint: str = ""  # of all ranks' entries; only of the first step that was read, in a world of several
 
 
@@ -52,28 +52,37 @@ class RankStep(NamedTuple):
 class RankSteps:
     """The steps of one rank, up to a last step or epoch. Travels to a worker where items are read there."""
 
-    order: Order
+    order: SampleStream | ReadOrder
     division: Division
     rank: int
     start: Position
     last_step: int | None
     last_epoch: int | None
-    is_read: bool
 
     def __iter__(self) -> Iterator[RankStep]:
         if self.start.is_over(self.last_step, self.last_epoch):
-            return
-        check = self.is_read and self.division.world_size > 1
-        for portion in self.order.steps(self.start):
-            yield self._mine(portion, fingerprint(portion.entries) if check else "")
-            check = False
+            return iter(())
+        return self._keyed(self.order) if isinstance(self.order, SampleStream) else self._read(self.order)
+
+    def _keyed(self, stream: SampleStream) -> Iterator[RankStep]:
+        division, rank, samples = self.division, self.rank, stream.samples
+        by_epochs = None if self.last_epoch is None else self.last_epoch * division.steps_per_epoch
+        ends = [end for end in (self.last_step, by_epochs) if end is not None]
+        for step in range(self.start.step, min(ends)) if ends else count(self.start.step):
+            place = division.place(step)
+            parts = division.micro_steps(place, rank)
+            yield RankStep(place, parts, [samples(place.epoch, part.start, part.stop) for part in parts])
+
+    def _read(self, order: ReadOrder) -> Iterator[RankStep]:
+        checks = self.division.world_size > 1
+        for portion in order.steps(self.start):
+            parts = self.division.micro_steps(portion.place, self.rank)
+            contents: list[Content] = [portion.cut(part.start, part.stop) for part in parts]
+            mark = fingerprint(portion.entries) if checks else ""
+            yield RankStep(portion.place, parts, contents, portion.after, mark)
+            checks = False
             if portion.after.is_over(self.last_step, self.last_epoch):
                 return
-
-    def _mine(self, portion: Portion, mark: str) -> RankStep:
-        parts = self.division.micro_steps(portion.place, self.rank)
-        contents = [self.order.cut(portion, part.start, part.stop) for part in parts]
-        return RankStep(portion.place, portion.after, parts, contents, mark)
 
 
 Fetched = Iterator[tuple[RankStep, Iterable[MicroBatch]]]
@@ -103,11 +112,12 @@ class Loader:
     ) -> None:
         self.division, self.rank = division, rank
         self.source: Source = source_of(data)
-        self.position = start or Position()
+        self._position = start or Position()
+        self._behind: RankStep | None = None  # the step that was yielded last
         self.notes: list[str] = []  # what was decided on the way
         self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
         self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
-        self._order = self.source.order(division, seed, shuffle=shuffle)
+        self._order = self.source.order(division.global_batch, seed, shuffle=shuffle)
         self._collate, self._collated = collate, Collated(collate)
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
         self._feed: Feed = feed or NoFeed()
@@ -120,6 +130,10 @@ class Loader:
     @property
     def num_workers(self) -> int:
         return self._num_workers
+
+    @property
+    def feed(self) -> Feed:
+        return self._feed
 
     def warn_if_inexact(self) -> list[str]:
         """Say once what stands in the way of exact repetition."""
@@ -135,16 +149,31 @@ class Loader:
             warnings.warn(text, stacklevel=2)
         return found
 
-    def samples_of(self, place: Place) -> list[Any]:
+    @property
+    def position(self) -> Position:
+        if self._behind is None:
+            return self._position
+        place = self._behind.place
+        return self._behind.after or Position(
+            place.step + 1, place.epoch + place.ends_epoch, 0 if place.ends_epoch else place.stop
+        )
+
+    def samples_of(self, place: Place) -> list[int]:
         """The samples of a whole step of our own order, all ranks together."""
-        portion = Portion(place, (), Position())
-        return _as_list(self._order.cut(portion, place.start, place.stop))
+        found: list[int] = self._stream.samples(place.epoch, place.start, place.stop).tolist()
+        return found
 
     def micro_batch(self, place: Place, number: int) -> MicroBatch:
         """One micro-batch of our own order by itself, fetched in this process."""
         part = (parts := self.division.micro_steps(place, self.rank))[number]
-        content = self._order.cut(Portion(place, (), Position()), part.start, part.stop)
+        content = self._stream.samples(place.epoch, part.start, part.stop)
         return _micro_batch(self._fetch(place, content), parts, number)
+
+    @property
+    def _stream(self) -> SampleStream:
+        if not isinstance(self._order, SampleStream):
+            raise TypeError("this order has to be read; a step of it cannot be had by its number")
+        return self._order
 
     def first(self, last_step: int | None = None, last_epoch: int | None = None) -> MicroBatch:
         """A micro-batch to try a model out on.
@@ -169,20 +198,19 @@ class Loader:
     ) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
         """Every step from `first_step` up to `last_step` or `last_epoch`, which are not included."""
         if self.source.is_keyed:
-            self.position = Position(first_step, self.division.place(first_step).epoch)
+            self._position, self._behind = Position(first_step, self.division.place(first_step).epoch), None
         elif self.position.step != first_step:
             raise ValueError(f"the data is at step {self.position.step}, and cannot start at {first_step}")
         fetched, self._begun = self._begun or self._fetched(self.position, last_step, last_epoch), None
         try:
             for step, micro_batches in self._feed.steps(fetched):
-                self.position = step.after
+                self._behind = step
                 yield step.place, micro_batches
         finally:
             self.close()
 
     def _steps(self, start: Position, last_step: int | None, last_epoch: int | None) -> RankSteps:
-        is_read = not self.source.is_keyed
-        return RankSteps(self._order, self.division, self.rank, start, last_step, last_epoch, is_read)
+        return RankSteps(self._order, self.division, self.rank, start, last_step, last_epoch)
 
     def _fetched(self, start: Position, last_step: int | None, last_epoch: int | None) -> Fetched:
         steps = self._steps(start, last_step, last_epoch)
@@ -206,8 +234,8 @@ class Loader:
 
     def _fetch(self, place: Place, content: Content) -> Any:
         if self._gathers:
-            dataset = cast(TensorDataset | Columns, self.source.dataset)
-            return gather(dataset, torch.as_tensor(content), pin_memory=self._pin_memory)
+            samples = torch.from_numpy(content) if isinstance(content, np.ndarray) else torch.tensor(content)
+            return gather(self.source.dataset, samples, pin_memory=self._pin_memory)
         found = _as_list(content)
         if self.items is not None:
             found = self.items.__getitems__([(place.epoch, sample) for sample in found])

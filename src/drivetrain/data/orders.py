@@ -1,7 +1,7 @@
-"""In which order samples come: our own, which is a formula, or somebody else's, which has to be read.
+"""Orders that somebody else makes, and that have to be read: a sampler's, or that of data which can only be iterated.
 
-Either way there is one order for the whole world. Every rank knows all of it and takes its slices, so nothing comes
-twice and nothing is missed, for any number of ranks and workers.
+As with our own, which is a formula (`stream`), there is one order for the whole world. Every rank reads all of it and
+takes its slices, so nothing comes twice and nothing is missed, for any number of ranks and workers.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.data.batch import leaves
-from drivetrain.data.division import Division, Place, Position
+from drivetrain.data.division import Place, Position
 from drivetrain.data.items import ItemError, seed_all
-from drivetrain.data.stream import Indices, SampleStream, key_of
+from drivetrain.data.stream import Indices, key_of
 
 _BEGIN = 2**64 - 1  # in the place of a position: what is drawn when an epoch begins
 _READ_AHEAD = 1024
@@ -33,35 +33,15 @@ Content = Indices | Sequence[Any]  # samples by number, or by whatever key a sam
 
 
 class Portion(NamedTuple):
-    """One step of an order: its place, what stands there, and where the run is after it."""
+    """One step of an order: its place, what stands there for all ranks, and where the run is after it."""
 
     place: Place
-    entries: Sequence[Any]  # of all ranks; empty for an order that is a formula
+    entries: Sequence[Any]
     after: Position
 
-
-class Order(Protocol):
-    """Steps from any position on, without end. `cut` gives what stands at some positions of a step."""
-
-    def steps(self, position: Position) -> Iterator[Portion]: ...
-
-    def cut(self, portion: Portion, start: int, stop: int) -> Content: ...
-
-
-class KeyedOrder:
-    """The sample stream's: every step's samples follow from its number."""
-
-    def __init__(self, stream: SampleStream, division: Division) -> None:
-        self._stream, self._division = stream, division
-
-    def steps(self, position: Position) -> Iterator[Portion]:
-        for step in itertools.count(position.step):
-            place = self._division.place(step)
-            done = Position(step + 1, place.epoch + place.ends_epoch, 0 if place.ends_epoch else place.stop)
-            yield Portion(place, (), done)
-
-    def cut(self, portion: Portion, start: int, stop: int) -> Indices:
-        return self._stream.samples(portion.place.epoch, start, stop)
+    def cut(self, start: int, stop: int) -> Sequence[Any]:
+        """What stands at some positions of the epoch, all of this step."""
+        return self.entries[start - self.place.start : stop - self.place.start]
 
 
 class Entries(Protocol):
@@ -86,6 +66,7 @@ class ReadOrder:
         self._least = self._global_batch if drop_last else 1
 
     def steps(self, position: Position) -> Iterator[Portion]:
+        """From a position on, without end."""
         step, epoch, start, state = position
         while True:
             ahead = _Ahead(self._entries.begin(epoch, start, state))
@@ -107,9 +88,6 @@ class ReadOrder:
                     place, samples, Position(step, epoch, start, state) if more else Position(step, epoch + 1)
                 )
             epoch, start, state = epoch + 1, 0, None
-
-    def cut(self, portion: Portion, start: int, stop: int) -> Sequence[Any]:
-        return portion.entries[start - portion.place.start : stop - portion.place.start]
 
 
 class _Ahead:

@@ -20,9 +20,8 @@ from torch.utils.data import (
 )
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.data.division import Division
 from drivetrain.data.items import Collate, Columns
-from drivetrain.data.orders import ItemEntries, KeyedOrder, Order, ReadOrder, SamplerEntries, has_state, is_iterator
+from drivetrain.data.orders import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
 from drivetrain.data.stream import SampleStream
 
 
@@ -79,16 +78,14 @@ class Source:
         samples = self.samples_per_epoch(global_batch)
         return None if samples is None else -(-samples // global_batch)
 
-    def order(self, division: Division, seed: int, *, shuffle: bool) -> Order:
+    def order(self, global_batch: int, seed: int, *, shuffle: bool) -> SampleStream | ReadOrder:
         if self.is_keyed:
-            return KeyedOrder(SampleStream(len(self.dataset), seed, shuffle=shuffle), division)
+            return SampleStream(len(self.dataset), seed, shuffle=shuffle)
         if self.batch_sampler is not None:
-            entries = SamplerEntries(self.batch_sampler, seed, in_batches=True)
-            return ReadOrder(entries, division.global_batch, in_batches=True)
+            return ReadOrder(SamplerEntries(self.batch_sampler, seed, in_batches=True), global_batch, in_batches=True)
         if self.sampler is not None:
-            read = SamplerEntries(self.sampler, seed)
-            return ReadOrder(read, division.global_batch, drop_last=self.drop_last)
-        return ReadOrder(ItemEntries(self.dataset, seed), division.global_batch, drop_last=self.drop_last)
+            return ReadOrder(SamplerEntries(self.sampler, seed), global_batch, drop_last=self.drop_last)
+        return ReadOrder(ItemEntries(self.dataset, seed), global_batch, drop_last=self.drop_last)
 
 
 def source_of(data: Any) -> Source:
