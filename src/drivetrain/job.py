@@ -187,9 +187,10 @@ class Job:
                 f"the optimizer function returned {type(optimizer).__name__}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
+        is_sparse = any(getattr(module, "sparse", False) for module in model.modules())  # fused takes dense gradients
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])  # what the schedule's factor is of; torch's own name for it
-            chosen = group.get("foreach") or group.get("differentiable") or group.get("capturable")
+            chosen = group.get("foreach") or group.get("differentiable") or group.get("capturable") or is_sparse
             if "fused" in group and group["fused"] is None and not chosen and all(map(_can_be_fused, group["params"])):
                 group["fused"] = True
         # What torch sets on optimizers that were made fused: they skip a step on the device, without asking the host.

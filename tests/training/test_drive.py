@@ -586,3 +586,69 @@ def test_a_script_run_by_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "micro_batch: 16" in (tmp_path / "runs" / "named" / "plan.yaml").read_text()
+
+
+# Models that DDP finds difficult
+
+
+class Twice(nn.Module):
+    """Called twice for a batch, by a method that is not `forward`; a part of it is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out, self.unused = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(3, 3)
+
+    def encoded(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.first(inputs))
+
+
+def looped_twice(folder: str) -> list[float]:
+    torch.manual_seed(0)
+    going = start(
+        folder, TWICE, 4, {"find_unused_parameters": True}, model=(model := Twice().double()), optimizer=sgd(model)
+    )
+    for inputs, labels in going:
+        both = going.model.encoded(inputs) + going.model.encoded(-2 * inputs)
+        going.backward(nn.functional.cross_entropy(going.model.out(both), labels))
+        going.step()
+    return read(going.folder).losses if going.world.is_main else []
+
+
+class Rows(nn.Module):
+    """With gradients that hold only the rows that were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.out(self.rows(tokens))
+        return result
+
+
+def looped_sparse(folder: str) -> list[float]:
+    torch.manual_seed(0)
+    going = start(folder, SPARSE, 4, model=(model := Rows().double()), optimizer=sgd(model), clip_norm=None)
+    loss = make_job(SPARSE).loss
+    for batch in going:
+        going.backward(loss(going.model, batch).total / len(batch[0]))
+        going.step()
+    return read(going.folder).losses if going.world.is_main else []
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+TWICE = Variant(steps=6)
+SPARSE = Variant("transformer", steps=6)
+
+
+@pytest.mark.parametrize("loop", [looped_twice, looped_sparse])
+def test_unused_parameters_several_calls_and_sparse_gradients(
+    gloo_pool: GlooPool, tmp_path: Path, loop: Callable[[str], list[float]]
+) -> None:
+    alone = gloo_pool.run(loop, str(tmp_path / "1"), world=1)[0]
+    together = gloo_pool.run(loop, str(tmp_path / "2"), world=2)[0]
+    assert together == pytest.approx(alone, abs=1e-10)
+    assert alone[-1] != alone[0]

@@ -71,11 +71,12 @@ class DdpStrategy:
             device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
             process_group=self._world.group,
             find_unused_parameters=options.find_unused_parameters,
-            broadcast_buffers=options.broadcast_buffers,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             bucket_cap_mb=options.bucket_cap_mb,
         )
+        # Not as an argument, whose name changes between versions of torch. At the start buffers are shared anyway.
+        self._ddp.broadcast_buffers = options.broadcast_buffers
         self._samples = 0
         try_out(self._call, parts.model, trial)
         self._ddp.zero_grad()
