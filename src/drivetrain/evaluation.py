@@ -1,8 +1,7 @@
 """`dt.evaluate(job, run)`: the job's loss and metrics over its validation set, with the weights of a run."""
 
-from collections.abc import Sized
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision, numerics
 from drivetrain.data.division import Division
+from drivetrain.data.source import source_of
 from drivetrain.job import Job
 from drivetrain.run import Result, Setup, Which, checkpoint_of
 from drivetrain.validation import Validator
@@ -30,9 +30,9 @@ def evaluate(
         with numerics(precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
             model, _, called = setup.model()
             _load(model, checkpoint)
-            num_samples = len(cast(Sized, job.valid))
-            whole = Division(num_samples, num_samples, setup.micro_batch(None), setup.world.size)
-            loader = setup.loader(whole, job.valid, shuffle=False)
+            valid = source_of(job.valid).dataset
+            whole = Division(len(valid), len(valid), setup.micro_batch(None), setup.world.size)
+            loader = setup.loader(whole, valid, shuffle=False)
             return Validator(setup.job, loader, precision, setup.world).measure(model, called)
     finally:
         setup.world.close()
