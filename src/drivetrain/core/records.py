@@ -53,7 +53,7 @@ class Reading:
     def is_there(self, within_seconds: float) -> bool:
         """Whether `values` does not have to wait. For whoever leaves after an error, when a step may never be done."""
         deadline = time.monotonic() + within_seconds
-        while self._event is not None and not self._event.query():
+        while self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
