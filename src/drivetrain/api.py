@@ -13,14 +13,15 @@ from drivetrain.core.precision import Precision, numerics
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division, Position
+from drivetrain.data.feed import DeviceFeed
 from drivetrain.data.items import what_draws
 from drivetrain.data.orders import refuse_unequal_orders
 from drivetrain.data.source import source_of
 from drivetrain.hardware import assert_on_device
 from drivetrain.job import Job
 from drivetrain.monitor.flops import count_apart, counted
-from drivetrain.monitor.phases import NoClock, make_clock
 from drivetrain.monitor.memory import watch_memory
+from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
@@ -124,6 +125,8 @@ class _Run(Setup):
         asserts = self.config.device.assertions
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
         clock = make_clock(world.device) if watches and world.is_main else NoClock()
+        if isinstance(loader.feed, DeviceFeed):
+            loader.feed.before_wait = lambda: clock.lap(DATA)
         stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples) as books:
             notes = [*job.source.notes, *loader.notes]

@@ -11,7 +11,7 @@ from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place
 from drivetrain.data.items import DRAWS_FROM_ALL, Draws, seed_all
 from drivetrain.data.stream import key_of, mix
-from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
+from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
 
 # Odd and far apart, so that no two (step, micro-step) of a run meet before `mix` takes them apart.
@@ -41,6 +41,8 @@ class Stepper:
         self._key = key_of(seed, world.rank)
         self._draws = draws
         self._seeds = draws.python or draws.torch
+        # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
+        self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 
@@ -53,7 +55,7 @@ class Stepper:
 
     def begin(self, place: Place, micro: MicroBatch) -> Any:
         """The data of a micro-step, which the feed brought to the device; the generators are set for it."""
-        self.clock.lap(DATA)
+        self.clock.lap(self._arrives)
         if self._seeds:
             self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
         if self._before_micro_step is not None:

@@ -131,6 +131,8 @@ def test_the_phases_of_a_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert total == pytest.approx(times[1] - times[0], rel=0.05)
     late = found[3]["phases"]  # past the warm-up
     assert late["backward"] > 1.3 * late["forward"] > 0
+    assert {"data", "copy"} <= set(late)
+    assert late["copy"] < 0.5 * late["forward"]  # most of it is hidden behind the step before
     assert late["forward"] > 10 * late.get("logging", 0.0)
     assert 0.01 < found[3]["mfu"] < 1.0
 
@@ -169,7 +171,7 @@ def test_the_sampler_reads_the_card(tmp_path: Path) -> None:
     total = torch.cuda.get_device_properties(0).total_memory / 1024**3
     assert last["memory_total_gib"] == pytest.approx(total, rel=0.05)
     assert 0 < last["memory_allocated_gib"] <= last["memory_reserved_gib"] <= last["memory_used_gib"]
-    assert last["memory_peak_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 1024**3, abs=0.01)
+    assert last["memory_allocated_gib"] <= last["memory_peak_gib"] <= last["memory_peak_reserved_gib"]
     assert 10 < last["temperature_c"] < 110
     assert 20 < last["power_watts"] < 1500
     assert last["clock_sm_mhz"] > 100

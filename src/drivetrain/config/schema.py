@@ -250,7 +250,7 @@ class WatchSection(Section):
         None,
         ge=0,
         description="steps between points of speed, phases and trackers, and between lines on the terminal (auto: 10, "
-        "and a line per epoch); 0 measures none of it",
+        "at most two points a second, and a line per epoch); 0 measures none of it",
     )
     monitor_gpu: Annotated[bool, Flag("monitor-gpu")] = Field(
         True, description="write what the devices of the run do (memory, load, temperature, power) to gpu.jsonl"

@@ -1,7 +1,8 @@
 """What the main process writes of a run: its files, its trackers, and the terminal."""
 
 import queue
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,6 +99,7 @@ class Books(NoBooks):
     """Of one run, on its main process. What cannot be written is said once; the run goes on."""
 
     DEFAULT_LOG_EVERY = 10
+    LEAST_SECONDS = 0.5  # between points where nobody said how many steps: short steps need no hundred a second
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class Books(NoBooks):
         self._broken: set[str] = set()
         every = config.watch.log_every
         self._log_every = self.DEFAULT_LOG_EVERY if every is None else every
+        self._least_seconds = self.LEAST_SECONDS if every is None else 0.0
         self._console = RunConsole(
             facts.num_steps, facts.steps_per_epoch, facts.resumed_from, quiet=quiet, line_every=every or None
         )
@@ -130,8 +133,8 @@ class Books(NoBooks):
         self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan)
         self._peak_flops = self._say_flops()
         self._last: StepRecord | None = None
-        self._num_steps = self._samples = 0  # since the last row of speed.jsonl
-        self._items = self._loss_sum = self._seconds = 0.0
+        self._window: list[StepRecord] = []  # since the last row of speed.jsonl
+        self._window_began = time.monotonic()
         self._trackers: list[BackgroundTracker] = []
         self._sampler: Sampler | None = None
         self._profiler: StepProfiler | None = None
@@ -205,40 +208,37 @@ class Books(NoBooks):
         if not self._log_every:
             return
         self._last = record
-        self._num_steps += 1
-        self._samples += record.samples
-        self._items += record.num_items
-        self._loss_sum += record.loss * record.num_items
-        self._seconds += record.seconds
-        if step % self._log_every == 0:
+        self._window.append(record)
+        if step % self._log_every == 0 and time.monotonic() - self._window_began >= self._least_seconds:
             self._write_speed(record)
 
     def _write_speed(self, record: StepRecord) -> None:
         """One row for the steps since the last, and the same to the trackers."""
-        laps = self._clock.take()
-        phases = laps.per_step()
-        row = {"step": record.step, "epoch": record.epoch, "steps": self._num_steps, "seconds": self._seconds}
-        figures = self._rates()
+        window, laps = self._window, self._clock.take()
+        phases, seconds = laps.per_step(), sum(found.seconds for found in window)
+        row = {"step": record.step, "epoch": record.epoch, "steps": len(window), "seconds": seconds}
+        figures = self._rates(window, seconds)
         self._append("speed", {**row, **figures, "phase_steps": laps.steps, "phases": phases})
-        if self._trackers and self._num_steps:
+        if self._trackers and window:
             figures |= {"lr": record.lr, "epoch": float(record.epoch)}
             if record.grad_norm is not None:
                 figures["grad_norm"] = record.grad_norm
             figures |= {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
             self._track({**figures, **self._device_figures()}, record.step)
-        self._num_steps = self._samples = 0
-        self._items = self._loss_sum = self._seconds = 0.0
+        self._window, self._window_began = [], time.monotonic()
         self._pass_messages_on()
 
-    def _rates(self) -> dict[str, float]:
-        """Of the steps since the last row; checkpoints, validation and hooks are not in their time."""
-        if not self._seconds:
+    def _rates(self, window: Sequence[StepRecord], seconds: float) -> dict[str, float]:
+        """Of some steps; checkpoints, validation and hooks are not in their time."""
+        if not seconds:
             return {}
-        rates = {"loss": self._loss_sum / self._items, "samples_per_second": self._samples / self._seconds}
-        if self._items != self._samples:
-            rates["items_per_second"] = self._items / self._seconds
+        samples, items = sum(record.samples for record in window), sum(record.num_items for record in window)
+        loss = sum(record.loss * record.num_items for record in window) / items
+        rates = {"loss": loss, "samples_per_second": samples / seconds}
+        if items != samples:
+            rates["items_per_second"] = items / seconds
         if self._peak_flops and self._facts.flops_per_sample:
-            rates["mfu"] = self._facts.flops_per_sample * self._samples / self._seconds / self._peak_flops
+            rates["mfu"] = self._facts.flops_per_sample * samples / seconds / self._peak_flops
         return rates
 
     def _device_figures(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ import pkgutil
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +59,8 @@ def _run(target: str, config: Config) -> int:
         recipe = RECIPES[target]
         result = train(recipe.job(config))
         if recipe.show is not None and result.is_main:
-            recipe.show(result)
+            with redirect_stdout(None) if config.watch.quiet else nullcontext():
+                recipe.show(result)
         return _exit_code(result)
     if target.endswith(".py"):
         before = num_trained()
