@@ -109,9 +109,12 @@ class Drive:
         if folder is not None:
             stack.callback(folder.close)
         self._precision = Precision(setup.settings.precision.value, world.device.type)
-        kernels = config.kernels
         stack.enter_context(
-            numerics(self._precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark)
+            numerics(
+                self._precision,
+                deterministic=config.kernels.deterministic,
+                cudnn_benchmark=config.kernels.cudnn_benchmark,
+            )
         )
         self._checkpointer = Checkpointer(setup.path / CHECKPOINTS, world, job.keep_last)
         checkpoint = self._checkpointer.latest()
