@@ -80,9 +80,13 @@ class _Run(Setup):
     def train(self) -> Result:
         folder = self.claim()
         precision = Precision(self.settings.precision.value, self.world.device.type)
-        kernels = self.config.kernels
+        config = self.config
         try:
-            with numerics(precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark):
+            with numerics(
+                precision,
+                deterministic=config.kernels.deterministic,
+                cudnn_benchmark=config.kernels.cudnn_benchmark,
+            ):
                 return self._train(folder, precision)
         finally:
             self.close_loaders()

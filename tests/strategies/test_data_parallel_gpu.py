@@ -124,7 +124,8 @@ def test_buffers_and_penalties() -> None:
     objective = strategy.prepare(StrategyParts(model, loss, optimizer), Trial([inputs, labels], 8))
     assert model.norm.num_batches_tracked.item() == 0  # the trial left nothing behind
     value = objective([inputs, labels], 8, 8, 1)
-    assert model.norm.num_batches_tracked.item() == 1
+    # Two copies on one device both use the model's own buffers; on two devices only the first does.
+    assert model.norm.num_batches_tracked.item() == (1 if found[0] != found[1] else 2)
     halves = [
         functional.cross_entropy(_apart(model, inputs[part]), labels[part]) for part in (slice(0, 4), slice(4, 8))
     ]

@@ -110,7 +110,7 @@ def convolution_weights(folder: Path) -> dict[str, Tensor]:
         torch.randn(64, 3, 16, 16, generator=generator), torch.randint(0, 4, (64,), generator=generator)
     )
     model = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 4)
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.AvgPool2d(6), nn.Flatten(), nn.Linear(64, 4)
     )
     job = Job(
         name="convolutions",
@@ -151,7 +151,7 @@ def test_less_memory_for_activations(tmp_path: Path, how: str) -> None:
             result: Tensor = self.out(self.blocks(inputs))
             return result
 
-    data = TensorDataset(torch.randn(8192, 256), torch.randint(0, 4, (8192,)))
+    data = TensorDataset(torch.randn(32768, 256), torch.randint(0, 4, (32768,)))
     job = Job(
         name="stack",
         model=Stack,
