@@ -88,7 +88,8 @@ class RunConsole:
         self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, now
 
     def _is_line_due(self, step: int, now: float) -> bool:
-        periods = (self._steps_per_epoch, self._line_every)
-        if step == self._num_steps or any(every is not None and step % every == 0 for every in periods):
+        if step == self._num_steps or (self._steps_per_epoch and step % self._steps_per_epoch == 0):
+            return True
+        if self._line_every and step % self._line_every == 0:
             return True
         return self._progress.disable and now - self._began > self.LINE_SECONDS

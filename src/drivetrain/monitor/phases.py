@@ -6,7 +6,7 @@ phase is what the device spent on it, and what it spent idle before the next was
 """
 
 from collections.abc import Sequence
-from operator import add
+from operator import sub
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -116,23 +116,28 @@ class HostClock(_Clock):
     def __init__(self) -> None:
         super().__init__()
         self._last = perf_counter()
-        self._open = [0.0] * len(PHASES)  # of the step that is not over
+        self._all = [0.0] * len(PHASES)  # since the beginning, the step that is not over included
+        self._over = self._taken = self._all.copy()  # of steps that are over; of steps that were handed out
 
     def start(self) -> None:
         self._last = perf_counter()
 
     def lap(self, phase: int) -> None:
         now = perf_counter()
-        self._open[phase] += now - self._last
+        self._all[phase] += now - self._last
         self._last = now
 
     def next_step(self) -> None:
-        self._sums = list(map(add, self._sums, self._open))
-        self._open = [0.0] * len(PHASES)
+        self._over = self._all.copy()
         self._steps += 1
 
+    def take(self) -> Laps:
+        laps = Laps(self._steps, list(map(sub, self._over, self._taken)))
+        self._taken, self._steps = self._over, 0
+        return laps
+
     def finish(self) -> None:
-        if any(self._open):  # a step that ended the loop from within
+        if self._all != self._over:  # a step that ended the loop from within
             self.next_step()
 
 
