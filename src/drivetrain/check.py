@@ -171,7 +171,7 @@ def _settings_rows(settings: Settings) -> list[tuple[str, str]]:
         ("micro-batch", _because(micro)),
         ("accumulation", _because(accumulation)),
         ("effective batch", f"{product} (micro-batch × accumulation × devices)"),
-        ("activations", _because(settings.activations)),
+        ("checkpointing", f"{settings.activations.value} activations: {settings.activations.reason}"),
         ("ZeRO stage", _because(settings.zero_stage)),
         ("workers", f"{_because(settings.num_workers)}; prefetch {settings.prefetch_factor.value}"),
     ]
