@@ -26,9 +26,9 @@ from drivetrain.checkpoint import Shard
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.config import configure
 
-ROUNDS = 3
+ROUNDS = 2
 EVERY = 20
-STEPS = 100
+STEPS = 60
 WARM_UP = 5
 WAYS = {"beside training": True, "waiting": False}
 

@@ -62,7 +62,14 @@ PLACE = ["run.output_dir", "device.mode", "device.device", "device.ids"]
 OBEYED = {
     "check": [
         *PLACE,
-        *("precision.dtype", "precision.mixed", "memory.activations", "batch.size", "batch.accumulation", "distributed.strategy"),
+        *(
+            "precision.dtype",
+            "precision.mixed",
+            "memory.activations",
+            "batch.size",
+            "batch.accumulation",
+            "distributed.strategy",
+        ),
         *("data.num_workers", "data.pin_memory", "data.prefetch_factor"),
     ],
     "verify": PLACE,

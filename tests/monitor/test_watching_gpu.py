@@ -124,7 +124,7 @@ def test_the_phases_of_a_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         times.append(time.perf_counter())
 
     monkeypatch.setattr(Trainer, "run", timed)
-    train(job(), config(tmp_path), quiet=True)
+    train(job(), config(tmp_path, log_every=10), quiet=True)
     found = rows(tmp_path, "speed")
     assert sum(row["phase_steps"] for row in found) == 60
     total = sum(seconds * row["phase_steps"] for row in found for seconds in row["phases"].values())

@@ -36,7 +36,7 @@ class Reading:
             self._host = torch.empty(len(on_device), dtype=torch.float64, pin_memory=True)
             self._host.copy_(torch.stack(on_device), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     def values(self) -> tuple[float, float, float, float | None, float]:
         """Loss sum, number of items, stop flag, gradient norm, skipped."""

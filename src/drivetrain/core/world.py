@@ -54,10 +54,10 @@ class World:
         if not joined_here:
             rank, size = dist.get_rank(), dist.get_world_size()
         device = devices[local_rank % len(devices)]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, events and what the user puts on `cuda` belong there, too
         if size == 1:
             return cls(device=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         if joined_here:
             dist.init_process_group(
                 # NCCL refuses two ranks on one GPU; gloo takes them.
