@@ -7,11 +7,12 @@ one that is not tested.
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 CHUNK_BYTES = 16 * 2**20  # hashed while it is in the cache, then written
+SMALL_BYTES = 2**18  # what is smaller is joined: most tensors are, and each call costs
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Files:
         digest, size = hashlib.sha256(), 0
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
         with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123  (a path cannot be opened with these flags)
-            for chunk in chunks:
+            for chunk in _joined(chunks):
                 view = memoryview(chunk).cast("B")
                 size += len(view)
                 for start in range(0, len(view), CHUNK_BYTES):
@@ -72,3 +73,23 @@ class Files:
             else:
                 self.remove_file(inner)
         self.remove_folder(path)
+
+
+def _joined(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes, small chunks together."""
+    waiting: list[bytes | memoryview] = []
+    num_bytes = 0
+    for chunk in chunks:
+        length = chunk.nbytes if isinstance(chunk, memoryview) else len(chunk)
+        if length < SMALL_BYTES:
+            waiting.append(chunk)
+            num_bytes += length
+            if num_bytes < CHUNK_BYTES:
+                continue
+        if waiting:
+            yield b"".join(waiting)
+            waiting, num_bytes = [], 0
+        if length >= SMALL_BYTES:
+            yield chunk
+    if waiting:
+        yield b"".join(waiting)

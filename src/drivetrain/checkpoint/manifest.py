@@ -9,7 +9,7 @@ damaged one.
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,24 +78,7 @@ class Manifest(Value):
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
                 return f"{name!r} is not the name of a file in a checkpoint"
-        return next((f"the tensor {key!r}: {p}" for key, t in self.tensors.items() if (p := self._problem_of(t))), "")
-
-    def _problem_of(self, tensor: StoredTensor) -> str:
-        if tensor.dtype not in DTYPES:
-            return f"its type {tensor.dtype!r} is unknown"
-        if len(tensor.shape) > MOST_DIMENSIONS:
-            return f"it has {len(tensor.shape)} dimensions"
-        # Sizes of 0 are left out, so that [0, 2**62, 2**62], which torch cannot make, is refused, too.
-        if math.prod(size for size in tensor.shape if size) * DTYPES[tensor.dtype].itemsize > LARGEST_TENSOR_BYTES:
-            return f"its shape {list(tensor.shape)} is impossible"
-        for part in tensor.parts:
-            if part.file not in self.files:
-                return f"its part is in {part.file!r}, which is not one of the files"
-            if not part.box.fits_in(tensor.shape):
-                return (
-                    f"its part at {list(part.offsets)} of shape {list(part.shape)} reaches out of {list(tensor.shape)}"
-                )
-        return tiling_problem(tensor.shape, [part.box for part in tensor.parts])
+        return parts_problem(self.tensors, self.files)
 
     def sealed(self) -> bytes:
         """The content of the file."""
@@ -130,6 +113,27 @@ class Manifest(Value):
         if problem := manifest.problem():
             raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
         return manifest
+
+
+def parts_problem(tensors: Mapping[str, StoredTensor], files: Collection[str]) -> str:
+    """Empty if the parts of each tensor lie in these files and hold each of its elements once."""
+    return next((f"the tensor {key!r}: {p}" for key, t in tensors.items() if (p := _problem_of(t, files))), "")
+
+
+def _problem_of(tensor: StoredTensor, files: Collection[str]) -> str:
+    if tensor.dtype not in DTYPES:
+        return f"its type {tensor.dtype!r} is unknown"
+    if len(tensor.shape) > MOST_DIMENSIONS:
+        return f"it has {len(tensor.shape)} dimensions"
+    # Sizes of 0 are left out, so that [0, 2**62, 2**62], which torch cannot make, is refused, too.
+    if math.prod(size for size in tensor.shape if size) * DTYPES[tensor.dtype].itemsize > LARGEST_TENSOR_BYTES:
+        return f"its shape {list(tensor.shape)} is impossible"
+    for part in tensor.parts:
+        if part.file not in files:
+            return f"its part is in {part.file!r}, which is not one of the files"
+        if not part.box.fits_in(tensor.shape):
+            return f"its part at {list(part.offsets)} of shape {list(part.shape)} reaches out of {list(tensor.shape)}"
+    return tiling_problem(tensor.shape, [part.box for part in tensor.parts])
 
 
 class _AnyVersion(BaseModel):

@@ -81,8 +81,10 @@ def encoded(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None)
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's elements in order; the host waits for the device here."""
-    on_host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return on_host.reshape(-1).view(torch.uint8).numpy().data
+    on_host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+    if on_host.is_conj() or on_host.is_neg() or not on_host.is_contiguous():
+        on_host = on_host.resolve_conj().resolve_neg().contiguous()
+    return on_host.view(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
