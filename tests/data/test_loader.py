@@ -1,8 +1,11 @@
 """The loader: the same samples in the same order for every world and number of workers; randomness keyed by sample."""
 
+import gc
+import os
 import random
 import warnings
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,3 +168,40 @@ def test_closing_ends_the_workers_at_once() -> None:
     assert len(workers) >= 2
     source.close()
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+
+
+class Remains:
+    """Something in a cycle that must not be destroyed by another process than the one that made it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.cycle = file, self
+
+    def __del__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collecting(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        gc.collect()
+        return torch.tensor(index)
+
+
+def test_workers_do_not_collect_what_this_process_left_behind(tmp_path: Path) -> None:
+    file = tmp_path / "destroyed"
+    gc.collect()
+    gc.disable()
+    try:
+        Remains(file)  # garbage at once, but nobody has collected it yet
+        loader = Loader(Collecting(), Division(8, 4, 4, 1), 0, 0, default_collate, num_workers=2)
+        assert len(list(loader.batches(0, 2))) == 2
+        loader.close()
+        assert not file.exists()
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert file.read_text().split() == [str(os.getpid())]

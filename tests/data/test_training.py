@@ -218,14 +218,17 @@ def test_a_job_that_cannot_be(changes: dict[str, Any], words: str) -> None:
     assert all(problem.remedy for problem in caught.value.problems)
 
 
-def test_an_iterable_without_items(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterable_without_items(tmp_path: Path, num_workers: int) -> None:
     class Nothing:
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=num_workers)
     with pytest.raises(DrivetrainError, match="yields nothing to train on in epoch 0") as caught:
-        train(make_job(VARIANT, data=Nothing()), configure(output_dir=tmp_path, gpu_mode="cpu"), quiet=True)
-    assert caught.value.remedy
+        train(make_job(VARIANT, data=Nothing()), config, quiet=True)
+    assert caught.value.remedy == "check the path or the filter it was made with"
+    assert "worker process" not in str(caught.value)
 
 
 def test_a_generator_that_ends_too_early_keeps_its_last_checkpoint(tmp_path: Path) -> None:

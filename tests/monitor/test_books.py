@@ -114,7 +114,7 @@ def shown(capsys: Any, folder: Path, **settings: Any) -> str:
 
 
 def test_the_banner_and_the_lines(tmp_path: Path, capsys: Any) -> None:
-    text = shown(capsys, tmp_path)
+    text = shown(capsys, tmp_path, num_workers=0)
     assert "training 20 steps of 8 samples" in text
     for label, words in (
         ("processes", "1 (single)"),

@@ -5,12 +5,14 @@ order starts is a step's number, so resuming it needs no state and no replay. Ev
 is no way round it.
 """
 
+import gc
 import multiprocessing
 import pickle
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -257,11 +259,12 @@ class Loader:
         reason = _cannot_be_found_by_workers(self.source, self._collate)
         if not reason:
             try:
-                self._workers = iter(self._torch_loader(keys, steps))
+                with _nothing_collected_by_workers():
+                    self._workers = iter(self._torch_loader(keys, steps))
             except (AttributeError, TypeError, OSError, RuntimeError, ImportError, pickle.PicklingError) as error:
                 reason = str(error)
             else:
-                return self._workers
+                return _in_own_words(self._workers)
         if not self._may_do_without_workers:
             raise DrivetrainError(
                 f"the loader's {self._num_workers} workers could not be started: {reason}",
@@ -346,6 +349,33 @@ def _batch(found: Any) -> Any:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+@contextmanager
+def _nothing_collected_by_workers() -> Iterator[None]:
+    """What this process has made by now is not for a forked worker's garbage collector.
+
+    The remains of an earlier run, such as a process group in a cycle, have threads that are not there in the worker:
+    to destroy them there ends in a segmentation fault.
+    """
+    is_ours = gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
+
+
+def _in_own_words(workers: Iterator[Any]) -> Iterator[Any]:
+    """An error of ours from a worker as it was raised there, without torch's words around it."""
+    try:
+        yield from workers
+    except DrivetrainError as error:
+        if type(error) is not DrivetrainError:
+            raise
+        message, _, remedy = error.message.rpartition("DrivetrainError: ")[2].strip().partition("\n  remedy: ")
+        raise DrivetrainError(message, remedy=remedy) from None
 
 
 def _cannot_be_found_by_workers(source: Source, collate: Collate) -> str:
