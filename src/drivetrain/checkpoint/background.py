@@ -60,6 +60,7 @@ class BackgroundSaver:
         def allocate() -> None:
             with contextlib.suppress(Exception):  # `begin` tries again, and says what is wrong
                 self._staging.prepare(shards)
+                self._checkpointer.prepare(shards)
 
         self._start(allocate)
 

@@ -109,6 +109,10 @@ class Checkpointer:
         self.save_if_wanted(step, shards, meta, until_copied=lambda: None, is_wanted=lambda: True)
         return self.folder / step_name(step)
 
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Not collective: works out what follows from the layout of these shards, which the first save would do."""
+        self._known = self._tabled(shards)
+
     def save_if_wanted(
         self,
         step: int,
