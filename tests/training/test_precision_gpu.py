@@ -14,11 +14,10 @@ from drivetrain import Job, WarmupCosine
 from drivetrain.api import Result, train
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
-from drivetrain.core.records import Reading
-from drivetrain.step import Stepper
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Mlp, Variant, make_job, run
 from tests.training.test_validation import METRICS, valid_set
+from tests.waits import refuse_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -72,21 +71,7 @@ def test_a_step_with_infinite_gradients_is_skipped_by_all_and_counted(
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_the_host_never_waits_inside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    steps = []
-
-    def watched(original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            steps.append(1)
-            torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
-            try:
-                return original(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return call
-
-    monkeypatch.setattr(Stepper, "run", watched(Stepper.run))
-    monkeypatch.setattr(Reading, "__init__", watched(Reading.__init__))
+    refuse_waits(monkeypatch)
     trained = run(str(tmp_path), FP32, 8, 0, "single_gpu", {"precision": precision, "ema": 0.9})
     assert trained is not None
     assert len(trained.losses) == 12

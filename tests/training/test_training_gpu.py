@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from drivetrain.api import train
 from drivetrain.config import configure
-from drivetrain.core.records import Reading
 from drivetrain.step import Stepper
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Trained, Variant, make_job, plain_loop, read, run, vector_loss
 from tests.training.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
+from tests.waits import refuse_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -90,21 +90,7 @@ def test_the_host_never_waits_inside_a_step(tmp_path: Path, monkeypatch: pytest.
 
     The first step, which sets things up, aside.
     """
-    steps = []
-
-    def watched(original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            steps.append(1)
-            torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
-            try:
-                return original(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return call
-
-    monkeypatch.setattr(Stepper, "run", watched(Stepper.run))
-    monkeypatch.setattr(Reading, "__init__", watched(Reading.__init__))
+    refuse_waits(monkeypatch)
     for variant in (Variant(dtype=torch.float32), Variant("transformer", torch.float32)):
         trained = run(str(tmp_path / variant.kind), variant, 8, 0, "single_gpu", FP32)
         assert trained is not None
