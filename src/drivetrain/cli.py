@@ -58,6 +58,11 @@ COMMANDS = {
         "Does real work on every part of this machine and prints a checklist; exits 0 only if nothing failed.",
         _PLACE,
     ),
+    "plan": Command(
+        "drivetrain.recipes.planning",
+        "How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
+        tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation")),
+    ),
     "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
     "eval": Command(
         "drivetrain.recipes.evaluation",

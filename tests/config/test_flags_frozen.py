@@ -74,6 +74,7 @@ OBEYED = {
     ],
     "verify": PLACE,
     "train": list(FLAGS),
+    "plan": [name for name in FLAGS if not name.startswith(("watch.", "checkpoint.", "validation."))],
     "eval": [
         name
         for name in FLAGS
@@ -88,6 +89,7 @@ OWN_FLAGS = {
     "config": ["--json"],
     "train": [],
     "eval": ["--json", "--which"],
+    "plan": ["--budget", "--json", "--measure", "--out"],
 }
 
 

@@ -1,0 +1,106 @@
+"""`drivetrain plan TARGET`: how a job would be run here, and why. Nothing is trained."""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+from pydantic import BaseModel, Field
+from rich.console import Console
+from rich.table import Table
+
+from drivetrain.api import configured
+from drivetrain.config import Config, Flag, Positional, Resolved
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.job import Job
+from drivetrain.plan.plan import Plan
+from drivetrain.plan.tune import Measurement, Way
+from drivetrain.planning import plan
+from drivetrain.recipes import RECIPES, job_of, run_script
+
+EXAMPLES = (
+    "drivetrain plan digits                          by rule, at once",
+    "drivetrain plan train.py --measure              tries ways of running the script's own job",
+    "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --config p.yaml` pins it",
+)
+
+
+class Options(BaseModel):
+    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
+    measure: Annotated[bool, Flag("measure")] = Field(
+        False, description="try ways of running a step on a copy of the model"
+    )
+    budget: Annotated[float, Flag("budget")] = Field(
+        60.0, gt=0, description="seconds for measuring; what is begun is finished"
+    )
+    out: Annotated[Path | None, Flag("out")] = Field(None, description="write the plan as YAML that --config takes")
+    as_json: Annotated[bool, Flag("json")] = Field(False, description="the whole plan as JSON")
+
+
+class _Planned(BaseException):
+    """Carries the plan out of a script, past whatever it would do after training."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+def run(options: Options, resolved: Resolved) -> int:
+    console = Console(highlight=False, quiet=options.as_json)
+    found = _planned(options, resolved.config, console)
+    if options.out is not None:
+        options.out.write_text(found.to_yaml(), encoding="utf-8")
+    if options.as_json:
+        print(found.to_json())
+        return 0
+    _show(found, console)
+    if options.out is not None:
+        console.print(f"written to {options.out}")
+    return 0
+
+
+def _planned(options: Options, config: Config, console: Console) -> Plan:
+    target = options.target
+
+    def make(job: Job) -> Plan:
+        def say(way: Way, found: Measurement) -> None:
+            console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
+
+        return plan(job, config, measure=options.measure, budget_seconds=options.budget, on_probe=say)
+
+    def instead(job: Job) -> NoReturn:
+        raise _Planned(make(job))
+
+    if target in RECIPES:
+        return make(RECIPES[target].job(config))
+    if not target.endswith(".py"):
+        return make(job_of(target))
+    with configured(config, target, instead):
+        try:
+            run_script(Path(target))
+        except _Planned as planned:
+            return planned.plan
+    raise DrivetrainError(f"{target} ended without calling dt.train", remedy="call dt.train(job) in it")
+
+
+def _show(found: Plan, console: Console) -> None:
+    table = Table(
+        title=f"The plan for {found.job}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for column in ("setting", "value", "why", "else"):
+        table.add_column(column, overflow="fold")
+    for name, choice in found.choices.items():
+        value = "auto" if choice.value is None else str(choice.value)
+        table.add_row(name, value, choice.reason, "; ".join(choice.alternatives))
+    console.print(table)
+    forecast, memory = found.forecast, found.forecast.memory
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer and the like": memory.optimizer,
+        "activations": memory.activations,
+    }
+    told = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in parts.items() if size is not None)
+    console.print(f"\nmemory: {told}" + ("" if memory.total is None else f"; {memory.total / 1e6:,.1f} MB in all"))
+    if forecast.step_seconds is not None:
+        whole = "" if forecast.job_seconds is None else f"; the whole job {forecast.job_seconds:,.1f} s"
+        console.print(f"time:   {forecast.step_seconds * 1e3:,.2f} ms per step of {found.global_batch} samples{whole}")
+    if not found.measured:
+        console.print("By rule: nothing was measured. --measure tries what is faster on this very model.")

@@ -1,0 +1,161 @@
+"""The search over ways to run a step, with made-up machines: what it finds, what it tries, and when it stops."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.plan.memory import FRAGMENTATION, MemoryModel, Peak
+from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tuned, UnusableError, Way, tune
+
+
+class Machine:
+    """Takes a fixed time per micro-step and a time per sample; memory is a line. Time passes as things are measured."""
+
+    def __init__(
+        self,
+        overhead: float = 1e-3,
+        per_sample: float = 1e-4,
+        fixed: int = 1000,
+        sample: int = 100,
+        memory: int = 10**9,
+        compile_gain: float = 0.5,
+        compile_seconds: float = 20.0,
+        channels_last_gain: float = 0.0,
+        slower_above: int | None = None,
+        problems: dict[str, str] | None = None,
+    ) -> None:
+        self.__dict__.update(locals())
+        self.now = 0.0
+        self.ways: list[Way] = []
+
+    def measure(self, way: Way) -> Measurement:
+        self.ways.append(way)
+        self.now += 1.0
+        if way.compile_mode and (self.problems or {}).get("compile"):
+            return Measurement(problem=self.problems["compile"])
+        peak = self.fixed + self.sample * way.micro_batch
+        if peak > self.memory:
+            return Measurement(problem="out of memory", out_of_memory=True)
+        seconds = (self.overhead + self.per_sample * way.micro_batch) / way.micro_batch
+        if self.slower_above and way.micro_batch > self.slower_above:
+            seconds *= 2
+        if way.compile_mode:
+            self.now += self.compile_seconds
+            seconds *= 1 - self.compile_gain
+        if way.channels_last:
+            seconds /= 1 + self.channels_last_gain
+        setup = self.compile_seconds if way.compile_mode else 0.0
+        return Measurement(sample_seconds=seconds, peak_bytes=peak, setup_seconds=setup)
+
+    def tune(self, micro_batch: int = 64, **scope: object) -> Tuned:
+        values = {"rank_samples": 64, "remaining_samples": 10**7, "memory_limit_bytes": self.memory, **scope}
+        return tune(Way(micro_batch=micro_batch), Scope(**values), self.measure, lambda: self.now)
+
+
+def test_the_largest_that_fits_where_larger_is_faster() -> None:
+    machine = Machine(memory=5000)
+    tuned = machine.tune()
+    assert tuned.way.micro_batch == 32  # 64 would take 7400; the next of equal parts is 32, with 4200
+    assert not any(tried.measurement.out_of_memory for tried in tuned.tried)
+    assert "samples/s measured" in tuned.reasons["micro_batch"]
+
+
+def test_the_fastest_and_not_the_largest() -> None:
+    assert Machine(slower_above=16).tune().way.micro_batch == 16
+
+
+@given(
+    fixed=st.integers(0, 10**6), sample=st.integers(1, 10**5), memory=st.integers(10, 10**7), share=st.integers(1, 300)
+)
+def test_what_is_chosen_fits_and_memory_rarely_runs_out(fixed: int, sample: int, memory: int, share: int) -> None:
+    machine = Machine(fixed=fixed, sample=sample, memory=memory)
+    try:
+        tuned = machine.tune(rank_samples=share)
+    except DoesNotFitError:
+        assert fixed + sample > memory
+        return
+    chosen = tuned.way.micro_batch
+    assert fixed + sample * chosen <= memory
+    assert 1 <= chosen <= share
+    assert sum(tried.measurement.out_of_memory for tried in tuned.tried) <= 2
+
+
+def test_a_model_that_does_not_fit() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        Machine(fixed=2000, memory=1500).tune()
+    assert len(caught.value.tried) == 1
+    with pytest.raises(DoesNotFitError):
+        Machine(fixed=2000, memory=1500).tune(fixed_micro_batch="asked for")
+
+
+def test_a_pinned_micro_batch_is_left_alone() -> None:
+    machine = Machine(compile_gain=0.4)
+    tuned = machine.tune(micro_batch=7, fixed_micro_batch="asked for", compile_modes=("default",))
+    assert {way.micro_batch for way in machine.ways} == {7}
+    assert tuned.way == Way(micro_batch=7, compile_mode="default")
+
+
+def test_compiling_pays_or_is_not_used() -> None:
+    modes = {"compile_modes": ("default",)}
+    long, short, shorter = (Machine().tune(remaining_samples=n, **modes) for n in (10**7, 300_000, 10_000))
+    assert long.way.compile_mode == "default"
+    assert "saves" in long.reasons["compile"]
+    assert "costs 20 s" in long.reasons["compile"]
+    assert short.way.compile_mode is None  # measured: it saves 17 s and costs 20
+    assert short.reasons["compile"].startswith("not used")
+    assert any(tried.way.compile_mode for tried in short.tried)
+    assert shorter.way.compile_mode is None  # not even worth measuring
+    assert shorter.reasons["compile"].startswith("not tried")
+    assert not any(tried.way.compile_mode for tried in shorter.tried)
+
+
+def test_what_cannot_be_compiled_is_said() -> None:
+    tuned = Machine(problems={"compile": "nothing was compiled"}).tune(compile_modes=("default",))
+    assert tuned.way.compile_mode is None
+    assert tuned.reasons["compile"] == "not used: nothing was compiled"
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.01, False), (-0.2, False)])
+def test_channels_last_where_it_is_faster(gain: float, taken: bool) -> None:
+    assert Machine(channels_last_gain=gain).tune(may_use_channels_last=True).way.channels_last is taken
+
+
+def test_measuring_ends_with_its_time() -> None:
+    machine = Machine()
+    tuned = machine.tune(budget_seconds=3, compile_modes=("default",), may_use_channels_last=True, rank_samples=4096)
+    assert machine.now < 7
+    assert "time for measuring was over" in tuned.reasons["compile"]
+
+
+def test_a_start_that_cannot_be_measured() -> None:
+    def broken(way: Way) -> Measurement:
+        return Measurement(problem="ValueError: no such column")
+
+    with pytest.raises(UnusableError, match="no such column"):
+        tune(
+            Way(micro_batch=4),
+            Scope(rank_samples=4, remaining_samples=10, memory_limit_bytes=1),
+            broken,
+            lambda: 0.0,
+        )
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 10**9)), min_size=2, max_size=6))
+def test_no_measured_peak_is_above_the_line(points: list[tuple[int, int]]) -> None:
+    peaks = [Peak(*point) for point in points]
+    if len({peak.micro_batch for peak in peaks}) < 2:
+        with pytest.raises(ValueError):
+            MemoryModel.fitted(peaks)
+        return
+    model = MemoryModel.fitted(peaks)
+    assert model.sample_bytes >= 0
+    for peak in peaks:
+        assert model.peak_bytes(peak.micro_batch) >= peak.num_bytes - 1
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**7), st.integers(1, 10**12))
+def test_a_line_is_found_again(fixed: int, sample: int, limit: int) -> None:
+    model = MemoryModel.fitted([Peak(size, fixed + sample * size) for size in (1, 2, 4)])
+    assert model.peak_bytes(64) == pytest.approx(fixed + 64 * sample, rel=1e-6, abs=4)
+    largest = model.largest(limit, 10**6)
+    assert fixed + sample * largest <= limit * (1 - FRAGMENTATION) * (1 + 1e-6) + 1 or largest == 0

@@ -1,0 +1,171 @@
+"""`drivetrain plan`: what it says, that it changes nothing, and that what it writes pins what it says."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drivetrain import DrivetrainError
+from drivetrain.cli import main
+from drivetrain.config import configure
+from drivetrain.core.world import World
+from drivetrain.data.division import Division
+from drivetrain.data.loader import Loader
+from drivetrain.job import Job
+from drivetrain.plan.tune import Way
+from drivetrain.planning import plan
+from drivetrain.run.measure import Journal, Probe
+from tests.gloo_pool import GlooPool
+from tests.training.jobs import Variant, make_job
+
+VARIANT = Variant(dtype=torch.float32, steps=6, num_samples=60, global_batch=20, dropout=0.1)
+
+
+def planned(folder: Path, job: Job | None = None, **settings: Any) -> Any:
+    config = configure(output_dir=folder, gpu_mode="cpu", num_workers=0)
+    return plan(job or make_job(VARIANT), config, **settings)
+
+
+def test_by_rule_and_measured(tmp_path: Path) -> None:
+    by_rule = planned(tmp_path)
+    assert not by_rule.measured
+    assert by_rule.choices["batch.size"].value == 20
+    assert by_rule.forecast.memory.parameters == sum(p.numel() * 4 for p in make_job(VARIANT).model().parameters())
+    measured = planned(tmp_path, measure=True)
+    assert measured.measured
+    assert measured.forecast.job_seconds == pytest.approx(measured.forecast.step_seconds * 6)
+    assert measured.tried[0].measurement.sample_seconds > 0
+    assert measured.choices["compile.enabled"].reason.startswith("not tried: the job takes 0 s more")
+    assert not list(tmp_path.iterdir()), "no run folder is made"
+
+
+def probe_of(job: Job, model: nn.Module, journal: Journal) -> Probe:
+    def loader(division: Division) -> Loader:
+        return Loader(job.source, division, 0, job.seed, job.collate)
+
+    return Probe(job, model, World(), loader, journal)
+
+
+def generators() -> list[Any]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+class Counting(nn.Module):
+    """Has a buffer that every forward changes, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.drop(self.norm(self.layer(inputs)))
+        return result
+
+
+@pytest.mark.parametrize("failure", [None, torch.OutOfMemoryError("CUDA out of memory"), ValueError("no such column")])
+def test_a_probe_leaves_everything_as_it_was(failure: Exception | None) -> None:
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls[0] += 1
+        value = functional.cross_entropy(model(batch[0]), batch[1])
+        if failure is not None and calls[0] == 3:
+            raise failure
+        return value
+
+    model = Counting()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = generators()
+    found = probe_of(make_job(VARIANT, loss=loss), model, Journal(None))(Way(micro_batch=5))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert generators() == states
+    if failure is None:
+        assert 0 < found.sample_seconds < 1
+    else:
+        assert found.problem == (
+            "out of memory" if isinstance(failure, torch.OutOfMemoryError) else "ValueError: no such column"
+        )
+        assert found.out_of_memory is isinstance(failure, torch.OutOfMemoryError)
+
+
+def test_a_way_that_crashed_is_left_out_the_next_time(tmp_path: Path) -> None:
+    file, way = tmp_path / "probes.jsonl", Way(micro_batch=5)
+    Journal(file).begin(way)  # and then the process was gone
+    job = make_job(VARIANT)
+    probe = probe_of(job, job.model(), Journal(file))
+    assert probe(way).problem == "the last start crashed while it was tried"
+    assert not probe(Way(micro_batch=6)).problem
+    assert not probe_of(job, job.model(), Journal(file))(Way(micro_batch=6)).problem
+
+
+def test_a_precision_that_strays_is_rejected_and_named() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch[0])
+        lost = 100.0 if output.dtype == torch.bfloat16 else 1.0
+        return functional.cross_entropy(output.float(), batch[1]) * lost
+
+    job = make_job(VARIANT, loss=loss)
+    probe = probe_of(job, job.model(), Journal(None))
+    assert not probe(Way(micro_batch=5)).problem
+    assert "more than bf16 explains" in probe(Way(micro_batch=5, precision="bf16")).problem
+
+
+def test_what_cannot_be_measured(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("label")
+
+    with pytest.raises(DrivetrainError, match="a step of this job cannot be run: KeyError"):
+        planned(tmp_path, make_job(VARIANT, loss=loss), measure=True)
+    with pytest.raises(DrivetrainError, match="can only be iterated"):
+        planned(tmp_path, make_job(VARIANT, data=iter([(torch.zeros(6), torch.tensor(0))] * 40)), measure=True)
+
+
+def plan_in_world(folder: str) -> str:
+    found = planned(Path(folder), measure=True)
+    return str(found.to_json())
+
+
+def test_ranks_plan_alike(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    first, second = (json.loads(text) for text in gloo_pool.run(plan_in_world, str(tmp_path), world=2))
+    assert first == second
+    assert first["choices"]["distributed.strategy"]["value"] == "ddp"
+    assert first["choices"]["batch.size"]["value"] == 10
+
+
+def test_what_is_written_pins_what_was_said(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "plan.yaml"
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path)]
+    assert main(["plan", "digits", "--max-steps", "4", "--out", str(file), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "By rule: nothing was measured" in shown
+    assert main(["train", "digits", "--max-steps", "4", "--config", str(file), *flags]) == 0
+    assert main(["train", "digits", "--max-steps", "4", "--name", "plain", *flags]) == 0
+    rows = [(tmp_path / name / "steps.jsonl").read_text().splitlines() for name in ("digits", "plain")]
+    losses = [[json.loads(line)["loss"] for line in run] for run in rows]
+    assert losses[0] == losses[1], "a plan divides the same work, and changes nothing of it"
+
+
+def test_a_script_is_planned_and_not_trained(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch, drivetrain as dt\n"
+        "from torch.utils.data import TensorDataset\n"
+        "job = dt.Job(name='mine', model=lambda: torch.nn.Linear(3, 2), data=TensorDataset(torch.randn(32, 3)),\n"
+        "             loss=lambda m, b: m(b[0]).square().mean(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
+        "             global_batch=8, epochs=1)\n"
+        "dt.train(job)\n"
+        "print('after training')\n"
+    )
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path / "runs")]
+    assert main(["plan", str(script), "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["job"] == "mine"
+    assert found["num_steps"] == 4
+    assert not (tmp_path / "runs").exists()
