@@ -7,6 +7,7 @@ is no way round it.
 
 import gc
 import multiprocessing
+import os
 import pickle
 import sys
 import warnings
@@ -351,6 +352,9 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+_starts_workers = [False]
+
+
 @contextmanager
 def _nothing_collected_by_workers() -> Iterator[None]:
     """What this process has made by now is not for a forked worker's garbage collector.
@@ -358,13 +362,20 @@ def _nothing_collected_by_workers() -> Iterator[None]:
     The remains of an earlier run, such as a process group in a cycle, have threads that are not there in the worker:
     to destroy them there ends in a segmentation fault.
     """
-    is_ours = gc.get_freeze_count() == 0
-    gc.freeze()
+    _starts_workers[0] = True
     try:
         yield
     finally:
-        if is_ours:
-            gc.unfreeze()
+        _starts_workers[0] = False
+
+
+def _in_worker() -> None:
+    if _starts_workers[0]:
+        gc.freeze()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing is forked
+    os.register_at_fork(after_in_child=_in_worker)
 
 
 def _in_own_words(workers: Iterator[Any]) -> Iterator[Any]:
