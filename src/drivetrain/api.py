@@ -33,6 +33,7 @@ from drivetrain.run import (
     checkpoint_of,
     configured,
     done_instead,
+    note_end,
     num_trained,
     open_books,
     take_weights,
@@ -179,6 +180,7 @@ class _Run(Setup):
             is_done = loader.position.is_over(job.max_steps, job.epochs)
             finished = is_done or bool(because) or trainer.ended_by_hook
             books.finish(finished, steps, because, compilation=self.compilation())
+            note_end(finished)
         if world.is_main and self.config.watch.report:
             for problem in write_report(self.path):
                 books.say(problem)

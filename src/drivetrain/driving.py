@@ -40,7 +40,16 @@ from drivetrain.hardware import assert_on_device
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.report import write_report
-from drivetrain.run import CHECKPOINTS, Setup, checkpoint_of, done_instead, open_books, take_weights, write_down
+from drivetrain.run import (
+    CHECKPOINTS,
+    Setup,
+    checkpoint_of,
+    done_instead,
+    note_end,
+    open_books,
+    take_weights,
+    write_down,
+)
 from drivetrain.run.saves import Saves
 from drivetrain.step import Stepper
 from drivetrain.strategies import Average, StrategyParts, Trial
@@ -291,6 +300,7 @@ class Drive:
                 is_done = self._loader.position.is_over(job.max_steps, job.epochs)
                 self.finished = is_done or self._trainer.ended_by_hook
                 self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
+                note_end(self.finished)
             except BaseException as error:
                 self._left_early(error)
                 # `break` and an error in the loop's body look alike from here. Neither is an error of this generator.

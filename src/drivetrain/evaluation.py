@@ -35,6 +35,7 @@ def evaluate(
             loader = setup.loader(whole, valid, shuffle=False)
             return Validator(setup.job, loader, precision, setup.world).measure(model, called)
     finally:
+        setup.close_loaders()
         setup.world.close()
 
 

@@ -329,6 +329,12 @@ class Job:
         for name, aim in (("best", self.best), ("early_stopping", stopping)):
             if aim is not None and not (isinstance(aim.metric, str) and aim.mode in ("auto", "min", "max")):
                 yield problem(name, aim, f"got {aim}", "a metric's name, and auto, min or max")
+        if self.valid is not None and not any(isinstance(metric, MetricObject) for metric in self.metrics.values()):
+            known = ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
+            for name, aim in (("best", self.best), ("early_stopping", stopping)):
+                if aim is not None and aim.metric not in known:
+                    message = f"{aim.metric!r} is none of the metrics that are measured"
+                    yield problem(name, aim.metric, message, "name one of them", ", ".join(known))
         if self.ema is not None and not 0 < self.ema < 1:
             yield problem("ema", self.ema, f"got {self.ema!r}", "for example ema=0.999", "a number between 0 and 1")
 

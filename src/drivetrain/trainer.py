@@ -190,7 +190,7 @@ class Trainer:
         place = enqueued.place
         total, count, stop, norm, skipped = enqueued.reading.values()
         self.stopped_early |= stop > 0
-        loss = total / count
+        loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
         if not math.isfinite(loss):
             raise self._not_finite(place, loss)
         return StepRecord(

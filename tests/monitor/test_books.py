@@ -139,7 +139,7 @@ def test_quiet_is_quiet(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_batch_that_does_not_divide() -> None:
-    plan = RunPlan(3, 8, 2, 37, "ddp", "bf16", "", "cuda:0", 4)
+    plan = RunPlan(3, 3, 8, 2, 37, "ddp", "bf16", "", "cuda:0", 4)
     assert plan.batch_in_words == "8 × 2 accumulated × 3 devices holds 37"
 
 

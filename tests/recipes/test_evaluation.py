@@ -72,6 +72,19 @@ def test_a_script_is_run_up_to_its_training(tmp_path: Path, capsys: Any) -> None
     assert "after training" not in out
 
 
+def test_a_script_that_trains_another_job_first(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(
+        SCRIPT.replace(
+            "dt.train(job)", "dt.train(job)\nfrom dataclasses import replace\ndt.train(replace(job, name='second'))"
+        )
+    )
+    assert main(["train", str(script), "--gpu-mode", "cpu", "--output-dir", str(tmp_path)]) == 0
+    code, _, err = run(capsys, "eval", str(tmp_path / "second"), "--gpu-mode", "cpu")
+    assert code == 1
+    assert "trains the job 'script' first" in err
+
+
 def test_from_python(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(30, 6, generator=generator), torch.randint(0, 4, (30,), generator=generator))

@@ -1,17 +1,23 @@
 """Wrong input: a clear error with the remedy, before anything is trained, and nothing overwritten."""
 
 import hashlib
+import json
 import multiprocessing
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from drivetrain import Config, ConfigError, DrivetrainError, Job
+from drivetrain import Config, ConfigError, DrivetrainError, Job, LossSum
 from drivetrain.api import train
+from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
 from tests.training.jobs import Mlp, Variant, Vectors, make_job, vector_loss
 
@@ -227,3 +233,36 @@ def test_nan_in_the_first_batch(tmp_path: Path) -> None:
     assert not list((tmp_path / "suite" / "checkpoints").glob("step-*"))
     events = (tmp_path / "suite" / "events.jsonl").read_text()
     assert "stopped by an error" in events
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+def test_a_step_that_counts_nothing_moves_nothing(tmp_path: Path, count: Any) -> None:
+    """A batch whose items are all padding, say."""
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Any) -> LossSum:
+        calls[0] += 1
+        total = functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return LossSum(total * 0, count) if calls[0] == 3 else LossSum(total, len(batch[1]))  # the trial, then step 2
+
+    job = make_job(SMALL, loss=loss, checkpoint_every=1, keep_last=9, weight_decay=None)
+    job = replace(job, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    result = train(job, config(tmp_path), quiet=True)
+    steps = [json.loads(line) for line in (result.folder / "steps.jsonl").read_text().splitlines()]
+    assert steps[1]["loss"] == 0.0
+    assert steps[1]["num_items"] == 0
+    one, two = (Checkpoint.open(result.folder / "checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    assert all(torch.equal(one.read(key), two.read(key)) for key in one.keys if key.startswith("model/"))
+
+
+def test_an_output_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    """A full disk behind the redirection; and a reader that goes away."""
+    command = [sys.executable, "-m", "drivetrain", "train", "digits", "--max-steps", "4", "--gpu-mode", "cpu"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*command, "--output-dir", str(tmp_path / "full")], stdout=full, timeout=120, check=False)
+    assert list((tmp_path / "full" / "digits" / "checkpoints").glob("step-*"))
+    assert (tmp_path / "full" / "digits" / "finished.json").exists()
+    assert done.returncode in (0, 1, 120)  # what is printed after the run may fail to be
+    words = " ".join([*command, "--log-every", "1", "--output-dir", str(tmp_path / "pipe")])
+    subprocess.run(f"{words} | head -1", shell=True, timeout=120, check=False, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "pipe" / "digits" / "finished.json").exists()

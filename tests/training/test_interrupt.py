@@ -92,6 +92,20 @@ def test_a_signal_stops_cleanly_and_the_run_goes_on(tmp_path: Path, number: sign
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
 
 
+def test_the_command_line_says_that_a_script_was_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SCRIPT.format(delay=0.004, steps=70))
+    words = [sys.executable, "-m", "drivetrain", "train", str(script)]
+    script.write_text(
+        script.read_text().replace("sys.argv[1]", repr(str(tmp_path / "runs"))).replace("int(sys.argv[2])", "0")
+    )
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_for_steps(tmp_path)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with start(tmp_path, 0.25, 70) as process:  # a step takes two seconds
         for _ in range(200):

@@ -78,14 +78,16 @@ def test_switches_are_put_back(tmp_path: Path) -> None:
             torch.backends.cudnn.benchmark,
             torch.backends.cudnn.deterministic,
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            torch.backends.cudnn.allow_tf32,
         ]
 
     before = switches()
     with numerics(Precision("tf32", "cuda"), deterministic=True, cudnn_benchmark=True):
-        assert switches() == ["high", True, False, True, ":4096:8"]
+        assert switches() == ["high", True, False, True, ":4096:8", True]
     assert switches() == before
     with numerics(FP32_ON_CPU, deterministic=False, cudnn_benchmark=True):
         assert switches()[:4] == ["highest", False, True, False]
+        assert torch.backends.cudnn.allow_tf32 is False, "fp32 is fp32, in convolutions too"
     weights(tmp_path, deterministic=True)
     assert switches() == before
 

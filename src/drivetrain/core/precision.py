@@ -37,8 +37,10 @@ def numerics(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool
     matmul = torch.get_float32_matmul_precision()
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    convolutions = torch.backends.cudnn.allow_tf32
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision.name != "fp32"  # torch's own default would round convolutions
     torch.backends.cudnn.benchmark = cudnn_benchmark and not deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
@@ -50,5 +52,6 @@ def numerics(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool
         torch.set_float32_matmul_precision(matmul)
         torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        torch.backends.cudnn.allow_tf32 = convolutions
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -29,6 +29,7 @@ class RunPlan:
     """How a run is done, as it is written to plan.yaml and shown at the start."""
 
     world_size: int
+    num_devices: int
     micro_batch: int
     accumulation: int
     global_batch: int
@@ -42,10 +43,11 @@ class RunPlan:
     @property
     def batch_in_words(self) -> str:
         """`8 × 2 accumulated × 4 devices = 64`, or what is left over where it does not divide."""
-        devices = f"{self.world_size} device{'s' if self.world_size > 1 else ''}"
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         product = self.micro_batch * self.accumulation * self.world_size
         sign = "=" if product == self.global_batch else "holds"
-        return f"{self.micro_batch} × {self.accumulation} accumulated × {devices} {sign} {self.global_batch}"
+        each = -(-self.micro_batch * self.world_size // self.num_devices)  # the devices of a process share its part
+        return f"{each} × {self.accumulation} accumulated × {devices} {sign} {self.global_batch}"
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class Books(NoBooks):
         if not seconds:
             return {}
         samples, items = sum(record.samples for record in window), sum(record.num_items for record in window)
-        loss = sum(record.loss * record.num_items for record in window) / items
+        loss = sum(record.loss * record.num_items for record in window) / (items or 1.0)
         rates = {"loss": loss, "samples_per_second": samples / seconds}
         if items != samples:
             rates["items_per_second"] = items / seconds
@@ -263,8 +265,7 @@ class Books(NoBooks):
 
     def flush(self) -> None:
         """Before a checkpoint: what it counts as done is written. A disk that was full may have room again."""
-        for name in ("steps", "metrics", "speed"):
-            log = self._logs[name]
+        for name, log in self._logs.items():
             if self._guarded(name, log.flush):
                 self._broken.discard(name)
 
@@ -296,7 +297,7 @@ class Books(NoBooks):
         if not facts.flops_per_sample:
             return None
         rate = peak_rate(self._hardware, facts.device, facts.plan.precision)
-        peak = None if rate is None else rate.value * 1e12 * facts.plan.world_size
+        peak = None if rate is None else rate.value * 1e12 * facts.plan.num_devices
         self.event(
             "flops",
             flops_per_sample=facts.flops_per_sample,

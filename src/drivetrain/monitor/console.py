@@ -4,6 +4,7 @@ Only the main process has one.
 """
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from drivetrain.core.records import StepRecord
+
+
+class _Console(Console):
+    """A terminal or pipe that goes away ends the output, never the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class RunConsole:
@@ -31,7 +39,7 @@ class RunConsole:
         quiet: bool = False,
         line_every: int | None = None,
     ) -> None:
-        self._console = Console(highlight=False, quiet=quiet)
+        self._console = _Console(highlight=False, quiet=quiet)
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
@@ -45,12 +53,13 @@ class RunConsole:
         self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="")
         self._quiet = quiet
         self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
-        self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, time.perf_counter()
+        self._loss_sum, self._count, self._samples, self._skipped = 0.0, 0.0, 0, 0
+        self._began = time.perf_counter()
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._shown(self._progress.start)
         return self
 
     def __exit__(
@@ -58,10 +67,18 @@ class RunConsole:
     ) -> None:
         if self._steps_per_epoch is None and self._last is not None and self._count:
             self._say_line(self._last)
-        self._progress.stop()
+        self._shown(self._progress.stop)
 
     def say(self, text: str) -> None:
-        self._console.print(text)
+        # Where nobody looks a line is a line, however long: a log is searched.
+        self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
+
+    def _shown(self, show: Callable[[], None]) -> None:
+        """A full disk behind a pipe, a terminal that was closed: nothing that concerns the run."""
+        try:
+            show()
+        except (OSError, ValueError):
+            self._console.quiet = True
 
     def show(self, record: StepRecord) -> None:
         if self._quiet:
@@ -72,20 +89,25 @@ class RunConsole:
         self._loss_sum += record.loss * record.num_items
         self._count += record.num_items
         self._samples += record.samples
+        self._skipped += record.skipped
         now = time.perf_counter()
         if not self._progress.disable and now - self._bar_moved > self.BAR_SECONDS:
-            self._progress.update(self._bar, completed=record.step, epoch=record.epoch + 1, loss=f"{record.loss:.4f}")
+            self._shown(lambda: self._move_bar(record))
             self._bar_moved = now
         if self._is_line_due(record.step, now):
             self._say_line(record)
 
+    def _move_bar(self, record: StepRecord) -> None:
+        self._progress.update(self._bar, completed=record.step, epoch=record.epoch + 1, loss=f"{record.loss:.4f}")
+
     def _say_line(self, record: StepRecord) -> None:
         now = time.perf_counter()
         self.say(
-            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {self._loss_sum / self._count:.4f}   "
+            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {self._loss_sum / (self._count or 1.0):.4f}   "
             f"{self._samples / (now - self._began):>9,.0f} samples/s"
+            + (f"   {self._skipped} steps skipped: gradients were infinite" if self._skipped else "")
         )
-        self._loss_sum, self._count, self._samples, self._began = 0.0, 0.0, 0, now
+        self._loss_sum, self._count, self._samples, self._skipped, self._began = 0.0, 0.0, 0, 0, now
 
     def _is_line_due(self, step: int, now: float) -> bool:
         if step == self._num_steps or (self._steps_per_epoch and step % self._steps_per_epoch == 0):

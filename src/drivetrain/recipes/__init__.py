@@ -16,6 +16,9 @@ from drivetrain.config import Config, Positional, Resolved, nearest
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
 from drivetrain.recipes import digits, gpt
+from drivetrain.run import last_one_finished
+
+STOPPED = 130  # as for anything that Ctrl-C ends
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,18 @@ def _run(target: str, config: Config) -> int:
         run_script(Path(target))
         if num_trained() == before:
             raise DrivetrainError(f"{target} ended without calling dt.train", remedy="call dt.train(job) in it")
-    elif ":" in target:
+        return 0 if last_one_finished() else STOPPED
+    if ":" in target:
         return _exit_code(train(job_of(target)))
-    else:
-        meant = nearest(target, RECIPES)
-        remedy = f"did you mean `{meant}`?" if meant else "drivetrain train digits"
-        allowed = f"{', '.join(RECIPES)}, module:function, or a script that ends in .py"
-        raise ConfigError([Problem(target, "there is no such recipe", allowed=allowed, remedy=remedy)])
-    return 0
+    meant = nearest(target, RECIPES)
+    remedy = f"did you mean `{meant}`?" if meant else "drivetrain train digits"
+    allowed = f"{', '.join(RECIPES)}, module:function, or a script that ends in .py"
+    raise ConfigError([Problem(target, "there is no such recipe", allowed=allowed, remedy=remedy)])
 
 
 def _exit_code(result: Result) -> int:
-    """130 for a run that was stopped, as for anything that Ctrl-C ends; it can go on."""
-    return 0 if result.finished else 130
+    """A run that was stopped can go on, and is not a failure; but it is not done."""
+    return 0 if result.finished else STOPPED
 
 
 def run_script(path: Path) -> None:

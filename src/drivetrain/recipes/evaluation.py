@@ -11,6 +11,7 @@ from rich.console import Console
 from drivetrain.api import configured
 from drivetrain.config import Config, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.run_folder import read_job
 from drivetrain.evaluation import evaluate
 from drivetrain.job import Job
 from drivetrain.recipes import RECIPES, job_of, run_script
@@ -23,7 +24,7 @@ EXAMPLES = (
 )
 
 # Where and how it computes is this machine's matter; what the job is, the run's.
-_OF_THIS_MACHINE = ("device", "precision", "kernels", "memory", "batch", "distributed", "compile")
+_OF_THIS_MACHINE = ("device", "kernels", "memory", "batch", "distributed", "compile")
 
 
 class Options(BaseModel):
@@ -44,6 +45,12 @@ def run(options: Options, resolved: Resolved) -> int:
     config = _config_of(options.run, resolved)
 
     def instead(job: Job) -> NoReturn:
+        trained = read_job(options.run).get("name")
+        if job.name != trained:
+            raise DrivetrainError(
+                f"{target} trains the job {job.name!r} first, and {options.run} is a run of {trained!r}",
+                remedy="call dt.evaluate(job, run) from Python",
+            )
         raise _Evaluated(evaluate(job, options.run, config, which=options.which))
 
     if target in RECIPES:

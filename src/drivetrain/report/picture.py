@@ -45,7 +45,8 @@ def _subtitle(data: RunData) -> str:
     plan = data.plan
     parts = [f"{data.steps[-1]['step']:,} steps" if data.steps else "no steps"]
     if plan:
-        devices = f"{plan['world_size']} × {plan['device']}" if plan["world_size"] > 1 else str(plan["device"])
+        count = int(plan.get("num_devices") or plan["world_size"])
+        devices = f"{count} × {plan['device']}" if count > 1 else str(plan["device"])
         parts += [f"global batch {plan['global_batch']:,}", devices, plan["precision"]]
     seconds = sum(row["seconds"] for row in data.steps)
     if seconds:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Iterator
 
+from drivetrain.job import Aim
 from drivetrain.report.run_data import Row, RunData
 
 _FIGURES = {
@@ -38,8 +39,9 @@ def _how(data: RunData) -> Iterator[str]:
         yield _line("processes", f"{plan['world_size']} ({plan['strategy']})")
         yield _line("device", _device_in_words(data))
         yield _line("precision", plan["precision"])
-        devices = f"{plan['world_size']} device{'s' if plan['world_size'] > 1 else ''}"
-        batch = f"{plan['micro_batch']} × {plan['accumulation']} accumulated × {devices}"
+        count = int(plan.get("num_devices") or plan["world_size"])
+        each = -(-plan["micro_batch"] * plan["world_size"] // count)
+        batch = f"{each} × {plan['accumulation']} accumulated × {count} device{'s' if count > 1 else ''}"
         yield _line("global batch", f"{plan['global_batch']} ({batch})")
     yield _line("compilation", end.get("compilation", "unknown"))
 
@@ -62,7 +64,7 @@ def _result(data: RunData) -> Iterator[str]:
         yield _line("final loss", f"{data.epochs[-1].loss:.4f}")
     for name in data.metric_names:
         _, values = data.metric(name)
-        best = (min if "loss" in name else max)(values)
+        best = (max if Aim(name).wants_more else min)(values)
         yield _line(name.replace("_", " "), f"{values[-1]:.4f} at the end, {best:.4f} at best")
 
 

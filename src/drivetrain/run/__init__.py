@@ -3,7 +3,7 @@
 from drivetrain.run.books import open_books
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
 from drivetrain.run.saves import Saves, State
-from drivetrain.run.setup import SOURCE, Setup, configured, done_instead, num_trained
+from drivetrain.run.setup import SOURCE, Setup, configured, done_instead, last_one_finished, note_end, num_trained
 from drivetrain.run.starting_weights import take_weights, write_down
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "checkpoint_of",
     "configured",
     "done_instead",
+    "last_one_finished",
+    "note_end",
     "num_trained",
     "open_books",
     "take_weights",

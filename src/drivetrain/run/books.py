@@ -26,6 +26,7 @@ def open_books(
     job, settings, division = run.job, run.settings, loader.division
     plan = RunPlan(
         world_size=run.world.size,
+        num_devices=run.num_devices,
         micro_batch=division.micro_batch,
         accumulation=ceil(ceil(division.global_batch / run.world.size) / division.micro_batch),
         global_batch=division.global_batch,
@@ -53,8 +54,8 @@ def open_books(
 
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...]]:
     """This rank's GPU, and those of all ranks on this machine. Ranks may count them differently; UUIDs are the same."""
-    device = run.world.device
-    own = next((gpu for gpu in run.hardware.gpus if device.type == "cuda" and gpu.index == device.index), None)
-    told = run.world.gather([socket.gethostname(), None if own is None else own.model_dump(mode="json")])
-    here = [Gpu.model_validate(facts) for host, facts in told if facts is not None and host == socket.gethostname()]
-    return own, tuple({gpu.uuid: gpu for gpu in here}.values())
+    indices = [device.index for device in run.devices if device.type == "cuda"]
+    own = [gpu for index in indices for gpu in run.hardware.gpus if gpu.index == index]
+    told = run.world.gather([socket.gethostname(), [gpu.model_dump(mode="json") for gpu in own]])
+    here = [Gpu.model_validate(facts) for host, found in told for facts in found if host == socket.gethostname()]
+    return own[0] if own else None, tuple({gpu.uuid: gpu for gpu in here}.values())

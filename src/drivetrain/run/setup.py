@@ -38,6 +38,7 @@ _command_line: ContextVar[Config | None] = ContextVar("command_line", default=No
 _target: ContextVar[str] = ContextVar("target", default="")
 _instead: ContextVar[Instead | None] = ContextVar("instead", default=None)
 _runs = [0]
+_ended = [True]
 
 
 @contextmanager
@@ -67,6 +68,15 @@ def target_of_run() -> str:
     """Where the job comes from: what the command line named, or the script that is running; empty in a notebook."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     return _target.get() or (str(Path(script).absolute()) if script.endswith(".py") else "")
+
+
+def note_end(finished: bool) -> None:
+    """How the run that ended last in this process ended; asked for by whoever ran a script."""
+    _ended[0] = finished
+
+
+def last_one_finished() -> bool:
+    return _ended[0]
 
 
 def num_trained() -> int:

@@ -81,6 +81,13 @@ class StrategyParts:
         return norm, skipped
 
 
+def rescaling(num_samples: int, count: Tensor | float) -> Tensor | float:
+    """From a sum over samples to a mean over what the loss counted. A step that counted nothing moves nothing."""
+    if isinstance(count, Tensor):
+        return (num_samples / count).nan_to_num(posinf=0.0)
+    return num_samples / count if count else 0.0
+
+
 @dataclass(frozen=True)
 class Trial:
     """A batch to try a model out on."""

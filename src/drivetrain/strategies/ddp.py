@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
-from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, try_out
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state
 
 
@@ -98,7 +98,7 @@ class DdpStrategy:
         if self._parts.scaler.is_enabled():
             carried = carried / self._parts.scale()
         total, count, stopping = carried.unbind()
-        norm, skipped = self._parts.update(self._samples / count if self._objective.counts_items else None)
+        norm, skipped = self._parts.update(rescaling(self._samples, count) if self._objective.counts_items else None)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)

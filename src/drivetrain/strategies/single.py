@@ -9,7 +9,7 @@ from torch import Tensor
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
-from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, try_out
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state
 
 
@@ -51,7 +51,7 @@ class SingleStrategy:
 
     def step(self, stop: bool) -> StepOutcome:
         losses, count = self._objective.take_tallies()
-        norm, skipped = self._parts.update(self._samples / count if self._objective.counts_items else None)
+        norm, skipped = self._parts.update(rescaling(self._samples, count) if self._objective.counts_items else None)
         self._begins = True
         return StepOutcome(losses, count, float(stop), norm, skipped)
 
