@@ -9,14 +9,12 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.hook import StepContext
 from drivetrain.core.interrupt import stopping_cleanly
-from drivetrain.core.precision import Precision, numerics
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import DeviceFeed
 from drivetrain.data.items import what_draws
 from drivetrain.data.orders import refuse_unequal_orders
-from drivetrain.data.source import source_of
 from drivetrain.hardware import assert_on_device
 from drivetrain.job import Job
 from drivetrain.monitor.flops import count_apart, counted
@@ -37,12 +35,13 @@ from drivetrain.run import (
     num_trained,
     open_books,
     take_weights,
+    tell_notes,
     write_down,
 )
 from drivetrain.step import Stepper
 from drivetrain.strategies import Average, StrategyParts, Trial
 from drivetrain.trainer import Trainer
-from drivetrain.validation import Validation, Validator
+from drivetrain.validation import Validation
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
@@ -80,22 +79,16 @@ class _Run(Setup):
 
     def train(self) -> Result:
         folder = self.claim()
-        precision = Precision(self.settings.precision.value, self.world.device.type)
-        config = self.config
         try:
-            with numerics(
-                precision,
-                deterministic=config.kernels.deterministic,
-                cudnn_benchmark=config.kernels.cudnn_benchmark,
-            ):
-                return self._train(folder, precision)
+            with self.numerics():
+                return self._train(folder)
         finally:
             self.close_loaders()
             if folder is not None:
                 folder.close()
 
-    def _train(self, folder: RunFolder | None, precision: Precision) -> Result:
-        job, world = self.job, self.world
+    def _train(self, folder: RunFolder | None) -> Result:
+        job, world, precision = self.job, self.world, self.precision
         checkpointer = Checkpointer(self.path / CHECKPOINTS, world, job.keep_last)
         checkpoint = checkpointer.latest()
         division = Division(job.num_samples or 0, job.global_batch or 0, self.micro_batch(checkpoint), world.size)
@@ -134,10 +127,7 @@ class _Run(Setup):
             loader.feed.before_wait = lambda: clock.lap(DATA)
         stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples) as books:
-            notes = [*job.source.notes, *loader.notes]
-            if notes:
-                books.event("data", notes=notes)
-                books.say("\n".join(f"  data       {note}" for note in notes))
+            tell_notes(loader, books)
 
             def state() -> State:
                 shards, meta = strategy.save()
@@ -148,7 +138,7 @@ class _Run(Setup):
             def report(context: StepContext, metrics: dict[str, float], seconds: float) -> None:
                 books.metrics(context.step, context.epoch, metrics, seconds)
 
-            validation = self._validation(division, precision, average, model if called is None else called, report)
+            validation = self._validation(division, average, model if called is None else called, report)
             if validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
                 validation.load_state_dict(checkpoint.meta["validation"])
             if taken is not None:
@@ -201,7 +191,6 @@ class _Run(Setup):
     def _validation(
         self,
         division: Division,
-        precision: Precision,
         average: Average | None,
         called: Any,
         report: Callable[[StepContext, dict[str, float], float], None],
@@ -209,8 +198,5 @@ class _Run(Setup):
         job = self.job
         if job.valid is None:
             return None
-        valid = source_of(job.valid).dataset
-        num_samples = len(valid)
-        whole = Division(num_samples, num_samples, division.micro_batch, self.world.size)
-        validator = Validator(job, self.loader(whole, valid, shuffle=False), precision, self.world)
+        validator = self.validator(division.micro_batch)
         return Validation(validator, job.validate_every, job.best, job.early_stopping, average, called, report)

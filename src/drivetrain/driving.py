@@ -29,7 +29,6 @@ from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly
 from drivetrain.core.loss import LossSum
-from drivetrain.core.precision import Precision, numerics
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard
 from drivetrain.core.world import World
@@ -48,6 +47,7 @@ from drivetrain.run import (
     note_end,
     open_books,
     take_weights,
+    tell_notes,
     write_down,
 )
 from drivetrain.run.saves import Saves
@@ -117,14 +117,8 @@ class Drive:
         folder = setup.claim()
         if folder is not None:
             stack.callback(folder.close)
-        self._precision = Precision(setup.settings.precision.value, world.device.type)
-        stack.enter_context(
-            numerics(
-                self._precision,
-                deterministic=config.kernels.deterministic,
-                cudnn_benchmark=config.kernels.cudnn_benchmark,
-            )
-        )
+        self._precision = setup.precision
+        stack.enter_context(setup.numerics())
         self._checkpointer = Checkpointer(setup.path / CHECKPOINTS, world, job.keep_last)
         checkpoint = self._checkpointer.latest()
         micro_batch = setup.micro_batch(checkpoint)
@@ -158,7 +152,7 @@ class Drive:
         self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
         if taken is not None:
             write_down(taken, self._books)
-        self._tell_notes()
+        tell_notes(self._loader, self._books)
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
         stack.callback(self._saves.close)
@@ -368,12 +362,6 @@ class Drive:
         self._memory.observe(record)
         self._saves.report()
         self.last = record
-
-    def _tell_notes(self) -> None:
-        notes = [*self._setup.job.source.notes, *self._loader.notes]
-        if notes:
-            self._books.event("data", notes=notes)
-            self._books.say("\n".join(f"  data       {note}" for note in notes))
 
     def _remember(self) -> None:
         """Where the state is that of `steps` steps. The next forward may change buffers; it does not change weights."""

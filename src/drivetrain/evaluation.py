@@ -9,12 +9,9 @@ from torch import nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.precision import Precision, numerics
-from drivetrain.data.division import Division
-from drivetrain.data.source import source_of
+from drivetrain.core.precision import numerics
 from drivetrain.job import Job
 from drivetrain.run import Result, Setup, Which, checkpoint_of
-from drivetrain.validation import Validator
 
 
 def evaluate(
@@ -26,14 +23,10 @@ def evaluate(
     checkpoint = checkpoint_of(run, which)
     setup = Setup.join(job, config, quiet=True)
     try:
-        precision = Precision(setup.settings.precision.value, setup.world.device.type)
-        with numerics(precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
+        with numerics(setup.precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
             model, _, called = setup.model()
             _load(model, checkpoint)
-            valid = source_of(job.valid).dataset
-            whole = Division(len(valid), len(valid), setup.micro_batch(None), setup.world.size)
-            loader = setup.loader(whole, valid, shuffle=False)
-            return Validator(setup.job, loader, precision, setup.world).measure(model, called)
+            return setup.validator(setup.micro_batch(None)).measure(model, called)
     finally:
         setup.close_loaders()
         setup.world.close()

@@ -58,7 +58,6 @@ class Scope(Value):
     remaining_samples: int  # of the whole job, on this rank
     memory_limit_bytes: float
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or samples of a batch influence each other
-    may_recompute: bool = False
     compile_modes: tuple[CompileMode, ...] = ()
     may_use_channels_last: bool = False
     compile_cost_seconds: float = 15.0  # expected, before it was measured

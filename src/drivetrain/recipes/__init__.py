@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -17,6 +17,8 @@ from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
 from drivetrain.recipes import digits, gpt
 from drivetrain.run import last_one_finished
+
+T = TypeVar("T")
 
 STOPPED = 130  # as for anything that Ctrl-C ends
 
@@ -67,16 +69,11 @@ def _run(target: str, config: Config) -> int:
         return _exit_code(result)
     if target.endswith(".py"):
         before = num_trained()
-        run_script(Path(target))
+        _run_script(Path(target))
         if num_trained() == before:
-            raise DrivetrainError(f"{target} ended without calling dt.train", remedy="call dt.train(job) in it")
+            raise _without_training(target)
         return 0 if last_one_finished() else STOPPED
-    if ":" in target:
-        return _exit_code(train(job_of(target)))
-    meant = nearest(target, RECIPES)
-    remedy = f"did you mean `{meant}`?" if meant else "drivetrain train digits"
-    allowed = f"{', '.join(RECIPES)}, module:function, or a script that ends in .py"
-    raise ConfigError([Problem(target, "there is no such recipe", allowed=allowed, remedy=remedy)])
+    return _exit_code(train(_job_of(target)))
 
 
 def _exit_code(result: Result) -> int:
@@ -84,14 +81,49 @@ def _exit_code(result: Result) -> int:
     return 0 if result.finished else STOPPED
 
 
-def run_script(path: Path) -> None:
+class _Done(BaseException):
+    """Carries what came of a script's job out of the script, past whatever it would do after training."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+
+def with_job(target: str, config: Config, action: Callable[[Job], T]) -> T:
+    """What an action makes of a target's job, which is not trained. A script is run up to its first `dt.train`."""
+    if target in RECIPES:
+        return action(RECIPES[target].job(config))
+    if not target.endswith(".py"):
+        return action(_job_of(target))
+
+    def instead(job: Job) -> NoReturn:
+        raise _Done(action(job))
+
+    with configured(config, target, instead):
+        try:
+            _run_script(Path(target))
+        except _Done as done:
+            outcome: T = done.outcome
+            return outcome
+    raise _without_training(target)
+
+
+def _without_training(script: str) -> DrivetrainError:
+    return DrivetrainError(f"{script} ended without calling dt.train", remedy="call dt.train(job) in it")
+
+
+def _run_script(path: Path) -> None:
     if not path.is_file():
         raise ConfigError([Problem(str(path), "there is no such script", remedy="give the path of a Python file")])
     sys.path.insert(0, str(path.parent.absolute()))  # as `python script.py` does
     runpy.run_path(str(path), run_name="__main__")
 
 
-def job_of(target: str) -> Job:
+def _job_of(target: str) -> Job:
+    if ":" not in target:
+        meant = nearest(target, RECIPES)
+        remedy = f"did you mean `{meant}`?" if meant else "drivetrain train digits"
+        allowed = f"{', '.join(RECIPES)}, module:function, or a script that ends in .py"
+        raise ConfigError([Problem(target, "there is no such recipe", allowed=allowed, remedy=remedy)])
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = pkgutil.resolve_name(target)

@@ -2,19 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field
 from rich.console import Console
 
-from drivetrain.api import configured
 from drivetrain.config import Config, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.run_folder import read_job
 from drivetrain.evaluation import evaluate
 from drivetrain.job import Job
-from drivetrain.recipes import RECIPES, job_of, run_script
+from drivetrain.recipes import with_job
 from drivetrain.run import SOURCE, Which
 
 EXAMPLES = (
@@ -33,38 +32,20 @@ class Options(BaseModel):
     as_json: Annotated[bool, Flag("json")] = Field(False, description="one line of JSON")
 
 
-class _Evaluated(BaseException):
-    """Carries the metrics out of a script, past whatever it would do after training."""
-
-    def __init__(self, metrics: dict[str, float]) -> None:
-        self.metrics = metrics
-
-
 def run(options: Options, resolved: Resolved) -> int:
     target = _target_of(options.run)
     config = _config_of(options.run, resolved)
 
-    def instead(job: Job) -> NoReturn:
+    def measured(job: Job) -> dict[str, float]:
         trained = read_job(options.run).get("name")
         if job.name != trained:
             raise DrivetrainError(
                 f"{target} trains the job {job.name!r} first, and {options.run} is a run of {trained!r}",
                 remedy="call dt.evaluate(job, run) from Python",
             )
-        raise _Evaluated(evaluate(job, options.run, config, which=options.which))
+        return evaluate(job, options.run, config, which=options.which)
 
-    if target in RECIPES:
-        metrics = evaluate(RECIPES[target].job(config), options.run, config, which=options.which)
-    elif target.endswith(".py"):
-        with configured(config, target, instead):
-            try:
-                run_script(Path(target))
-            except _Evaluated as evaluated:
-                metrics = evaluated.metrics
-            else:
-                raise DrivetrainError(f"{target} ended without calling dt.train", remedy="dt.evaluate(job, run)")
-    else:
-        metrics = evaluate(job_of(target), options.run, config, which=options.which)
+    metrics = with_job(target, config, measured)
     _show(metrics, options)
     return 0
 

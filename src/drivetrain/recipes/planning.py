@@ -1,20 +1,17 @@
 """`drivetrain plan TARGET`: how a job would be run here, and why. Nothing is trained."""
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
-from drivetrain.api import configured
 from drivetrain.config import Config, Flag, Positional, Resolved
-from drivetrain.core.errors import DrivetrainError
-from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.tune import Measurement, Way
 from drivetrain.planning import plan
-from drivetrain.recipes import RECIPES, job_of, run_script
+from drivetrain.recipes import with_job
 
 EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",
@@ -35,13 +32,6 @@ class Options(BaseModel):
     as_json: Annotated[bool, Flag("json")] = Field(False, description="the whole plan as JSON")
 
 
-class _Planned(BaseException):
-    """Carries the plan out of a script, past whatever it would do after training."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-
 def run(options: Options, resolved: Resolved) -> int:
     console = Console(highlight=False, quiet=options.as_json)
     found = _planned(options, resolved.config, console)
@@ -57,27 +47,14 @@ def run(options: Options, resolved: Resolved) -> int:
 
 
 def _planned(options: Options, config: Config, console: Console) -> Plan:
-    target = options.target
+    def say(way: Way, found: Measurement) -> None:
+        console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
 
-    def make(job: Job) -> Plan:
-        def say(way: Way, found: Measurement) -> None:
-            console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
-
-        return plan(job, config, measure=options.measure, budget_seconds=options.budget, on_probe=say)
-
-    def instead(job: Job) -> NoReturn:
-        raise _Planned(make(job))
-
-    if target in RECIPES:
-        return make(RECIPES[target].job(config))
-    if not target.endswith(".py"):
-        return make(job_of(target))
-    with configured(config, target, instead):
-        try:
-            run_script(Path(target))
-        except _Planned as planned:
-            return planned.plan
-    raise DrivetrainError(f"{target} ended without calling dt.train", remedy="call dt.train(job) in it")
+    return with_job(
+        options.target,
+        config,
+        lambda job: plan(job, config, measure=options.measure, budget_seconds=options.budget, on_probe=say),
+    )
 
 
 def _show(found: Plan, console: Console) -> None:

@@ -52,6 +52,14 @@ def open_books(
     return Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
 
 
+def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
+    """What was made of the data that was handed in."""
+    notes = [*loader.source.notes, *loader.notes]
+    if notes:
+        books.event("data", notes=notes)
+        books.say("\n".join(f"  data       {note}" for note in notes))
+
+
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...]]:
     """This rank's GPU, and those of all ranks on this machine. Ranks may count them differently; UUIDs are the same."""
     indices = [device.index for device in run.devices if device.type == "cuda"]

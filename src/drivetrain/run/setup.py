@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.precision import Precision, numerics
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.division import Division, Position
@@ -30,6 +31,7 @@ from drivetrain.plan import Pins, choose_settings
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
 from drivetrain.strategies.activations import recompute
+from drivetrain.validation import Validator
 
 SOURCE = "source.json"
 Instead = Callable[[Job], NoReturn]
@@ -124,6 +126,7 @@ class Setup:
         shares = config.distributed.strategy == "data_parallel"
         self.devices = devices if shares else [world.device]  # of this process
         self.settings = choose_settings(hardware, Pins(**config.pins()))
+        self.precision = Precision(self.settings.precision.value, world.device.type)
         self.name = config.run.name or job.name
         self.job = self._settled(job)
         self._loaders: list[Loader] = []
@@ -232,6 +235,21 @@ class Setup:
         if self.world.is_main:
             loader.warn_if_inexact()
         return loader
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """The switches of torch that this run wants, for the time of the run."""
+        config = self.config
+        return numerics(
+            self.precision,
+            deterministic=config.kernels.deterministic,
+            cudnn_benchmark=config.kernels.cudnn_benchmark,
+        )
+
+    def validator(self, micro_batch: int) -> Validator:
+        """Over the job's validation set, which it has."""
+        valid = source_of(self.job.valid).dataset
+        whole = Division(len(valid), len(valid), micro_batch, self.world.size)
+        return Validator(self.job, self.loader(whole, valid, shuffle=False), self.precision, self.world)
 
     def close_loaders(self) -> None:
         """End their workers, however far the run came."""
