@@ -1,17 +1,25 @@
-"""How much memory a micro-batch needs, from a few small ones: a line, and never a guess below what was measured.
+"""How much memory a micro-batch needs, from a few small ones: a line beyond a floor, and never a blind doubling.
 
-Weights, gradients and optimizer take what they take whatever the micro-batch is; activations and workspace grow with
-it. Two or three small steps give the line. Allocators round and fragment, so what a forecast allows is a little less
-than what there is.
+Weights, gradients and optimizer take what they take whatever the micro-batch is; activations grow with it. The most is
+held either in backward (a line in the micro-batch) or in the optimizer's step with its temporaries (a floor): peaks of
+small micro-batches may all lie on the floor and say nothing of the line. So the line goes through the two largest
+sizes, and it is trusted where it can be shown that no floor hides behind it:
+
+What is held at any time (weights, optimizer, and gradients where steps accumulate) is counted, not fitted. The line
+starts at that or above. So a step of m samples takes at most `held + m × (peak - held) / n` if one of n ≤ m samples
+took `peak`, wherever that peak was. Nothing is measured that this bound does not allow, and a forecast is settled where
+line and bound are near each other.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from drivetrain.core.value import Value
 
 FRAGMENTATION = 0.03  # of what is reserved, seen between the peak of what is allocated and of what is reserved
+CLOSE = 0.03  # a forecast is settled when two ways to it are this near
+MOST_SIZES = 4  # that are measured for the line's sake
 
 
 class Peak(NamedTuple):
@@ -22,31 +30,98 @@ class Peak(NamedTuple):
 
 
 class MemoryModel(Value):
-    """Peak = fixed + per sample × micro-batch."""
+    """Peak = fixed + per sample × micro-batch, but no less than the floor."""
 
     fixed_bytes: float
     sample_bytes: float
+    floor_bytes: float = 0.0
 
     @classmethod
-    def fitted(cls, peaks: Sequence[Peak]) -> "MemoryModel":
-        """Through two or more sizes: the line of least squares, lifted so that no measured peak is above it."""
-        sizes = {peak.micro_batch for peak in peaks}
-        if len(sizes) < 2:
-            raise ValueError("a line needs peaks of two different micro-batches")
-        mean_size = math.fsum(peak.micro_batch for peak in peaks) / len(peaks)
-        mean_bytes = math.fsum(peak.num_bytes for peak in peaks) / len(peaks)
-        spread = math.fsum((peak.micro_batch - mean_size) ** 2 for peak in peaks)
-        slope = math.fsum((peak.micro_batch - mean_size) * (peak.num_bytes - mean_bytes) for peak in peaks) / spread
-        slope = max(0.0, slope)
-        fixed = max(peak.num_bytes - slope * peak.micro_batch for peak in peaks)
-        return cls(fixed_bytes=fixed, sample_bytes=slope)
+    def fitted(cls, peaks: Sequence[Peak], held_bytes: float = 0.0) -> Self:
+        """The line through the two largest sizes, with the floor so high that no measured peak is above both.
+
+        From one size alone, with what is held: the line from there to the peak, which is the most it can be.
+        """
+        largest = _largest_per_size(peaks)
+        if not largest or (len(largest) < 2 and not held_bytes):
+            raise ValueError("a line needs peaks of two different micro-batches, or one and what is held without any")
+        size, peak = largest[-1]
+        before = largest[-2] if len(largest) > 1 else Peak(0, round(held_bytes))
+        slope = max(0.0, (peak - before.num_bytes) / (size - before.micro_batch))
+        fixed = peak - slope * size
+        above = (p.num_bytes for p in largest if p.num_bytes > fixed + slope * p.micro_batch)
+        return cls(fixed_bytes=fixed, sample_bytes=slope, floor_bytes=max(above, default=0.0))
 
     def peak_bytes(self, micro_batch: int) -> int:
-        return round(self.fixed_bytes + self.sample_bytes * micro_batch)
+        return round(max(self.floor_bytes, self.fixed_bytes + self.sample_bytes * micro_batch))
 
     def largest(self, limit_bytes: float, at_most: int) -> int:
         """The largest micro-batch that fits; 0 if none does."""
-        room = limit_bytes * (1 - FRAGMENTATION) - self.fixed_bytes
-        if room < self.sample_bytes:
+        room = _usable(limit_bytes)
+        if max(self.floor_bytes, self.fixed_bytes + self.sample_bytes) > room:
             return 0
-        return at_most if self.sample_bytes == 0 else min(at_most, int(room // self.sample_bytes))
+        return _count(room - self.fixed_bytes, self.sample_bytes, at_most)
+
+
+def next_size_to_measure(
+    peaks: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float = 0.0
+) -> int | None:
+    """A micro-batch whose peak is worth knowing, and that fits; None where memory up to `at_most` can be forecast.
+
+    Only where even one sample more than the smallest step is not shown to fit, it is proposed all the same: it may.
+    """
+    largest = _largest_per_size(peaks)
+    if not largest:
+        return 1
+    size, peak = largest[-1]
+    if size >= at_most:
+        return None
+    certain = _count(_usable(limit_bytes) - held_bytes, max(0.0, peak - held_bytes) / size, at_most)
+    if len(largest) == 1:
+        return max(size + 1, min(certain, -(-at_most // 2)))
+    aim = _unsettled(largest, limit_bytes, at_most, held_bytes)
+    if aim is None or len(largest) >= MOST_SIZES:
+        return None
+    further = min(certain, aim if _is_flat(largest) else -(-(size + aim) // 2))
+    return further if further > size else None
+
+
+def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float) -> int | None:
+    """The size that is aimed at, where its forecast is still open."""
+    model = MemoryModel.fitted(largest, held_bytes)
+    size, peak = largest[-1]
+    aim = model.largest(limit_bytes, at_most)
+    if aim <= size:
+        return None
+    forecast = model.peak_bytes(aim)
+    bound = held_bytes + aim * (peak - held_bytes) / size
+    if held_bytes and bound - forecast <= CLOSE * forecast:
+        return None
+    if len(largest) > 2 and not _is_flat(largest):
+        before = MemoryModel.fitted(largest[:-1], held_bytes)
+        if abs(before.sample_bytes - model.sample_bytes) * (aim - size) <= CLOSE * forecast:
+            return None
+    return aim
+
+
+def _is_flat(largest: Sequence[Peak]) -> bool:
+    """Two peaks in a row that hardly differ lie on the floor: they say nothing of the line."""
+    return largest[-1].num_bytes - largest[-2].num_bytes <= CLOSE * largest[-1].num_bytes
+
+
+def _largest_per_size(peaks: Sequence[Peak]) -> list[Peak]:
+    """By size: the largest peak of each."""
+    found: dict[int, int] = {}
+    for size, num_bytes in peaks:
+        found[size] = max(num_bytes, found.get(size, 0))
+    return [Peak(size, found[size]) for size in sorted(found)]
+
+
+def _usable(limit_bytes: float) -> float:
+    return limit_bytes * (1 - FRAGMENTATION)
+
+
+def _count(room: float, each: float, at_most: int) -> int:
+    if room < each:
+        return 0
+    return at_most if each * at_most <= room else min(at_most, math.floor(room / each))
