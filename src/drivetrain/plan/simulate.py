@@ -1,0 +1,153 @@
+"""The memory of a step without running it: the job's own loss, forward and backward, on tensors that are shapes only.
+
+Every storage that an operation makes is noted when it is made and when it is let go, so the most that was held at once
+is known, with the temporaries of backward, and which module's forward made what backward waits for. What kernels take
+inside themselves (workspaces of cuDNN and cuBLAS) is not seen. A loss that looks at values cannot be followed with
+shapes alone: then it runs for real, once, on the CPU.
+"""
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.core.loss import LossSum
+from drivetrain.core.precision import Precision
+from drivetrain.core.value import Value
+from drivetrain.data.batch import map_leaves
+from drivetrain.plan.held import without_memory
+
+ROUNDING = 512  # of torch's allocator on a GPU
+
+
+class Simulated(Value):
+    """Of one forward and backward, in bytes, beyond weights and buffers."""
+
+    peak_bytes: int  # with gradients as they come
+    activation_bytes: int  # that backward waits for, at the end of forward
+    module_bytes: dict[str, int]  # of these, by the module whose forward made them
+    is_real: bool = False  # it ran on the CPU: the loss looks at values
+
+
+Loss = Callable[[nn.Module, Any], Tensor | LossSum]
+
+
+def simulate(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    precision: Precision,
+    change: Callable[[nn.Module], object] | None = None,
+    *,
+    accumulates: bool = False,
+) -> Simulated:
+    """Forward and backward over a batch. `change` may alter the copy of the model that is used, before it runs.
+
+    With `accumulates` the gradients of an earlier micro-batch are there already, and do not count.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            ghost = without_memory(model, mode.from_tensor)
+            shapes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+            return _followed(ghost, loss, shapes, precision, change, accumulates)
+    except Exception:  # noqa: BLE001  (whatever shapes alone cannot do, the real thing may)
+        with torch.random.fork_rng(devices=[]):
+            found = _followed(copy.deepcopy(model), loss, batch, precision, change, accumulates)
+        return found.model_copy(update={"is_real": True})
+
+
+def _followed(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    precision: Precision,
+    change: Callable[[nn.Module], object] | None,
+    accumulates: bool,
+) -> Simulated:
+    if change is not None:
+        change(model)
+    known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))]
+    if accumulates:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    live = _Live(known)
+    with ExitStack() as stack:
+        stack.enter_context(_told_of_modules(model, live))
+        stack.enter_context(live)
+        casting = precision.around_forward()
+        if casting is None:
+            result = loss(model, batch)
+        else:
+            with casting:
+                result = loss(model, batch)
+        value = result.total if isinstance(result, LossSum) else result
+        activations, by_module = live.current, dict(live.by_module)
+        torch.autograd.backward(value)
+    return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that are still held."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.current, self.peak = 0, 0
+        self.module = ""  # whose forward runs
+        self.by_module: Counter[str] = Counter()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        self.peak = max(self.peak, self.current)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._seen:
+            return
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        self._seen.add(key)
+        self.current += size
+        self.by_module[self.module] += size
+        weakref.finalize(storage, self._let_go, key, size, self.module)
+
+    def _let_go(self, key: int, size: int, module: str) -> None:
+        self._seen.discard(key)
+        self.current -= size
+        self.by_module[module] -= size
+
+
+@contextmanager
+def _told_of_modules(model: nn.Module, live: _Live) -> Iterator[None]:
+    """While it lasts, `live.module` is the name of the innermost module whose forward runs."""
+    names = {module: name for name, module in model.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        stack.append(live.module)
+        live.module = names[module]
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        live.module = stack.pop()
+
+    hooks = [module.register_forward_pre_hook(enter) for module in names]
+    hooks += [module.register_forward_hook(leave) for module in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
