@@ -1,8 +1,8 @@
 """Cards by the names people use, for planning on machines that are not here.
 
 Memory is the data sheet's figure in GB of 10^9 bytes, less what cards with error correction lack of it. Most drivers
-report more, none less, so what is planned with it fits. Capability is from NVIDIA's list at developer.nvidia.com/cuda-gpus. `nvml` is the name by which
-`peaks.py` knows the card's rates.
+report more, none less, so what is planned with it fits. Capability is from NVIDIA's list at
+developer.nvidia.com/cuda-gpus. `nvml` is the name by which `peaks.py` knows the card's rates.
 """
 
 import re

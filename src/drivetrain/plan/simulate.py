@@ -95,11 +95,11 @@ def _followed(
     return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module)
 
 
-class _Live(TorchDispatchMode):
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations made and that are still held."""
 
     def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current, self.peak = 0, 0
         self.module = ""  # whose forward runs
         self.by_module: Counter[str] = Counter()
