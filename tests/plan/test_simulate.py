@@ -64,7 +64,7 @@ def test_shapes_alone_give_what_real_tensors_give() -> None:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_it_agrees_with_the_memory_that_a_real_step_takes(recomputed: bool) -> None:
-    """A language model whose step takes some hundred megabytes: the kernel's count of pages, within 10 %."""
+    """A language model whose step takes some hundred megabytes: the kernel's count of pages, within 15 %."""
     meter = peak_meter(torch.device("cpu"))
     if not isinstance(meter, ResidentPeakMeter):
         pytest.skip("nobody counts memory here")
@@ -77,7 +77,7 @@ def test_it_agrees_with_the_memory_that_a_real_step_takes(recomputed: bool) -> N
     model.zero_grad()
     meter.reset()
     next_token(model, batch).total.backward()
-    assert meter.peak_bytes() == pytest.approx(found.peak_bytes, rel=0.1, abs=10 * MB)
+    assert meter.peak_bytes() == pytest.approx(found.peak_bytes, rel=0.15, abs=10 * MB)
 
 
 def test_it_is_a_line_in_the_batch_and_recomputing_makes_it_less_steep() -> None:

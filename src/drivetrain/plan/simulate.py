@@ -6,7 +6,6 @@ inside themselves (workspaces of cuDNN and cuBLAS) is not seen. A loss that look
 shapes alone: then it runs for real, once, on the CPU.
 """
 
-import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,14 +53,23 @@ def simulate(
     With `accumulates` the gradients of an earlier micro-batch are there already, and do not count.
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            ghost = without_memory(model, mode.from_tensor)
-            shapes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            ghost, shapes = without_memory(model, _shape), map_leaves(_shape, batch)
             return _followed(ghost, loss, shapes, precision, change, accumulates)
     except Exception:  # noqa: BLE001  (whatever shapes alone cannot do, the real thing may)
         with torch.random.fork_rng(devices=[]):
-            found = _followed(copy.deepcopy(model), loss, batch, precision, change, accumulates)
+            real, values = without_memory(model, _on_cpu), map_leaves(_on_cpu, batch)
+            found = _followed(real, loss, values, precision, change, accumulates)
         return found.model_copy(update={"is_real": True})
+
+
+def _shape(leaf: Any) -> Any:
+    """On the CPU, wherever it is: under the mode that is on, it takes no memory there."""
+    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _followed(

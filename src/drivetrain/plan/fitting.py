@@ -1,0 +1,252 @@
+"""How a job can be laid out so that it fits, cheapest first; and where nothing fits, what takes how much and why.
+
+Pure functions of what a step needs and of what there is. Figures of layouts that were not measured are rules: sharded
+state is divided by the number of GPUs, and the weights of three blocks are whole at a time (the one that is computed,
+the one that is fetched ahead, and a gradient that is on its way).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.value import Value
+from drivetrain.plan.held import Held
+from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
+from drivetrain.plan.plan import MemoryForecast
+
+WHOLE_BLOCKS = 3
+MOST_GPUS = 4096
+LEAST_INPUT = 0.02  # of a sample: to suggest less than this would be no help
+
+
+class Needs(Value):
+    """What a step takes with everything on one device, gradients of earlier micro-batches included."""
+
+    held: Held
+    keep: MemoryModel  # peak by micro-batch, held included
+    recompute: MemoryModel | None = None  # the same with blocks recomputed; None: the model has no repeated blocks
+    activation_bytes: int = 0  # of one sample: what backward waits for
+    block_bytes: int = 0  # weights of the largest block
+    weights: dict[str, int] = Field(default_factory=dict)  # by module
+    activations: dict[str, int] = Field(default_factory=dict)  # of one sample, by module
+    notes: tuple[str, ...] = ()
+
+
+class Layout(Value):
+    """Where state lives, and what is recomputed."""
+
+    strategy: Literal["single", "ddp", "fsdp", "deepspeed"]
+    num_gpus: int = 1
+    zero_stage: int = 0
+    offloads_optimizer: bool = False
+    recomputes: bool = False
+
+    def line(self, needs: Needs) -> MemoryModel | None:
+        """Peak by micro-batch on each device."""
+        line = needs.recompute if self.recomputes else needs.keep
+        if line is None:
+            return None
+        moved = self._held(needs) - needs.held.total
+        floor = max(0.0, line.floor_bytes + moved) if line.floor_bytes else 0.0
+        return line.model_copy(update={"fixed_bytes": line.fixed_bytes + moved, "floor_bytes": floor})
+
+    def largest(self, needs: Needs, limit_bytes: float, at_most: int) -> int:
+        """The largest micro-batch that fits; 0 if none does."""
+        line = self.line(needs)
+        return 0 if line is None else line.largest(limit_bytes, at_most)
+
+    def forecast(self, needs: Needs, micro_batch: int) -> MemoryForecast:
+        line = self.line(needs)
+        assert line is not None
+        parts = self._parts(needs.held)
+        gathered = self._gathered(needs)
+        beyond = max(0, line.peak_bytes(micro_batch) - self._held(needs))
+        return MemoryForecast(
+            parameters=parts.parameters + parts.buffers,
+            gradients=parts.gradients,
+            optimizer=parts.optimizer,
+            activations=beyond,
+            workspace=gathered,
+        )
+
+    def _held(self, needs: Needs) -> int:
+        return self._parts(needs.held).total + self._gathered(needs)
+
+    def _gathered(self, needs: Needs) -> int:
+        return WHOLE_BLOCKS * needs.block_bytes if self.strategy == "fsdp" or self.zero_stage == 3 else 0
+
+    def _parts(self, held: Held) -> Held:
+        """This device's part of what is held."""
+        stage = 3 if self.strategy == "fsdp" else self.zero_stage
+
+        def share(size: int, from_stage: int) -> int:
+            return -(-size // self.num_gpus) if stage >= from_stage else size
+
+        return Held(
+            parameters=share(held.parameters, 3),
+            buffers=held.buffers,
+            gradients=share(held.gradients, 2),
+            optimizer=0 if self.offloads_optimizer else share(held.optimizer, 1),
+        )
+
+    def __str__(self) -> str:
+        words = {
+            "single": "one device",
+            "ddp": "ddp, whole copies",
+            "fsdp": f"fsdp over {self.num_gpus} GPUs",
+            "deepspeed": f"deepspeed, ZeRO stage {self.zero_stage} over {self.num_gpus} GPU(s)",
+        }[self.strategy]
+        words += ", optimizer in host memory" if self.offloads_optimizer else ""
+        return words + (", activations recomputed" if self.recomputes else "")
+
+
+def layouts(num_gpus: int) -> Iterator[Layout]:
+    """From the one that costs the least time to the one that takes the least memory."""
+    whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
+    for recomputes in (False, True):
+        yield Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
+    if num_gpus > 1:
+        for recomputes in (False, True):
+            yield Layout(strategy="fsdp", num_gpus=num_gpus, recomputes=recomputes)
+    for stage in (2, 3) if num_gpus > 1 else (2,):
+        for recomputes in (False, True):
+            yield Layout(
+                strategy="deepspeed",
+                num_gpus=num_gpus,
+                zero_stage=stage,
+                offloads_optimizer=True,
+                recomputes=recomputes,
+            )
+
+
+def first_that_fits(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int = 1) -> Layout | None:
+    """The cheapest layout in which this many samples at a time fit."""
+    return next(
+        (layout for layout in layouts(num_gpus) if layout.largest(needs, limit_bytes, micro_batch) >= micro_batch),
+        None,
+    )
+
+
+class WayOut(Value):
+    """Something a user can do, and what it saves."""
+
+    what: str
+    saves_bytes: int
+    is_enough: bool
+
+
+def ways_out(needs: Needs, limit_bytes: float, num_gpus: int, *, recomputes: bool = False) -> list[WayOut]:
+    """Cheapest first; those that are enough by themselves before those that are not."""
+    found = list(_ways_out(needs, limit_bytes, num_gpus, recomputes))
+    return sorted(found, key=lambda way: not way.is_enough)
+
+
+def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, recomputes: bool) -> Iterator[WayOut]:
+    whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
+    now = Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
+    line = now.line(needs) or needs.keep
+    peak, room = line.peak_bytes(1), limit_bytes * (1 - FRAGMENTATION)
+    if needs.recompute is not None and not recomputes:
+        saves = peak - needs.recompute.peak_bytes(1)
+        if saves > 0:
+            yield WayOut(
+                what="--activations recompute: computes each block twice, about a third more time",
+                saves_bytes=saves,
+                is_enough=peak - saves <= room,
+            )
+    beyond = max(1, peak - needs.held.total)
+    part = (room - needs.held.total) / beyond
+    if LEAST_INPUT < part < 1:
+        yield WayOut(
+            what=f"shorter sequences or smaller images, so that a sample takes {part:.0%} of what it takes now",
+            saves_bytes=round(peak - room),
+            is_enough=True,
+        )
+    if needs.activation_bytes and not recomputes:
+        saves = min(needs.activation_bytes, beyond)
+        yield WayOut(
+            what="--activations offload: keeps them in host memory, at the speed of the bus",
+            saves_bytes=saves,
+            is_enough=peak - saves <= room,
+        )
+    sharded = _smallest_fsdp(needs, limit_bytes, num_gpus)
+    if sharded is not None:
+        sharded_line = sharded.line(needs)
+        assert sharded_line is not None
+        also = " and --activations recompute" if sharded.recomputes else ""
+        yield WayOut(
+            what=f"{sharded.num_gpus} GPUs like this one with FSDP{also}: divides weights, gradients and optimizer",
+            saves_bytes=peak - sharded_line.peak_bytes(1),
+            is_enough=True,
+        )
+    if needs.held.optimizer:
+        offloads = now.model_copy(update={"strategy": "deepspeed", "zero_stage": 2, "offloads_optimizer": True})
+        offloaded = offloads.line(needs)
+        assert offloaded is not None
+        host = needs.held.optimizer + needs.held.gradients
+        yield WayOut(
+            what=f"DeepSpeed ZeRO with the optimizer in host memory, which needs {in_words(host)} there; slower steps",
+            saves_bytes=peak - offloaded.peak_bytes(1),
+            is_enough=offloaded.peak_bytes(1) <= room,
+        )
+
+
+def _smallest_fsdp(needs: Needs, limit_bytes: float, more_than: int) -> Layout | None:
+    """With how few GPUs like these it fits: twice as many at a time, first without recomputing, then with."""
+    number = 2
+    while number <= MOST_GPUS:
+        for recomputes in (False, True):
+            layout = Layout(strategy="fsdp", num_gpus=number, recomputes=recomputes)
+            if number >= more_than and layout.largest(needs, limit_bytes, 1):
+                return layout
+        number *= 2
+    return None
+
+
+def does_not_fit(
+    needs: Needs, limit_bytes: float, where: str, how_much: str, num_gpus: int = 1, *, recomputes: bool = False
+) -> DrivetrainError:
+    """What takes how much, by kind and by module, and the ways out. `how_much` says where the limit is from."""
+    line = (needs.recompute if recomputes else None) or needs.keep
+    peak, held = line.peak_bytes(1), needs.held
+    kinds = {
+        "parameters": held.parameters + held.buffers,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "activations": max(0, peak - held.total),
+    }
+    lines = [f"not even one sample at a time fits on {where}: a step needs {in_words(peak)}, and there is {how_much}"]
+    lines += [f"  {kind:<12} {in_words(size):>9}" for kind, size in kinds.items()]
+    lines += [f"  weights by module: {_listed(needs.weights)}"] if needs.weights else []
+    lines += [f"  activations by module: {_listed(needs.activations)}"] if needs.activations else []
+    lines += [f"  {note}" for note in needs.notes]
+    ways = ways_out(needs, limit_bytes, num_gpus, recomputes=recomputes)
+    told = [
+        f"{number}. {way.what} (saves {in_words(way.saves_bytes)}{'' if way.is_enough else ', not enough alone'})"
+        for number, way in enumerate(ways, 1)
+    ]
+    remedy = "cheapest first:\n    " + "\n    ".join(told) if told else "a GPU with more memory, or a smaller model"
+    return DrivetrainError("\n".join(lines), remedy=remedy)
+
+
+def by_group(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Modules of one list together: `blocks.0.mlp` and `blocks.1.mlp` belong to `blocks`. The largest first."""
+    found: dict[str, int] = {}
+    for name, size in sizes.items():
+        group = re.split(r"\.?\b\d+\b", name, maxsplit=1)[0] or name or "the loss and the rest"
+        found[group] = found.get(group, 0) + size
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _listed(sizes: Mapping[str, int], most: int = 4) -> str:
+    found: Sequence[tuple[str, int]] = list(by_group(sizes).items())
+    told = ", ".join(f"{name} {in_words(size)}" for name, size in found[:most] if size)
+    rest = sum(size for _, size in found[most:])
+    return told + (f", others {in_words(rest)}" if rest else "")
+
+
+def in_words(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

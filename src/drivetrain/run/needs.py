@@ -1,0 +1,94 @@
+"""What a step of a job needs before any of it ran: state is counted, activations are followed on shapes alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.core.precision import Precision, PrecisionName
+from drivetrain.data.division import Division
+from drivetrain.data.loader import Loader
+from drivetrain.job import Job
+from drivetrain.plan.fitting import Needs
+from drivetrain.plan.held import Held, count_held, forecast_held, num_bytes
+from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
+from drivetrain.plan.simulate import Simulated, simulate
+from drivetrain.strategies.activations import recompute, repeated_blocks
+
+MOST_SAMPLES = 16  # that a step is followed with; beyond, it is a line
+
+
+def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int, limit_bytes: float) -> Needs:
+    """Of a job whose samples can be asked for by number. Nothing of the model is changed, nor of the data's place."""
+    held, notes = _held(job, model)
+    steps = _Steps(job, model, precision)
+    keep = _line(steps, held, at_most, limit_bytes, None)
+    blocks = repeated_blocks(model)
+    again = _line(steps, held, at_most, limit_bytes, recompute) if blocks else None
+    smallest, num_samples = steps.smallest
+    if smallest.is_real:
+        notes += ("the loss looks at values, so the step was run on the CPU to count its memory",)
+    sizes = [num_bytes(block.parameters()) for block in (blocks or dict(model.named_children())).values()]
+    return Needs(
+        held=held,
+        keep=keep,
+        recompute=again,
+        activation_bytes=smallest.activation_bytes // num_samples,
+        block_bytes=max(sizes, default=held.parameters),
+        weights={
+            name: num_bytes(module.parameters(recurse=False))
+            for name, module in model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        },
+        activations={name: size // num_samples for name, size in smallest.module_bytes.items() if size > 0},
+        notes=notes,
+    )
+
+
+def _held(job: Job, model: nn.Module) -> tuple[Held, tuple[str, ...]]:
+    held = forecast_held(model, job.make_optimizer)
+    if held is not None:
+        return held, ()
+    counted = count_held(model, torch.optim.SGD([torch.empty(0)], lr=0.0))
+    guessed = counted.model_copy(update={"optimizer": 2 * counted.gradients})
+    return guessed, ("what the optimizer holds is not known before it ran: taken as two values per weight",)
+
+
+class _Steps:
+    """Follows steps of given sizes, each kind and size once."""
+
+    def __init__(self, job: Job, model: nn.Module, precision: PrecisionName) -> None:
+        self._job, self._model, self._precision = job, model, Precision(precision, "cpu")
+        self._kept: dict[int, Simulated] = {}
+
+    @property
+    def smallest(self) -> tuple[Simulated, int]:
+        """With all activations kept, and of how many samples."""
+        size = min(self._kept)
+        return self._kept[size], size
+
+    def __call__(self, size: int, change: Callable[[nn.Module], object] | None) -> Simulated:
+        batch = self._batch(size)
+        found = simulate(self._model, self._job.loss, batch, self._precision, change, accumulates=True)
+        if change is None:
+            self._kept[size] = found
+        return found
+
+    def _batch(self, size: int) -> Any:
+        job = self._job
+        division = Division(job.num_samples or size, size, size, 1)
+        return Loader(job.source, division, 0, job.seed, job.collate, shuffle=job.shuffle).first(1).batch
+
+
+def _line(
+    steps: _Steps, held: Held, at_most: int, limit_bytes: float, change: Callable[[nn.Module], object] | None
+) -> MemoryModel:
+    peaks: list[Peak] = []
+    most = min(at_most, MOST_SAMPLES)
+    size: int | None = min(2, most)  # one sample alone is refused by batch normalisation
+    while size is not None:
+        peaks.append(Peak(size, held.total + steps(size, change).peak_bytes))
+        # Nothing is held that could run out: the limit only says how far it is worth to look.
+        size = next_size_to_measure(peaks, max(limit_bytes, 4 * peaks[-1].num_bytes), most, held.total)
+    return MemoryModel.fitted(peaks, held.total)
