@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint import Checkpointer
+from torch import nn
+
+from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.hook import StepContext
@@ -20,6 +22,7 @@ from drivetrain.job import Job
 from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
+from drivetrain.plan.plan import Plan
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
@@ -38,6 +41,7 @@ from drivetrain.run import (
     tell_notes,
     write_down,
 )
+from drivetrain.run.planner import Told, settle
 from drivetrain.step import Stepper
 from drivetrain.strategies import Average, StrategyParts, Trial
 from drivetrain.trainer import Trainer
@@ -80,21 +84,30 @@ class _Run(Setup):
     def train(self) -> Result:
         folder = self.claim()
         try:
+            checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
+            checkpoint = checkpointer.latest()
+            model = self.build()
+            plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
             with self.numerics():
-                return self._train(folder)
+                return self._train(folder, checkpointer, checkpoint, model, plan)
         finally:
             self.close_loaders()
             if folder is not None:
                 folder.close()
 
-    def _train(self, folder: RunFolder | None) -> Result:
+    def _train(
+        self,
+        folder: RunFolder | None,
+        checkpointer: Checkpointer,
+        checkpoint: Checkpoint | None,
+        built: nn.Module,
+        plan: Plan,
+    ) -> Result:
         job, world, precision = self.job, self.world, self.precision
-        checkpointer = Checkpointer(self.path / CHECKPOINTS, world, job.keep_last)
-        checkpoint = checkpointer.latest()
-        division = Division(job.num_samples or 0, job.global_batch or 0, self.micro_batch(checkpoint), world.size)
+        division = Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, world.size)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
-        model, optimizer, called = self.model()
+        model, optimizer, called = self.dressed(built)
         taken = None
         if checkpoint is None and job.init_from is not None:
             taken = take_weights(job.init_from, model, world)
@@ -126,7 +139,7 @@ class _Run(Setup):
         if isinstance(loader.feed, DeviceFeed):
             loader.feed.before_wait = lambda: clock.lap(DATA)
         stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
-        with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples) as books:
+        with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
             tell_notes(loader, books)
 
             def state() -> State:

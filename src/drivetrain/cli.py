@@ -61,7 +61,10 @@ COMMANDS = {
     "plan": Command(
         "drivetrain.recipes.planning",
         "How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
-        tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation")),
+        (
+            *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
+            *("plan.budget_seconds", "plan.file", "plan.cache"),
+        ),
     ),
     "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
     "eval": Command(

@@ -117,12 +117,14 @@ class Drive:
         folder = setup.claim()
         if folder is not None:
             stack.callback(folder.close)
-        self._precision = setup.precision
-        stack.enter_context(setup.numerics())
         self._checkpointer = Checkpointer(setup.path / CHECKPOINTS, world, job.keep_last)
         checkpoint = self._checkpointer.latest()
-        micro_batch = setup.micro_batch(checkpoint)
-        self._division = Division(job.num_samples or 0, job.global_batch or 0, micro_batch, world.size)
+        recorded = None if checkpoint is None else setup.recorded_way(checkpoint)
+        if recorded is not None:
+            setup.follow(recorded)
+        self._precision = setup.precision
+        stack.enter_context(setup.numerics())
+        self._division = Division(job.num_samples or 0, job.global_batch or 0, setup.way.micro_batch, world.size)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         self._loader = setup.loader(self._division, job.source, shuffle=job.shuffle, start=start)
         stack.callback(setup.close_loaders)

@@ -23,10 +23,13 @@ def evaluate(
     checkpoint = checkpoint_of(run, which)
     setup = Setup.join(job, config, quiet=True)
     try:
+        recorded = setup.recorded_way(checkpoint)
+        if recorded is not None:  # what was validated while it was trained is computed alike
+            setup.follow(setup.way.but(precision=recorded.precision, channels_last=recorded.channels_last))
         with numerics(setup.precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
             model, _, called = setup.model()
             _load(model, checkpoint)
-            return setup.validator(setup.micro_batch(None)).measure(model, called)
+            return setup.validator(setup.way.micro_batch).measure(model, called)
     finally:
         setup.close_loaders()
         setup.world.close()

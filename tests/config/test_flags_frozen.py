@@ -50,6 +50,10 @@ FLAGS = {
     "distributed.sync_batchnorm": ["--sync-batchnorm"],
     "compile.enabled": ["--compile"],
     "compile.mode": ["--compile-mode"],
+    "plan.auto_optimize": ["--auto-optimize"],
+    "plan.budget_seconds": ["--plan-budget", "--budget"],
+    "plan.file": ["--plan"],
+    "plan.cache": ["--plan-cache"],
     "watch.trackers": ["--trackers"],
     "watch.log_every": ["--log-every"],
     "watch.monitor_gpu": ["--monitor-gpu"],
@@ -74,7 +78,11 @@ OBEYED = {
     ],
     "verify": PLACE,
     "train": list(FLAGS),
-    "plan": [name for name in FLAGS if not name.startswith(("watch.", "checkpoint.", "validation."))],
+    "plan": [
+        name
+        for name in FLAGS
+        if not name.startswith(("watch.", "checkpoint.", "validation.")) and name != "plan.auto_optimize"
+    ],
     "eval": [
         name
         for name in FLAGS
@@ -89,7 +97,7 @@ OWN_FLAGS = {
     "config": ["--json"],
     "train": [],
     "eval": ["--json", "--which"],
-    "plan": ["--budget", "--json", "--measure", "--out"],
+    "plan": ["--json", "--measure", "--out"],
 }
 
 

@@ -23,29 +23,36 @@ class Machine:
         channels_last_gain: float = 0.0,
         slower_above: int | None = None,
         problems: dict[str, str] | None = None,
+        gains: dict[object, float] | None = None,
+        is_cpu: bool = False,
     ) -> None:
         self.__dict__.update(locals())
+        self.gains = gains or {}
         self.now = 0.0
         self.ways: list[Way] = []
 
-    def measure(self, way: Way) -> Measurement:
+    def measure(self, way: Way, seconds: float) -> Measurement:
         self.ways.append(way)
-        self.now += 1.0
+        self.now += 1.0 if seconds else 0.1
         if way.compile_mode and (self.problems or {}).get("compile"):
             return Measurement(problem=self.problems["compile"])
         peak = self.fixed + self.sample * way.micro_batch
         if peak > self.memory:
             return Measurement(problem="out of memory", out_of_memory=True)
-        seconds = (self.overhead + self.per_sample * way.micro_batch) / way.micro_batch
+        taken = (self.overhead * (not way.capture) + self.per_sample * way.micro_batch) / way.micro_batch
         if self.slower_above and way.micro_batch > self.slower_above:
-            seconds *= 2
+            taken *= 2
         if way.compile_mode:
             self.now += self.compile_seconds
-            seconds *= 1 - self.compile_gain
+            taken *= 1 - self.compile_gain
         if way.channels_last:
-            seconds /= 1 + self.channels_last_gain
+            taken /= 1 + self.channels_last_gain
+        taken /= 1 + self.gains.get(way.precision, 0.0)
+        taken /= 1 + self.gains.get(way.num_threads, 0.0)
         setup = self.compile_seconds if way.compile_mode else 0.0
-        return Measurement(sample_seconds=seconds, peak_bytes=peak, setup_seconds=setup)
+        return Measurement(
+            sample_seconds=taken, peak_bytes=0 if self.is_cpu else peak, setup_seconds=setup, is_brief=not seconds
+        )
 
     def tune(self, micro_batch: int = 64, **scope: object) -> Tuned:
         values = {"rank_samples": 64, "remaining_samples": 10**7, "memory_limit_bytes": self.memory, **scope}
@@ -97,16 +104,81 @@ def test_a_pinned_micro_batch_is_left_alone() -> None:
 
 def test_compiling_pays_or_is_not_used() -> None:
     modes = {"compile_modes": ("default",)}
-    long, short, shorter = (Machine().tune(remaining_samples=n, **modes) for n in (10**7, 300_000, 10_000))
+    long, short, shorter = (
+        Machine(compile_gain=gain).tune(remaining_samples=n, **modes)
+        for gain, n in ((0.5, 10**7), (0.05, 1_200_000), (0.5, 500_000))
+    )
     assert long.way.compile_mode == "default"
     assert "saves" in long.reasons["compile"]
     assert "costs 20 s" in long.reasons["compile"]
-    assert short.way.compile_mode is None  # measured: it saves 17 s and costs 20
+    assert short.way.compile_mode is None  # measured: it saves 7 s of 139 and costs 20
     assert short.reasons["compile"].startswith("not used")
     assert any(tried.way.compile_mode for tried in short.tried)
-    assert shorter.way.compile_mode is None  # not even worth measuring
+    assert shorter.way.compile_mode is None  # 58 s: trying could cost more than may be risked
     assert shorter.reasons["compile"].startswith("not tried")
     assert not any(tried.way.compile_mode for tried in shorter.tried)
+
+
+@given(
+    gain=st.floats(-0.5, 0.9), cost=st.floats(0.0, 100.0), seconds=st.floats(1.0, 10_000.0), expected=st.floats(1, 60)
+)
+def test_compiling_never_costs_more_than_may_be_risked(
+    gain: float, cost: float, seconds: float, expected: float
+) -> None:
+    """Whatever it gains: the job with it takes no longer than without, but for the trying of what does not pay."""
+    machine = Machine(compile_gain=gain, compile_seconds=cost, overhead=0.0, per_sample=1e-3)
+    scope = {"compile_modes": ("default",), "compile_cost_seconds": expected, "remaining_samples": int(seconds * 1000)}
+    tuned = machine.tune(**scope)
+    was_tried = any(tried.way.compile_mode for tried in tuned.tried)
+    assert was_tried == (expected <= 0.12 * int(seconds * 1000) * 1e-3)
+    if tuned.way.compile_mode:
+        assert cost < gain * seconds
+
+
+def test_a_job_pays_only_so_much_for_measuring() -> None:
+    limits = {"budget_share": 0.05, "least_job_seconds": 5.0, "compile_modes": ("default",)}
+    tiny = Machine(is_cpu=True)
+    tuned = tiny.tune(remaining_samples=10_000, fixed_micro_batch="asked for", num_threads=(1,), **limits)
+    assert len(tiny.ways) == 1, "one step tells that a job of one second is not worth measuring for"
+    assert "too little to measure for" in tuned.reasons["threads"]
+    small = Machine(is_cpu=True, gains={1: 0.5})
+    tuned = small.tune(remaining_samples=200_000, fixed_micro_batch="asked for", num_threads=(1,), **limits)
+    assert tuned.way.num_threads == 1
+    assert small.now <= 23 * 0.05 + 2.0, "a measurement that was begun is finished"
+    assert "1 threads is +50%" in tuned.reasons["threads"]
+
+
+def test_a_short_step_is_captured_and_a_long_one_is_not_tried() -> None:
+    scope = {"may_capture": True, "precisions": ("fp32",)}
+    short = Machine(overhead=1e-3, per_sample=1e-6).tune(**scope)
+    assert short.way.capture
+    long = Machine(overhead=1e-3, per_sample=1e-3).tune(**scope)
+    assert not long.way.capture
+    assert "keep the device busy" in long.reasons["capture"]
+    parts = Machine(overhead=1e-6, per_sample=1e-6, slower_above=16).tune(**scope)
+    assert parts.way.micro_batch == 16
+    assert "several micro-batches" in parts.reasons["capture"]
+    told = Machine().tune(why_not_captured="a CPU has nothing to record").reasons["capture"]
+    assert told == "a CPU has nothing to record"
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.1, False)])
+def test_another_precision_where_it_is_faster(gain: float, taken: bool) -> None:
+    machine = Machine(gains={"bf16": gain})
+    tuned = machine.tune(precisions=("bf16",), least_precision_gain=0.2)
+    assert (tuned.way.precision == "bf16") is taken
+
+
+def test_what_does_not_fit_is_recomputed() -> None:
+    class Recomputing(Machine):
+        def measure(self, way: Way, seconds: float) -> Measurement:
+            self.sample = 10 if way.recompute else 2000
+            return super().measure(way, seconds)
+
+    tuned = Recomputing(fixed=500, memory=1500).tune(may_recompute=True)
+    assert tuned.way.recompute
+    assert tuned.way.micro_batch == 64
+    assert "does not fit" in tuned.reasons["activations"]
 
 
 def test_what_cannot_be_compiled_is_said() -> None:
@@ -122,13 +194,13 @@ def test_channels_last_where_it_is_faster(gain: float, taken: bool) -> None:
 
 def test_measuring_ends_with_its_time() -> None:
     machine = Machine()
-    tuned = machine.tune(budget_seconds=3, compile_modes=("default",), may_use_channels_last=True, rank_samples=4096)
-    assert machine.now < 7
-    assert "time for measuring was over" in tuned.reasons["compile"]
+    tuned = machine.tune(budget_seconds=0.2, may_use_channels_last=True, rank_samples=4096)
+    assert machine.now < 3
+    assert "time for measuring was over" in tuned.reasons["memory_format"]
 
 
 def test_a_start_that_cannot_be_measured() -> None:
-    def broken(way: Way) -> Measurement:
+    def broken(way: Way, seconds: float) -> Measurement:
         return Measurement(problem="ValueError: no such column")
 
     with pytest.raises(UnusableError, match="no such column"):

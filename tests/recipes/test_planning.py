@@ -42,7 +42,7 @@ def test_by_rule_and_measured(tmp_path: Path) -> None:
     assert measured.forecast.job_seconds == pytest.approx(measured.forecast.step_seconds * 6)
     assert measured.tried[0].measurement.sample_seconds > 0
     assert measured.choices["compile.enabled"].reason.startswith("not tried: the job takes 0 s more")
-    assert not list(tmp_path.iterdir()), "no run folder is made"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["drivetrain-cache"], "no run folder is made"
 
 
 def probe_of(job: Job, model: nn.Module, journal: Journal) -> Probe:
@@ -82,7 +82,7 @@ def test_a_probe_leaves_everything_as_it_was(failure: Exception | None) -> None:
     model = Counting()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states = generators()
-    found = probe_of(make_job(VARIANT, loss=loss), model, Journal(None))(Way(micro_batch=5))
+    found = probe_of(make_job(VARIANT, loss=loss), model, Journal(None))(Way(micro_batch=5), 0.05)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert generators() == states
@@ -100,9 +100,9 @@ def test_a_way_that_crashed_is_left_out_the_next_time(tmp_path: Path) -> None:
     Journal(file).begin(way)  # and then the process was gone
     job = make_job(VARIANT)
     probe = probe_of(job, job.model(), Journal(file))
-    assert probe(way).problem == "the last start crashed while it was tried"
-    assert not probe(Way(micro_batch=6)).problem
-    assert not probe_of(job, job.model(), Journal(file))(Way(micro_batch=6)).problem
+    assert probe(way, 0.05).problem == "the last start crashed while it was tried"
+    assert not probe(Way(micro_batch=6), 0.0).problem
+    assert not probe_of(job, job.model(), Journal(file))(Way(micro_batch=6), 0.0).problem
 
 
 def test_a_precision_that_strays_is_rejected_and_named() -> None:
@@ -113,8 +113,8 @@ def test_a_precision_that_strays_is_rejected_and_named() -> None:
 
     job = make_job(VARIANT, loss=loss)
     probe = probe_of(job, job.model(), Journal(None))
-    assert not probe(Way(micro_batch=5)).problem
-    assert "more than bf16 explains" in probe(Way(micro_batch=5, precision="bf16")).problem
+    assert not probe(Way(micro_batch=5), 0.0).problem
+    assert "more than bf16 explains" in probe(Way(micro_batch=5, precision="bf16"), 0.0).problem
 
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_is_written_pins_what_was_said(tmp_path: Path, capsys: Any) -> None
     assert main(["plan", "digits", "--max-steps", "4", "--out", str(file), *flags]) == 0
     shown = capsys.readouterr().out
     assert "By rule: nothing was measured" in shown
-    assert main(["train", "digits", "--max-steps", "4", "--config", str(file), *flags]) == 0
+    assert main(["train", "digits", "--max-steps", "4", "--plan", str(file), *flags]) == 0
     assert main(["train", "digits", "--max-steps", "4", "--name", "plain", *flags]) == 0
     rows = [(tmp_path / name / "steps.jsonl").read_text().splitlines() for name in ("digits", "plain")]
     losses = [[json.loads(line)["loss"] for line in run] for run in rows]

@@ -145,8 +145,9 @@ def _between_values(case: _Case) -> Iterator[Problem]:
             remedy="drop one of the two",
         )
     if "compile.mode" in given and config.compile.mode != "default" and not config.compile.enabled:
+        state = "is left to measuring" if config.compile.enabled is None else "is off"
         yield case.problem(
-            "compile.mode", "chooses how to compile, but compiling is off", remedy="add --compile, or drop this"
+            "compile.mode", f"chooses how to compile, but compiling {state}", remedy="add --compile, or drop this"
         )
     yield from _strategy(case, cpu)
     yield from _output_folder(case)

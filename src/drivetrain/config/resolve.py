@@ -8,7 +8,7 @@ from typing import Any
 from drivetrain.config.contradictions import find_contradictions
 from drivetrain.config.schema import Config
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
-from drivetrain.config.sources import Given, from_values, from_yaml
+from drivetrain.config.sources import Given, from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.hardware import Hardware
 
@@ -49,6 +49,10 @@ def resolve(
     origins: dict[str, Given] = {}
     checked: dict[str, Any] = {}
     unusable: set[str] = set()
+    plan = next((given.value for source in reversed(sources) for given in source if given.name == "plan.file"), None)
+    if isinstance(plan, (str, Path)):
+        pinned, more = from_plan(Path(plan))
+        sources, found = [pinned, *sources], [*found, *more]
     for source in sources:
         found += _same_field_twice(source)
         for given in source:

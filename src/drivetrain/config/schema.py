@@ -165,7 +165,7 @@ class DataSection(Section):
         None, ge=1, description="micro-batches that each loader process fetches ahead (auto: 2 to 4, by memory)"
     )
     channels_last: Annotated[Literal["auto", "on", "off"], Flag("channels-last")] = Field(
-        "auto", description="images and convolutions with channels innermost; auto is off while nothing is measured"
+        "auto", description="images and convolutions with channels innermost; auto is off where nothing is measured"
     )
 
 
@@ -228,9 +228,35 @@ class DistributedSection(Section):
 class CompileSection(Section):
     """torch.compile."""
 
-    enabled: Annotated[bool, Flag("compile")] = Field(False, description="compile the model before training")
+    enabled: Annotated[bool | None, Flag("compile")] = Field(
+        None, description="compile the model before training (auto: where measuring shows that it pays)"
+    )
     mode: Annotated[Literal["default", "reduce-overhead", "max-autotune"], Flag("compile-mode")] = Field(
         "default", description="what the compiler spends its time on; needs --compile"
+    )
+
+
+def _seconds_in_words(value: Any) -> Any:
+    """`60s` is 60."""
+    return value.removesuffix("s") if isinstance(value, str) else value
+
+
+class PlanSection(Section):
+    """How the way of running a step is found."""
+
+    auto_optimize: Annotated[bool, Flag("auto-optimize")] = Field(
+        True,
+        description="measure ways of running a step on a copy of the model before training, where the job is long "
+        "enough to gain from it; off goes by rule",
+    )
+    budget_seconds: Annotated[float, BeforeValidator(_seconds_in_words), Flag("plan-budget", "budget")] = Field(
+        60, gt=0, allow_inf_nan=False, description="seconds for measuring at most, compiling aside"
+    )
+    file: Annotated[Path | None, Flag("plan")] = Field(
+        None, description="a plan.yaml of `drivetrain plan --out` or of a run: its choices are pinned (auto: none)"
+    )
+    cache: Annotated[bool, Flag("plan-cache")] = Field(
+        True, description="keep what was measured for the next start of the same job, and use it"
     )
 
 
@@ -288,6 +314,7 @@ class Config(Section):
     validation: ValidationSection = ValidationSection()
     data: DataSection = DataSection()
     compile: CompileSection = CompileSection()
+    plan: PlanSection = PlanSection()
     checkpoint: CheckpointSection = CheckpointSection()
     distributed: DistributedSection = DistributedSection()
     watch: WatchSection = WatchSection()

@@ -68,6 +68,19 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
         return [], [_file_problem(path, f"it does not parse as YAML: {error}", "mend the file")]
 
 
+def from_plan(path: Path) -> tuple[list[Given], list[Problem]]:
+    """The choices of a plan that was written: their values, not their reasons."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        choices = {str(name): choice["value"] for name, choice in found["choices"].items()}
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it holds no plan"
+        remedy = "`drivetrain plan TARGET --out plan.yaml` writes one, and every run folder has one"
+        return [], [Problem("--plan", f"{path}: {why}", str(path), allowed="a plan.yaml", remedy=remedy)]
+    values = {name: value for name, value in choices.items() if value != "auto"}
+    return from_values(values, f"{path.name}")
+
+
 def _walk(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> tuple[list[Given], list[Problem]]:
     given: list[Given] = []
     problems: list[Problem] = []

@@ -55,3 +55,16 @@ def numerics(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool
         torch.backends.cudnn.allow_tf32 = convolutions
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@contextmanager
+def num_threads(number: int | None) -> Iterator[None]:
+    """How many threads a CPU computes with, for the time of a run; None leaves it as it is."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number is not None:
+            torch.set_num_threads(before)

@@ -77,15 +77,20 @@ class MeasuredStore(Value):
     disks: dict[str, _StoredDisk] = Field(default_factory=dict)
 
 
-def measured_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the file is, whether it exists or not."""
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where what was measured on this machine is kept, whether it exists or not."""
     environ = os.environ if environ is None else environ
     if environ.get("DRIVETRAIN_CACHE"):
-        return Path(environ["DRIVETRAIN_CACHE"]) / "measured.json"
+        return Path(environ["DRIVETRAIN_CACHE"])
     if environ.get("XDG_CACHE_HOME"):
-        return Path(environ["XDG_CACHE_HOME"]) / "drivetrain" / "measured.json"
+        return Path(environ["XDG_CACHE_HOME"]) / "drivetrain"
     home = environ.get("HOME") or os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
-    return Path(home) / ".cache" / "drivetrain" / "measured.json"
+    return Path(home) / ".cache" / "drivetrain"
+
+
+def measured_path(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the file is, whether it exists or not."""
+    return cache_folder(environ) / "measured.json"
 
 
 def save_measured(hardware: Hardware, rates: MeasuredRates, environ: Mapping[str, str] | None = None) -> Path:

@@ -3,7 +3,7 @@
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +39,7 @@ class RunPlan:
     device: str
     num_workers: int
     items: str = "items"  # what the loss is over where that is not samples
+    way: str = ""  # of running a step, in words
 
     @property
     def batch_in_words(self) -> str:
@@ -64,6 +65,18 @@ class RunFacts:
     gpu: Gpu | None = None  # of the main process
     gpus: tuple[Gpu, ...] = ()  # that the run uses on this machine
     flops_per_sample: float | None = None  # forward and backward; None: not counted
+    planned: Mapping[str, Any] = field(default_factory=dict)  # the plan with its reasons, as it is written
+
+
+def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
+    """One line; all of it is in plan.yaml."""
+    if not planned:
+        return ""
+    tried = [row for row in planned["tried"] if "problem" not in row and not row.get("is_brief")]
+    if not tried:
+        return escape("; ".join([way, *planned["notes"][:1]]))
+    seconds = planned["planning_seconds"]
+    return escape(f"{way}; the fastest of {len(tried)} ways measured in {seconds:.1f} s (plan.yaml says why)")
 
 
 class NoBooks:
@@ -131,7 +144,7 @@ class Books(NoBooks):
         folder.write("hardware.json", hardware.to_json())
         folder.write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         plan = asdict(facts.plan)
-        folder.write("plan.yaml", yaml.safe_dump(plan, sort_keys=False))
+        folder.write("plan.yaml", yaml.safe_dump({**plan, **facts.planned}, sort_keys=False, width=120))
         self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan)
         self._peak_flops = self._say_flops()
         self._last: StepRecord | None = None
@@ -152,10 +165,12 @@ class Books(NoBooks):
             ("device", f"{plan.device}{f' ({name})' if name else ''}"),
             ("precision", f"{plan.precision}: {plan.precision_reason}"),
             ("batch", plan.batch_in_words),
+            ("plan", _plan_in_words(plan.way, facts.planned)),
             ("loader", f"{plan.num_workers} worker processes" if plan.num_workers else "in the training process"),
             ("folder", escape(str(facts.path))),
         ):
-            self.say(f"  {label:<10} {words}")
+            if words:
+                self.say(f"  {label:<10} {words}")
         self._start_watching()
         self._console.__enter__()
         return self

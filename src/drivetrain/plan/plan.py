@@ -1,7 +1,6 @@
 """A plan: how a job would be run here, each choice with its reason and what else was measured, and what it would take.
 
-As text it is a configuration file again, with the reasons beside the values: `drivetrain train X --config plan.yaml`
-pins all of it.
+As text it is YAML, in a run's folder and from `drivetrain plan --out`; `drivetrain train X --plan FILE` pins all of it.
 """
 
 from typing import Any
@@ -30,8 +29,10 @@ class MemoryForecast(Value):
 
 class Forecast(Value):
     memory: MemoryForecast
+    peak_bytes: int | None = None  # forecast from smaller steps, before the chosen way was tried
+    measured_peak_bytes: int | None = None
     step_seconds: float | None = None  # None: nothing was measured
-    job_seconds: float | None = None
+    job_seconds: float | None = None  # of what is left of the job
 
 
 class Plan(Value):
@@ -42,17 +43,34 @@ class Plan(Value):
     forecast: Forecast
     tried: tuple[Tried, ...] = ()  # what was measured, in that order
     measured: bool = False
+    seconds: float = 0.0  # what planning took
     notes: tuple[str, ...] = ()
 
+    def as_plain(self) -> dict[str, Any]:
+        """As it is written: values with their reasons, and each way that was tried in a line."""
+        return {
+            "planned": "measured on this machine" if self.measured else "by rule",
+            "planning_seconds": round(self.seconds, 3),
+            "notes": list(self.notes),
+            "choices": {
+                name: {
+                    "value": "auto" if choice.value is None else choice.value,
+                    "why": choice.reason,
+                    **({"else": list(choice.alternatives)} if choice.alternatives else {}),
+                }
+                for name, choice in self.choices.items()
+            },
+            "forecast": self.forecast.model_dump(mode="json", exclude_none=True),
+            "tried": [
+                {
+                    "way": str(tried.way),
+                    **tried.measurement.model_dump(mode="json", exclude_defaults=True),
+                }
+                for tried in self.tried
+            ],
+        }
+
     def to_yaml(self) -> str:
-        """A configuration file with the reasons as comments."""
-        how = "measured on this machine" if self.measured else "by rule: nothing was measured"
-        lines = [f"# The plan for {self.job}, {how}. `--config` takes this file."]
-        lines += [f"# {note}" for note in self.notes]
-        lines += [f"{name}: {_scalar(choice.value)}  # {choice.reason}" for name, choice in self.choices.items()]
-        return "\n".join(lines) + "\n"
-
-
-def _scalar(value: Any) -> str:
-    """As YAML reads it back: `on` would come back as true."""
-    return yaml.safe_dump("auto" if value is None else value).removesuffix("\n...\n").strip()
+        head = f"# The plan for {self.job}. `drivetrain train … --plan` takes this file.\n"
+        facts = {"job": self.job, "global_batch": self.global_batch, "num_steps": self.num_steps}
+        return head + yaml.safe_dump({**facts, **self.as_plain()}, sort_keys=False, width=120)

@@ -5,35 +5,47 @@ models, so every decision can be tested with made-up measurements. What is maxim
 global batch: a way divides the same work differently, and nothing else.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from drivetrain.core.value import Value
 from drivetrain.plan.memory import MemoryModel, Peak
+from drivetrain.plan.rules import PrecisionName
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
-LEAST_GAIN = 0.03  # below this a difference is noise, or not worth a larger micro-batch
+LEAST_GAIN = 0.03  # below this a difference is noise, or not worth a change
+SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
 MOST_OUT_OF_MEMORY = 2
-# What compiling has saved at best on models of ordinary size; if even that would not pay, it is not tried.
-BEST_COMPILE_GAIN = 0.5
+# A measurement takes a fraction of the time that may be spent on all of them, but not less than noise asks for.
+LEAST_SECONDS, MOST_SECONDS, NUM_MEASUREMENTS = 0.05, 0.4, 15
+# Longer steps keep the device busy however they are given to it: neither a recorded step nor wider numbers can gain.
+SHORT_STEP_SECONDS = 0.02
 
 
 class Way(Value):
     """How the work of a step is done. None of it changes what is learnt, rounding aside."""
 
     micro_batch: int
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    precision: PrecisionName = "fp32"
     compile_mode: CompileMode | None = None
     channels_last: bool = False
     recompute: bool = False
+    capture: bool = False
+    num_threads: int | None = None  # on a CPU; None: as torch has it
 
     def __str__(self) -> str:
         words = [self.precision, f"micro-batch {self.micro_batch}"]
         words += [f"compiled ({self.compile_mode})"] if self.compile_mode else ["eager"]
+        words += ["captured"] if self.capture else []
         words += ["channels-last"] if self.channels_last else []
         words += ["activations recomputed"] if self.recompute else []
+        words += [f"{self.num_threads} threads"] if self.num_threads else []
         return ", ".join(words)
+
+    def but(self, **changes: object) -> "Way":
+        return Way.model_validate({**self.model_dump(), **changes})
 
 
 class Measurement(Value):
@@ -44,6 +56,10 @@ class Measurement(Value):
     setup_seconds: float = 0.0  # compiling, mostly: what a run pays once
     problem: str = ""
     out_of_memory: bool = False
+    parameter_bytes: int = 0  # and buffers
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    is_brief: bool = False  # its time is of one step alone: good for an estimate, not to compare
 
 
 class Tried(Value):
@@ -58,10 +74,19 @@ class Scope(Value):
     remaining_samples: int  # of the whole job, on this rank
     memory_limit_bytes: float
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or samples of a batch influence each other
+    precisions: tuple[PrecisionName, ...] = ()  # to try besides the one to start with, where steps are short
+    least_precision_gain: float = LEAST_GAIN
+    num_threads: tuple[int, ...] = ()  # to try
     compile_modes: tuple[CompileMode, ...] = ()
     may_use_channels_last: bool = False
+    may_recompute: bool = False  # where nothing fits otherwise
+    may_capture: bool = False
+    why_not_captured: str = ""
     compile_cost_seconds: float = 15.0  # expected, before it was measured
+    compile_share: float = 0.12  # of the remaining time, that compiling may cost without being sure to gain
     budget_seconds: float = 60.0  # for measuring; a way that is begun is finished
+    budget_share: float = math.inf  # of the remaining time, that measuring may take
+    least_job_seconds: float = 0.0  # shorter jobs are left as they are
 
 
 class Tuned(Value):
@@ -71,6 +96,7 @@ class Tuned(Value):
     tried: tuple[Tried, ...]
     reasons: dict[str, str]  # by the name of what was decided
     memory: MemoryModel | None = None
+    forecast_bytes: int = 0  # of the peak at the chosen way, made before it was measured; 0: none was made
 
     @property
     def chosen(self) -> Measurement | None:
@@ -93,35 +119,91 @@ class Clock(Protocol):
     def __call__(self) -> float: ...
 
 
-def tune(start: Way, scope: Scope, measure: Callable[[Way], Measurement], clock: Clock) -> Tuned:
+class Measure(Protocol):
+    def __call__(self, way: Way, seconds: float) -> Measurement:
+        """Runs a way for about this long, after warming up; 0: one step, for its memory and an estimate of its time."""
+
+
+def tune(start: Way, scope: Scope, measure: Measure, clock: Clock) -> Tuned:
     """Measures ways in the order of what they may gain, and stops when the rest cannot pay for its own measuring."""
     return _Search(start, scope, measure, clock).run()
 
 
 class _Search:
-    def __init__(self, start: Way, scope: Scope, measure: Callable[[Way], Measurement], clock: Clock) -> None:
+    def __init__(self, start: Way, scope: Scope, measure: Measure, clock: Clock) -> None:
         self._start, self._scope, self._measure, self._clock = start, scope, measure, clock
         self._began = clock()
         self._tried: list[Tried] = []
-        self._peaks: dict[Way, list[Peak]] = {}
         self._reasons: dict[str, str] = {}
+        self._forecasts: dict[Way, int] = {}
+        self._budget = scope.budget_seconds
 
     def run(self) -> Tuned:
-        best = self._micro_batch(self._start)
-        if self._scope.may_use_channels_last:
-            best = self._channels_last(best)
-        for mode in self._scope.compile_modes:
-            best = self._compiled(best, mode)
-        return Tuned(way=best, tried=tuple(self._tried), reasons=self._reasons, memory=self._model(best))
+        try:
+            best = self._micro_batch(self._start)
+        except DoesNotFitError:
+            if not self._scope.may_recompute or self._start.recompute:
+                raise
+            failed, self._tried = self._tried, []
+            best = self._micro_batch(self._start.but(recompute=True))
+            self._tried = failed + self._tried
+            self._reasons["activations"] = "recomputed: the model does not fit with all of them kept"
+        too_short = self._why_too_short(best)
+        if too_short:
+            for topic in ("precision", "threads", "memory_format", "capture", "compile"):
+                self._reasons.setdefault(topic, too_short)
+        else:
+            best = self._quick_ones(best)
+            for mode in self._scope.compile_modes:
+                best = self._compiled(best, mode)
+        return Tuned(
+            way=best,
+            tried=tuple(self._tried),
+            reasons=self._reasons,
+            memory=self._line(best),
+            forecast_bytes=self._forecasts.get(best, 0),
+        )
+
+    def _why_too_short(self, way: Way) -> str:
+        left = self._seconds_left(way)
+        if left >= self._scope.least_job_seconds:
+            return ""
+        return f"not tried: about {left:.1f} s of work are left, too little to measure for"
+
+    def _quick_ones(self, best: Way) -> Way:
+        """What takes no longer to try than a few steps."""
+        scope = self._scope
+        for number in scope.num_threads:
+            best = self._compared(best, best.but(num_threads=number), "threads", f"{number} threads")
+        is_short = self._try(best).sample_seconds * scope.rank_samples < SHORT_STEP_SECONDS
+        for precision in scope.precisions if is_short else ():
+            least = scope.least_precision_gain
+            best = self._compared(best, best.but(precision=precision), "precision", precision, least)
+        if scope.may_use_channels_last:
+            best = self._compared(best, best.but(channels_last=True), "memory_format", "channels-last")
+        if not scope.may_capture:
+            self._reasons["capture"] = scope.why_not_captured
+        elif best.micro_batch < scope.rank_samples:
+            self._reasons["capture"] = "a step of several micro-batches is not captured"
+        elif not is_short:
+            self._reasons["capture"] = "not tried: steps are long enough to keep the device busy"
+        else:
+            best = self._compared(best, best.but(capture=True), "capture", "captured")
+            if not best.capture and scope.precisions and self._start.precision != best.precision:
+                best = self._compared(
+                    best, best.but(precision=self._start.precision, capture=True), "capture", "captured"
+                )
+        return best
 
     # Micro-batch
 
     def _micro_batch(self, way: Way) -> Way:
         scope = self._scope
         if scope.fixed_micro_batch:
-            first = self._try(way)
+            first = self._try(way, brief=True)
             if first.problem:
                 raise DoesNotFitError(self._tried) if first.out_of_memory else UnusableError(first.problem)
+            self._limit_budget(first)
             self._reasons["micro_batch"] = scope.fixed_micro_batch
             return way
         largest = self._largest(way)
@@ -134,78 +216,78 @@ class _Search:
         """From two or three small steps; then a forecast, not a search by failing."""
         share = self._scope.rank_samples
         for size in sorted({min(size, share) for size in (1, 2, 4)}):
-            measured = self._try(way.model_copy(update={"micro_batch": size}))
+            measured = self._try(way.but(micro_batch=size), brief=True)
             if measured.out_of_memory:
-                return max((peak.micro_batch for peak in self._peaks.get(_kind(way), [])), default=0)
+                return max((peak.micro_batch for peak in self._peaks(way)), default=0)
             if measured.problem:
                 raise UnusableError(measured.problem)
-        model = self._model(way)
+            self._limit_budget(measured)
+        model = self._line(way)
         return share if model is None else max(1, model.largest(self._scope.memory_limit_bytes, share))
 
     def _fastest(self, way: Way, largest: int) -> Way | None:
-        """Larger and larger, as long as it helps. All sizes are forecast to fit before they are tried."""
+        """From the largest that is forecast to fit downwards, as long as smaller ones are faster."""
         best: tuple[float, int] | None = None
+        num_slower = 0
         for size in _sizes(self._scope.rank_samples, largest):
-            if best is not None and self._is_out_of_time():
-                break
-            measured = self._try(way.model_copy(update={"micro_batch": size}))
-            if measured.out_of_memory:
-                break
+            if best is not None and (self._is_out_of_time() or num_slower == 2):
+                break  # past the best: one slower size may be an odd one
+            other = way.but(micro_batch=size)
+            line = self._line(other)
+            if line is not None:
+                self._forecasts.setdefault(other, line.peak_bytes(size))
+            measured = self._try(other)
             if measured.problem:
                 continue
+            self._limit_budget(measured)
             seconds = measured.sample_seconds
-            if best is None or seconds < best[0] * (1 - LEAST_GAIN):
-                best = (seconds, size)
-            elif seconds > best[0] * (1 + LEAST_GAIN):
-                break  # past the best
+            if best is not None and seconds > best[0] * (1 - SMALLER_GAIN):
+                num_slower += 1
+            else:
+                best, num_slower = (seconds, size), 0
         if best is None:
             return None
         self._reasons["micro_batch"] = (
-            f"{1 / best[0]:,.0f} samples/s measured; forecast to fit: up to {largest} of {self._scope.rank_samples}"
+            f"{_rate(best[0])} samples/s measured; forecast to fit: up to {largest} of {self._scope.rank_samples}"
         )
-        return way.model_copy(update={"micro_batch": best[1]})
+        return way.but(micro_batch=best[1])
 
     # The rest
 
-    def _channels_last(self, way: Way) -> Way:
-        other = way.model_copy(update={"channels_last": True})
+    def _compared(self, way: Way, other: Way, topic: str, label: str, least_gain: float = LEAST_GAIN) -> Way:
+        before = self._try(way)
         if self._is_out_of_time():
-            self._reasons["memory_format"] = "channels-last was not tried: the time for measuring was over"
+            self._reasons[topic] = f"{label} was not tried: the time for measuring was over"
             return way
-        before, after = self._try(way), self._try(other)
+        after = self._try(other)
         if after.problem:
-            self._reasons["memory_format"] = f"channels-last cannot be used: {after.problem}"
+            self._reasons[topic] = f"{label} cannot be used: {after.problem}"
             return way
         gain = before.sample_seconds / after.sample_seconds - 1
-        taken = gain > LEAST_GAIN
-        self._reasons["memory_format"] = (
-            f"channels-last is {gain:+.0%}: {1 / after.sample_seconds:,.0f} against {1 / before.sample_seconds:,.0f} "
-            f"samples/s"
+        taken = gain > least_gain
+        self._reasons[topic] = (
+            f"{label} {'is' if taken else 'would be'} {gain:+.0%}: {_rate(after.sample_seconds)} against "
+            f"{_rate(before.sample_seconds)} samples/s"
         )
         return other if taken else way
 
     def _compiled(self, way: Way, mode: CompileMode) -> Way:
         before = self._try(way)
         remaining = before.sample_seconds * self._scope.remaining_samples
-        hoped = remaining * BEST_COMPILE_GAIN
         cost = self._scope.compile_cost_seconds
-        if hoped < cost:
+        if cost > remaining * self._scope.compile_share:
             self._reasons["compile"] = (
-                f"not tried: the job takes {remaining:.0f} s more, and even saving half of it would not pay for some "
-                f"{cost:.0f} s of compiling"
+                f"not tried: the job takes {remaining:.0f} s more, too little to spend some {cost:.0f} s on compiling"
             )
             return way
-        if self._is_out_of_time():
-            self._reasons["compile"] = "not tried: the time for measuring was over"
-            return way
-        other = way.model_copy(update={"compile_mode": mode})
+        other = way.but(compile_mode=mode)
         after = self._try(other)
         if after.problem:
             self._reasons["compile"] = f"not used: {after.problem}"
             return way
         saved = (before.sample_seconds - after.sample_seconds) * self._scope.remaining_samples
         words = (
-            f"{1 / after.sample_seconds:,.0f} against {1 / before.sample_seconds:,.0f} samples/s saves {saved:.0f} s "
+            f"{_rate(after.sample_seconds)} against {_rate(before.sample_seconds)} samples/s saves {saved:.0f} s "
             f"of the {remaining:.0f} s that are left, and costs {after.setup_seconds:.0f} s"
         )
         if saved <= after.setup_seconds:
@@ -216,37 +298,52 @@ class _Search:
 
     # Measuring
 
-    def _try(self, way: Way) -> Measurement:
+    def _try(self, way: Way, *, brief: bool = False) -> Measurement:
         """Each way once; what was measured already is known."""
         known = next((tried.measurement for tried in self._tried if tried.way == way), None)
-        if known is not None:
+        if known is not None and (brief or not known.is_brief):
             return known
         if sum(tried.measurement.out_of_memory for tried in self._tried) >= MOST_OUT_OF_MEMORY:
             return Measurement(problem="not tried: out of memory twice already", out_of_memory=True)
-        measured = self._measure(way)
-        self._tried.append(Tried(way=way, measurement=measured))
-        if not measured.problem and measured.peak_bytes:
-            self._peaks.setdefault(_kind(way), []).append(Peak(way.micro_batch, measured.peak_bytes))
+        seconds = min(MOST_SECONDS, max(LEAST_SECONDS, self._budget / NUM_MEASUREMENTS))
+        measured = self._measure(way, 0.0 if brief else seconds)
+        self._tried = [tried for tried in self._tried if tried.way != way] + [Tried(way=way, measurement=measured)]
         return measured
 
-    def _model(self, way: Way) -> MemoryModel | None:
-        peaks = self._peaks.get(_kind(way), [])
+    def _seconds_left(self, way: Way) -> float:
+        return self._try(way, brief=True).sample_seconds * self._scope.remaining_samples
+
+    def _limit_budget(self, measured: Measurement) -> None:
+        """Measuring may take only so much of what the job itself takes."""
+        left = measured.sample_seconds * self._scope.remaining_samples
+        self._budget = min(self._scope.budget_seconds, left * self._scope.budget_share)
+
+    def _peaks(self, way: Way) -> list[Peak]:
+        """Of all sizes of this way that were measured: what a line of memory is drawn through."""
+        return [
+            Peak(tried.way.micro_batch, tried.measurement.peak_bytes)
+            for tried in self._tried
+            if tried.way.but(micro_batch=0) == way.but(micro_batch=0) and tried.measurement.peak_bytes
+        ]
+
+    def _line(self, way: Way) -> MemoryModel | None:
+        peaks = self._peaks(way)
         return MemoryModel.fitted(peaks) if len({peak.micro_batch for peak in peaks}) > 1 else None
 
     def _is_out_of_time(self) -> bool:
-        return self._clock() - self._began > self._scope.budget_seconds
+        return self._clock() - self._began > self._budget
 
 
-def _kind(way: Way) -> Way:
-    """All of a way but its micro-batch: what a line of memory belongs to."""
-    return way.model_copy(update={"micro_batch": 0})
+def _rate(sample_seconds: float) -> str:
+    return f"{1 / sample_seconds:,.0f}" if sample_seconds else "inf"
 
 
 def _sizes(share: int, largest: int) -> Iterator[int]:
-    """From small to large: a rank's samples in 1, 2, 4, … parts as equal as can be, and the most that fits."""
+    """From large to small: a rank's samples in as few parts as fit, then in twice as many, and so on."""
     if largest < 1:
         return
-    counts = {-(-share // largest)}
-    while max(counts) < share:
-        counts.add(min(share, 2 * max(counts)))
-    yield from sorted({-(-share // count) for count in counts})
+    count, size = -(-share // largest), 0
+    while size != 1:
+        size = -(-share // count)
+        yield size
+        count = min(share, 2 * count)

@@ -16,7 +16,7 @@ from drivetrain.recipes import with_job
 EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",
     "drivetrain plan train.py --measure              tries ways of running the script's own job",
-    "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --config p.yaml` pins it",
+    "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --plan p.yaml` pins it",
 )
 
 
@@ -25,10 +25,9 @@ class Options(BaseModel):
     measure: Annotated[bool, Flag("measure")] = Field(
         False, description="try ways of running a step on a copy of the model"
     )
-    budget: Annotated[float, Flag("budget")] = Field(
-        60.0, gt=0, description="seconds for measuring; what is begun is finished"
+    out: Annotated[Path | None, Flag("out")] = Field(
+        None, description="write the plan as YAML, which `train --plan` takes"
     )
-    out: Annotated[Path | None, Flag("out")] = Field(None, description="write the plan as YAML that --config takes")
     as_json: Annotated[bool, Flag("json")] = Field(False, description="the whole plan as JSON")
 
 
@@ -48,12 +47,13 @@ def run(options: Options, resolved: Resolved) -> int:
 
 def _planned(options: Options, config: Config, console: Console) -> Plan:
     def say(way: Way, found: Measurement) -> None:
-        console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
+        if found.problem or not found.is_brief:
+            console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
 
     return with_job(
         options.target,
         config,
-        lambda job: plan(job, config, measure=options.measure, budget_seconds=options.budget, on_probe=say),
+        lambda job: plan(job, config, measure=options.measure, on_probe=say),
     )
 
 

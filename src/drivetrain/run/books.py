@@ -8,6 +8,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.monitor.books import Books, NoBooks, RunFacts, RunPlan
 from drivetrain.monitor.phases import PhaseClock
+from drivetrain.plan.plan import Plan
 from drivetrain.run.setup import Setup
 
 
@@ -18,6 +19,7 @@ def open_books(
     resumed_from: int,
     clock: PhaseClock | None = None,
     flops_per_sample: float | None = None,
+    planned: Plan | None = None,
 ) -> Books | NoBooks:
     """Called on every rank: the main one asks the others which GPUs they use."""
     own, gpus = _gpus(run)
@@ -31,11 +33,12 @@ def open_books(
         accumulation=ceil(ceil(division.global_batch / run.world.size) / division.micro_batch),
         global_batch=division.global_batch,
         strategy=run.strategy,
-        precision=settings.precision.value,
-        precision_reason=settings.precision.reason,
+        precision=run.way.precision,
+        precision_reason=settings.precision.reason if planned is None else planned.choices["precision.dtype"].reason,
         device=str(run.world.device),
         num_workers=loader.num_workers,
         items=job.items,
+        way=str(run.way),
     )
     facts = RunFacts(
         name=run.name,
@@ -48,6 +51,7 @@ def open_books(
         gpu=own,
         gpus=gpus,
         flops_per_sample=flops_per_sample,
+        planned={} if planned is None else planned.as_plain(),
     )
     return Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
 

@@ -10,27 +10,31 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from drivetrain.core.loss import LossSum
-from drivetrain.core.precision import Precision, numerics
+from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.world import World
-from drivetrain.data.batch import to_device
+from drivetrain.data.batch import leaves, to_device
 from drivetrain.data.division import Division
+from drivetrain.data.items import Columns
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.plan.tune import Measurement, Way
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
+from drivetrain.strategies.activations import recompute
 
-WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 20
-ENOUGH_SECONDS = 0.4
+WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
+ROUND_SECONDS = 0.02
+MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
 # How far a loss may be from fp32's: rounding of the type, many times over, but far from a wrong result.
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 
@@ -49,13 +53,14 @@ class Probe:
         self._job, self._model, self._world = job, model, world
         self._make_loader, self._journal = make_loader, journal
         self._alone = World(device=world.device)
+        self._longest: list[int | None] | None = None
 
-    def __call__(self, way: Way) -> Measurement:
+    def __call__(self, way: Way, seconds: float) -> Measurement:
         if self._world.any(self._journal.crashed_in(way)):
             return Measurement(problem="the last start crashed while it was tried")
         self._journal.begin(way)
         with _untouched(self._world.device):
-            own = self._measured(way)
+            own = self._measured(way, seconds)
         self._journal.end(way)
         return self._agreed(own)
 
@@ -64,69 +69,82 @@ class Probe:
         failed = next((each for each in found if each.problem), None)
         if failed is not None:
             return failed.model_copy(update={"out_of_memory": any(each.out_of_memory for each in found)})
-        return Measurement(
-            sample_seconds=max(each.sample_seconds for each in found),
-            peak_bytes=max(each.peak_bytes for each in found),
-            setup_seconds=max(each.setup_seconds for each in found),
-        )
+        worst = ("sample_seconds", "peak_bytes", "setup_seconds")
+        return own.model_copy(update={name: max(getattr(each, name) for each in found) for name in worst})
 
-    def _measured(self, way: Way) -> Measurement:
+    def _measured(self, way: Way, seconds: float) -> Measurement:
         try:
-            return self._run(way)
+            return self._run(way, seconds)
         except torch.OutOfMemoryError:
             return Measurement(problem="out of memory", out_of_memory=True)
         except MemoryError:
             return Measurement(problem="out of host memory", out_of_memory=True)
         except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
-            return Measurement(problem=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            return Measurement(problem=f"{type(error).__name__}: {_first_line(error)}")
 
-    def _run(self, way: Way) -> Measurement:
+    def _run(self, way: Way, seconds: float) -> Measurement:
         job, device = self._job, self._world.device
         share = -(-(job.global_batch or 1) // self._world.size)
-        division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
-        first = self._make_loader(division).first(job.max_steps, job.epochs)
-        batch = to_device(first.batch, device, channels_last=way.channels_last)
+        before = _reset_peak(device)
+        batch, num_samples = self._batch(way)
         model = copy.deepcopy(self._model)
         if way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if way.recompute:
+            recompute(model)
         precision = Precision(way.precision, device.type)
-        with numerics(precision, deterministic=False, cudnn_benchmark=True):
+        with numerics(precision, deterministic=False, cudnn_benchmark=True), num_threads(way.num_threads):
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
-            called, graphs = None, 0
+            called, graphs = None, _num_graphs()
             if way.compile_mode:
-                torch._dynamo.reset()
-                graphs = _num_graphs()
                 called = torch.compile(model, mode=way.compile_mode)
             optimizer = job.make_optimizer(model)
             parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called)
             strategy = SingleStrategy(self._alone)
             began = time.perf_counter()
-            objective = strategy.prepare(parts, Trial(batch, first.num_samples))
+            objective = strategy.prepare(parts, Trial(batch, num_samples))
 
             def step(num_micro_steps: int) -> None:
                 for _ in range(num_micro_steps):
-                    strategy.backward(objective(batch, first.num_samples, first.num_samples * num_micro_steps, 1))
+                    strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
                 strategy.step(False)
 
-            for _ in range(WARM_STEPS):
+            for _ in range(WARM_STEPS if seconds else 1):
                 step(1)
             _wait(device)
             warm = time.perf_counter() - began
-            if way.compile_mode and _num_graphs() == graphs:
+            if way.compile_mode and not _was_compiled(model, graphs):
                 return Measurement(problem="nothing was compiled")
-            _reset_peak(device)
-            one = _timed(lambda: step(1), device)
+            one = _timed(lambda: step(1), device, seconds)
             count = -(-share // way.micro_batch)
-            more = _timed(lambda: step(2), device) - one if count > 1 else one
+            more = _timed(lambda: step(2), device, seconds) - one if count > 1 and seconds else one
             # A step is one micro-step with the optimizer's, and count - 1 more without.
-            seconds = one + (count - 1) * max(more, 0.0)
+            whole = one + (count - 1) * max(more, 0.0)
             return Measurement(
-                sample_seconds=seconds / share,
-                peak_bytes=_peak_bytes(device),
+                sample_seconds=whole / share,
+                peak_bytes=max(0, _peak_bytes(device) - before),
                 setup_seconds=max(0.0, warm - (WARM_STEPS + 1) * one) if way.compile_mode else 0.0,
+                parameter_bytes=_num_bytes([*model.parameters(), *model.buffers()]),
+                gradient_bytes=_num_bytes(p.grad for p in model.parameters() if p.grad is not None),
+                optimizer_bytes=_num_bytes(
+                    value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+                ),
+                is_brief=not seconds,
             )
+
+    def _batch(self, way: Way) -> tuple[Any, int]:
+        """The job's first micro-batch; where samples have different sizes, one of the largest that were found."""
+        job, device = self._job, self._world.device
+        division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
+        first = self._make_loader(division).first(job.max_steps, job.epochs)
+        batch, num_samples = first.batch, first.num_samples
+        if self._longest is None:
+            self._longest = [_longest(job.source.dataset)]
+        if self._longest[0] is not None:
+            batch = job.collate([job.source.dataset[self._longest[0]]] * num_samples)
+        return to_device(batch, device, channels_last=way.channels_last), num_samples
 
     def _strays(self, model: nn.Module, batch: Any, way: Way, precision: Precision) -> str:
         """Why this way's loss is not to be trusted; empty if it is near what fp32 gives."""
@@ -174,9 +192,12 @@ class Journal:
     def _write(self, event: str, way: Way) -> None:
         if self._path is None:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "way": way.model_dump_json()}) + "\n")
-            file.flush()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, "way": way.model_dump_json()}) + "\n")
+        except OSError:
+            self._path = None  # nowhere to write: a crash cannot be remembered
 
 
 @contextmanager
@@ -198,16 +219,41 @@ def _untouched(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    """The median over enough steps, each with its own wait: a difference of 3 % has to be seen."""
+def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> float:
+    """The median over some rounds. The host waits at the end of each, not after each step: a run does not, either."""
+    start = time.perf_counter()
+    step()
+    _wait(device)
+    first = time.perf_counter() - start
+    if not seconds:
+        return first
+    num_steps = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(first, 1e-6))))
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < LEAST_STEPS or (len(times) < MOST_STEPS and time.perf_counter() - began < ENOUGH_SECONDS):
+    while len(times) < LEAST_ROUNDS or time.perf_counter() - began < seconds:
         start = time.perf_counter()
-        step()
+        for _ in range(num_steps):
+            step()
         _wait(device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / num_steps)
     return sorted(times)[len(times) // 2]
+
+
+def _longest(dataset: Any) -> int | None:
+    """The largest of some samples, spread over the data; None where all have one size, or none can be seen."""
+    if isinstance(dataset, (TensorDataset, Columns, Tensor)):
+        return None
+    number, began = len(dataset), time.perf_counter()
+    sizes: dict[int, int] = {}
+    for index in range(0, number, max(1, number // MOST_LOOKED_AT)):
+        sizes[index] = _num_values(dataset[index])
+        if time.perf_counter() - began > LOOK_SECONDS:
+            break
+    return max(sizes, key=sizes.__getitem__) if len(set(sizes.values())) > 1 else None
+
+
+def _num_values(item: Any) -> int:
+    return sum(leaf.numel() if isinstance(leaf, Tensor) else int(np.size(leaf)) for leaf in leaves(item))
 
 
 def _wait(device: torch.device) -> None:
@@ -215,9 +261,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def _reset_peak(device: torch.device) -> int:
+    """Returns what is held now, and is not the probe's."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -225,8 +274,25 @@ def _peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
 def _num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _was_compiled(model: nn.Module, graphs_before: int) -> bool:
+    """In this probe, or by an earlier one whose code is used again."""
+    if _num_graphs() > graphs_before:
+        return True
+    code = getattr(type(model).forward, "__code__", None)
+    return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
 def couples_samples(model: nn.Module) -> bool:

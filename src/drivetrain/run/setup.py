@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.precision import Precision, numerics
+from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.division import Division, Position
@@ -28,6 +28,7 @@ from drivetrain.data.source import Source, source_of
 from drivetrain.hardware import DeviceManager, Hardware, detect
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Pins, choose_settings
+from drivetrain.plan.tune import Way
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
 from drivetrain.strategies.activations import recompute
@@ -126,10 +127,53 @@ class Setup:
         shares = config.distributed.strategy == "data_parallel"
         self.devices = devices if shares else [world.device]  # of this process
         self.settings = choose_settings(hardware, Pins(**config.pins()))
-        self.precision = Precision(self.settings.precision.value, world.device.type)
         self.name = config.run.name or job.name
         self.job = self._settled(job)
         self._loaders: list[Loader] = []
+        self.follow(self.by_rule())
+
+    def by_rule(self) -> Way:
+        """How a step is run where nothing was measured."""
+        compiling = self.config.compile
+        return Way(
+            micro_batch=self._micro_batch(),
+            precision=self.settings.precision.value,
+            compile_mode=compiling.mode if compiling.enabled else None,
+            channels_last=self.config.data.channels_last == "on",
+            recompute=self.settings.activations.value == "recompute",
+        )
+
+    def follow(self, way: Way) -> None:
+        """Run steps this way. Before the parts are built that depend on it."""
+        self.way = way
+        self.precision = Precision(way.precision, self.world.device.type)
+
+    def recorded_way(self, checkpoint: Checkpoint) -> Way | None:
+        """How the steps before a checkpoint were run, but for what is pinned now; None in another world or machine."""
+        recorded = checkpoint.meta["plan"]
+        if recorded["world_size"] != self.world.size or recorded.get("machine") != self.machine():
+            return None
+        pinned = {name: getattr(self.way, name) for name in self.pinned()}
+        return Way.model_validate(recorded["way"] | pinned)
+
+    def pinned(self) -> set[str]:
+        """What of a way the user fixed."""
+        config = self.config
+        fixed = {
+            "micro_batch": config.batch.size or config.batch.accumulation,
+            "precision": config.precision.dtype != "auto" or config.precision.mixed is not None,
+            "compile_mode": config.compile.enabled is not None,
+            "channels_last": config.data.channels_last != "auto",
+            "recompute": config.memory.activations != "auto",
+        }
+        return {name for name, is_fixed in fixed.items() if is_fixed}
+
+    def machine(self) -> str:
+        """What a plan was made for, besides the number of ranks."""
+        device = self.world.device
+        if device.type == "cuda":
+            return torch.cuda.get_device_name(device)
+        return f"CPU with {self.hardware.cpu.num_usable} cores"
 
     def _settled(self, job: Job) -> Job:
         """The job with its global batch and what the configuration says of saving."""
@@ -192,22 +236,23 @@ class Setup:
 
     def compilation(self) -> str:
         """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
-        if not self.config.compile.enabled:
-            return "not asked for"
+        if self.way.compile_mode is None:
+            return "not asked for" if self.config.compile.enabled is not None else "not used"
         graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        return (
-            f"{graphs} graphs in mode {self.config.compile.mode}" if graphs else "asked for, but nothing was compiled"
-        )
+        return f"{graphs} graphs in mode {self.way.compile_mode}" if graphs else "asked for, but nothing was compiled"
 
-    def micro_batch(self, checkpoint: Checkpoint | None) -> int:
-        """The user's; else the checkpoint's, in a world of the same size; else a rank's whole share at once."""
-        share = -(-(self.job.global_batch or 0) // self.world.size)
+    @property
+    def rank_samples(self) -> int:
+        """Of each step, on the rank that has the most."""
+        return -(-(self.job.global_batch or 0) // self.world.size)
+
+    def _micro_batch(self) -> int:
+        """The user's, else a rank's whole share at once."""
+        share = self.rank_samples
         if self.config.batch.size:
             return min(self.config.batch.size * len(self.devices), share)
         if self.config.batch.accumulation:
             return -(-share // self.config.batch.accumulation)
-        if checkpoint is not None and checkpoint.meta["plan"]["world_size"] == self.world.size:
-            return int(checkpoint.meta["plan"]["micro_batch"])
         return share
 
     def loader(self, division: Division, data: Any, *, shuffle: bool, start: Position | None = None) -> Loader:
@@ -236,14 +281,15 @@ class Setup:
             loader.warn_if_inexact()
         return loader
 
-    def numerics(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def numerics(self) -> Iterator[None]:
         """The switches of torch that this run wants, for the time of the run."""
-        config = self.config
-        return numerics(
-            self.precision,
-            deterministic=config.kernels.deterministic,
-            cudnn_benchmark=config.kernels.cudnn_benchmark,
-        )
+        kernels = self.config.kernels
+        with (
+            numerics(self.precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark),
+            num_threads(self.way.num_threads),
+        ):
+            yield
 
     def validator(self, micro_batch: int) -> Validator:
         """Over the job's validation set, which it has."""
@@ -267,24 +313,31 @@ class Setup:
 
     @property
     def channels_last(self) -> bool:
-        """Automatic is off: it pays for some convolutions and costs others, and nothing was measured."""
-        return self.config.data.channels_last == "on"
+        return self.way.channels_last
 
     def model(self) -> tuple[nn.Module, Optimizer, Any]:
+        """The model as it is run, its optimizer, and what the loss function calls in its place if it is compiled."""
+        return self.dressed(self.build())
+
+    def build(self) -> nn.Module:
+        """The model on its device, as the user made it."""
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
         made = self.job.model if isinstance(self.job.model, nn.Module) else self.job.model()
         if not isinstance(made, nn.Module):
             raise DrivetrainError(
                 f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
             )
-        model = made.to(self.world.device).train()
+        return made.to(self.world.device).train()
+
+    def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer, Any]:
+        """A model that was built, made ready for the way that is followed."""
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.distributed.sync_batchnorm and self.world.size > 1:
             if self.world.device.type != "cuda":
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        if self.settings.activations.value == "recompute":
+        if self.way.recompute:
             self.recomputed = recompute(model)
             if not self.recomputed and self.settings.activations.pinned:
                 raise DrivetrainError(
@@ -292,12 +345,16 @@ class Setup:
                     remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
                 )
         optimizer = self.job.make_optimizer(model)
-        called = torch.compile(model, mode=self.config.compile.mode) if self.config.compile.enabled else None
+        called = None if self.way.compile_mode is None else torch.compile(model, mode=self.way.compile_mode)
         return model, optimizer, called
 
     def meta(self, division: Division) -> dict[str, Any]:
         return {
-            "plan": {"world_size": self.world.size, "micro_batch": division.micro_batch},
+            "plan": {
+                "world_size": self.world.size,
+                "machine": self.machine(),
+                "way": self.way.but(micro_batch=division.micro_batch).model_dump(mode="json"),
+            },
             "job": self.job.identity(),
             "hooks": [dict(hook.state_dict()) for hook in self.job.hooks],
         }

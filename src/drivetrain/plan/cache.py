@@ -1,0 +1,53 @@
+"""What was measured of a job on this machine, kept for its next start.
+
+Kept are the measurements, not the decision: a longer job, or a device with less free memory, decides anew from the same
+figures, and only what is missing is measured. A file belongs to a key of all that the figures depend on.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.value import Value
+from drivetrain.plan.tune import Tried
+
+
+class _File(Value):
+    format: int = 1
+    tried: tuple[Tried, ...] = ()
+
+
+def key_of_facts(facts: Mapping[str, Any]) -> str:
+    """A short name for everything that the figures depend on."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+class PlanCache:
+    """One file. A folder that cannot be written, or a file that cannot be read, is the same as an empty one."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.path = folder / f"{key}.json"
+        self.journal = folder / f"{key}.probes.jsonl"
+
+    def read(self) -> tuple[Tried, ...]:
+        try:
+            found = _File.from_json(self.path.read_bytes())
+        except (OSError, ValueError):
+            return ()
+        return found.tried if found.format == 1 else ()
+
+    def write(self, tried: Iterable[Tried]) -> None:
+        """Whole or not at all. What ran out of memory is kept, too: it is not tried again."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(_File(tried=tuple(tried)).to_json(), encoding="utf-8")
+            temporary.replace(self.path)
+
+    def forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)

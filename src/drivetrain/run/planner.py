@@ -1,0 +1,382 @@
+"""The plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; and why.
+
+Whatever is measured is measured on throw-away copies (`measure`). Nothing here can change the global batch, the order
+of samples, the weighting of the loss or the learning rate: a way only divides the same work differently.
+"""
+
+import inspect
+import platform
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.data.batch import leaves
+from drivetrain.data.division import Division
+from drivetrain.hardware import cache_folder
+from drivetrain.plan import Choice
+from drivetrain.plan.cache import PlanCache, key_of_facts
+from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
+from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, tune
+from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
+from drivetrain.run.setup import Setup
+
+OnProbe = Callable[[Way, Measurement], None]
+
+MEMORY_FRACTION = 0.9  # of what is free on the device
+LEAST_STEPS = 40  # of a job that is measured: the first look takes two steps
+LEAST_JOB_SECONDS = 5.0
+BUDGET_SHARE = 0.05
+# What compiling took on models of ordinary size, by the number of their smallest modules.
+COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
+COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
+LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
+
+
+class Told:
+    """Says what is being tried, once planning takes long enough to wonder."""
+
+    AFTER_SECONDS = 1.5
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._console = Console(highlight=False, quiet=quiet)
+        self._began = time.monotonic()
+        self._waiting = ["planning: measuring ways of running a step (--no-auto-optimize goes by rule)"]
+
+    def __call__(self, way: Way, found: Measurement) -> None:
+        if not found.is_brief:
+            rate = "" if found.problem else f"{1 / found.sample_seconds:,.0f} samples/s"
+            self._waiting.append(f"  {way}: {found.problem or rate}")
+        if time.monotonic() - self._began > self.AFTER_SECONDS:
+            for line in self._waiting:
+                self._console.print(line, markup=False)
+            self._waiting = []
+
+
+def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None = None) -> Plan:
+    """Decide how steps are run, and follow it. Called by all ranks, after the model was built and before it is used."""
+    if checkpoint is not None:
+        recorded = run.recorded_way(checkpoint)
+        if recorded is not None:
+            run.follow(recorded)
+            return described(run, model, None, why=f"as in the checkpoint of step {checkpoint.step}")
+    steps_done = 0 if checkpoint is None else checkpoint.step
+    why_not = _why_not_measured(run, steps_done)
+    if why_not:
+        return described(run, model, None, why=why_not)
+    return measured(run, model, steps_done, on_probe, is_short_of_time=True)
+
+
+def _why_not_measured(run: Setup, steps_done: int) -> str:
+    config, job = run.config, run.job
+    if config.plan.file is not None:
+        return f"pinned by {config.plan.file.name}"
+    if not config.plan.auto_optimize:
+        return "by rule: measuring is switched off"
+    if job.num_samples is None or not job.source.is_keyed:
+        return "by rule: data that can only be iterated is not read for measuring"
+    if len(run.devices) > 1:
+        return "by rule: several GPUs of one process are not measured"
+    if job.num_steps is None or job.num_steps - steps_done < LEAST_STEPS:
+        return f"by rule: fewer than {LEAST_STEPS} steps are not worth measuring for"
+    return ""
+
+
+def measured(
+    run: Setup,
+    model: nn.Module,
+    steps_done: int = 0,
+    on_probe: OnProbe | None = None,
+    *,
+    is_short_of_time: bool = False,
+) -> Plan:
+    """Tries ways of running a step, and follows the best. With `is_short_of_time` only what the job can pay back."""
+    job, world = run.job, run.world
+    if job.num_samples is None:
+        raise DrivetrainError(
+            "data that can only be iterated cannot be measured: its items would be used up",
+            remedy="leave --measure out",
+        )
+    began = time.monotonic()
+    cache = PlanCache(cache_folder() / "plans", world.agree(_key(run, model)))
+    known = _known(run, cache)
+    probe = Probe(
+        job,
+        model,
+        world,
+        lambda division: run.loader(division, job.source, shuffle=job.shuffle),
+        Journal(cache.journal),
+    )
+    scope = _scope(run, model, steps_done, is_short_of_time=is_short_of_time)
+    num_measured = 0
+
+    def measure(way: Way, seconds: float) -> Measurement:
+        nonlocal num_measured
+        found = known.get(way)
+        if found is not None and (not seconds or not found.is_brief):
+            return found
+        num_measured += 1
+        found = probe(way, seconds)
+        if on_probe is not None:
+            on_probe(way, found)
+        return found
+
+    def clock() -> float:
+        return float(world.agree(time.monotonic() - began))  # ranks decide together, by one clock
+
+    def search() -> Tuned:
+        try:
+            return tune(run.way, scope, measure, clock)
+        except DoesNotFitError as error:
+            raise _does_not_fit(run, model) from error
+        except UnusableError as error:
+            raise DrivetrainError(
+                f"a step of this job cannot be run: {error}",
+                remedy="`drivetrain train --no-auto-optimize` shows where, with the traceback",
+            ) from None
+
+    tuned = search()
+    notes = []
+    if known and not num_measured:
+        check = probe(tuned.way, 0.0)
+        if check.problem or check.peak_bytes > scope.memory_limit_bytes:
+            notes.append(f"what was measured before does not hold any more ({check.problem or 'it takes more memory'})")
+            cache.forget()
+            known = {}
+            tuned = search()
+        else:
+            notes.append("measured at an earlier start, and tried again with one step")
+    if world.is_main and num_measured and run.config.plan.cache:
+        cache.write(tuned.tried)
+    notes += [
+        f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
+    ]
+    run.follow(tuned.way)
+    found = described(run, model, tuned)
+    return found.model_copy(update={"notes": tuple(notes), "seconds": clock()})
+
+
+def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
+    """Rank 0's, on all ranks: they measure the same ways or none."""
+    found = [tried.model_dump(mode="json") for tried in cache.read()] if run.config.plan.cache else []
+    return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
+
+
+def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: bool) -> Scope:
+    config, device = run.config, run.world.device
+    pinned, on_gpu = run.pinned(), run.world.device.type == "cuda"
+    num_steps = max(0, (run.job.num_steps or 0) - steps_done)
+    if on_gpu:
+        limit = torch.cuda.mem_get_info(device)[0] * MEMORY_FRACTION
+    else:
+        limit = run.hardware.memory.free_bytes * MEMORY_FRACTION
+    num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
+    may_change_precision = "precision" not in pinned and run.config.kernels.deterministic is False
+    return Scope(
+        rank_samples=run.rank_samples,
+        remaining_samples=run.rank_samples * num_steps,
+        memory_limit_bytes=limit,
+        fixed_micro_batch=_why_fixed(pinned, model, device),
+        precisions=_other_precisions(run) if may_change_precision else (),
+        least_precision_gain=0.03 if on_gpu else LEAST_GAIN_OF_BF16,
+        num_threads=() if on_gpu else _thread_counts(run),
+        compile_modes=() if "compile_mode" in pinned else ("default",),
+        may_use_channels_last=has_convolutions(model) and "channels_last" not in pinned,
+        may_recompute="recompute" not in pinned,
+        compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
+        compile_share=COMPILE_SHARE[device.type],
+        budget_seconds=config.plan.budget_seconds,
+        **({"budget_share": BUDGET_SHARE, "least_job_seconds": LEAST_JOB_SECONDS} if is_short_of_time else {}),
+    )
+
+
+def _why_fixed(pinned: set[str], model: nn.Module, device: torch.device) -> str:
+    """Empty if the micro-batch is free to be tuned."""
+    if "micro_batch" in pinned:
+        return "asked for"
+    if couples_samples(model):
+        return "samples of a batch influence each other (batch normalisation): its size is part of what is learnt"
+    return "a rank's whole share: on a CPU smaller parts gain nothing" if device.type == "cpu" else ""
+
+
+def _other_precisions(run: Setup) -> tuple[Any, ...]:
+    """What may turn out faster than the rule's: casting costs small models more than it gains, on a GPU too."""
+    if run.world.device.type == "cuda":
+        return () if run.way.precision == "fp32" else ("fp32",)
+    flags = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
+    return ("bf16",) if run.way.precision == "fp32" and "AVX512" in flags else ()
+
+
+def _thread_counts(run: Setup) -> tuple[int, ...]:
+    """Small layers lose more by sharing their work than they gain."""
+    return (1,) if torch.get_num_threads() > 1 and run.world.size == 1 else ()
+
+
+# What figures depend on
+
+
+def _key(run: Setup, model: nn.Module) -> str:
+    job, config = run.job, run.config
+    division = Division(job.num_samples or 1, job.global_batch or 1, 1, run.world.size)
+    first = run.loader(division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
+    sections = ("precision", "kernels", "memory", "batch", "data", "compile", "distributed")
+    return key_of_facts({
+        "modules": [(name, type(module).__qualname__) for name, module in model.named_modules()],
+        "tensors": [
+            (name, tuple(value.shape), str(value.dtype), value.requires_grad)
+            for name, value in [*model.named_parameters(), *model.named_buffers()]
+        ],
+        "batch": [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(first.batch) if isinstance(leaf, Tensor)],
+        "source": _sources([job.loss, job.optimizer, *{type(module) for module in model.modules()}]),
+        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema],
+        "machine": [run.machine(), torch.get_num_threads()],
+        "versions": [torch.__version__, torch.version.cuda, platform.python_version()],
+        "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},
+    })  # fmt: skip
+
+
+def _sources(things: Iterable[Any]) -> list[str]:
+    """The text of functions and classes; of what has none, its compiled code. torch's own go with its version."""
+    found = []
+    for thing in things:
+        if getattr(thing, "__module__", "").startswith("torch."):
+            continue
+        try:
+            found.append(inspect.getsource(thing))
+        except (OSError, TypeError):
+            code = getattr(thing, "__code__", None)
+            found.append(repr((code.co_code, code.co_consts, code.co_names)) if code else type(thing).__qualname__)
+    return sorted(found)
+
+
+# In words
+
+
+def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by rule: nothing was measured") -> Plan:
+    """The plan that is followed, each choice with its reason."""
+    job, settings, way = run.job, run.settings, run.way
+    reasons = tuned.reasons if tuned else {}
+    share = run.rank_samples
+    pinned = run.pinned()
+
+    def reason(topic: str, name: str, otherwise: str) -> str:
+        return "asked for" if name in pinned else reasons.get(topic, otherwise if tuned else why)
+
+    by_rule = settings.precision.reason
+    precision_reason = reasons.get("precision", by_rule)
+    if tuned is not None and "precision" in reasons and way.precision == settings.precision.value:
+        precision_reason = f"{by_rule}; {reasons['precision']}"
+    elif tuned is None and way.precision != settings.precision.value:
+        precision_reason = why
+    choices: dict[str, Choice[Any]] = {
+        "distributed.strategy": Choice(
+            value=run.make_strategy().name, reason=settings.strategy.reason, alternatives=settings.strategy.alternatives
+        ),
+        "precision.dtype": Choice(
+            value=way.precision,
+            reason="asked for" if "precision" in pinned else precision_reason,
+            alternatives=_alternatives(tuned, "precision") or settings.precision.alternatives,
+        ),
+        "batch.size": Choice(
+            value=way.micro_batch // len(run.devices) or 1,
+            reason=reason("micro_batch", "micro_batch", "a rank's whole share of the global batch at once"),
+            alternatives=_alternatives(tuned, "micro_batch"),
+        ),
+        "batch.accumulation": Choice(
+            value=-(-share // way.micro_batch),
+            reason=f"follows: {job.global_batch} samples per step on {run.num_devices} device(s)",
+        ),
+        "compile.enabled": Choice(
+            value=way.compile_mode is not None,
+            reason=reason("compile", "compile_mode", "as set"),
+            alternatives=_alternatives(tuned, "compile_mode"),
+        ),
+        "data.channels_last": Choice(
+            value="on" if way.channels_last else "off",
+            reason=reason("memory_format", "channels_last", "as set")
+            if has_convolutions(model)
+            else "the model has no convolutions",
+        ),
+        "memory.activations": Choice(
+            value="recompute" if way.recompute else settings.activations.value,
+            reason=reasons.get("activations", settings.activations.reason),
+            alternatives=settings.activations.alternatives,
+        ),
+        "data.num_workers": settings.num_workers,
+        "data.prefetch_factor": Choice(
+            value=settings.prefetch_factor.value or None, reason=settings.prefetch_factor.reason
+        ),
+    }
+    if way.compile_mode is not None:
+        choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
+    chosen = tuned.chosen if tuned else None
+    step_seconds = chosen.sample_seconds * share if chosen and not chosen.problem else None
+    return Plan(
+        job=run.name,
+        global_batch=job.global_batch or 0,
+        num_steps=job.num_steps,
+        choices=choices,
+        forecast=Forecast(
+            memory=_memory(model, tuned, way),
+            peak_bytes=(tuned.forecast_bytes or None) if tuned else None,
+            measured_peak_bytes=(chosen.peak_bytes or None) if chosen else None,
+            step_seconds=step_seconds,
+            job_seconds=None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps,
+        ),
+        tried=tuned.tried if tuned else (),
+        measured=tuned is not None,
+        notes=() if tuned else (why,),
+    )
+
+
+def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
+    """What was measured that differs from the chosen way in this alone."""
+    if tuned is None:
+        return ()
+    return tuple(
+        f"{getattr(tried.way, field) or 'off'}: {1 / tried.measurement.sample_seconds:,.0f} samples/s"
+        for tried in tuned.tried
+        if tried.way != tuned.way
+        and tried.way.but(**{field: getattr(tuned.way, field)}) == tuned.way
+        and not tried.measurement.problem
+        and not tried.measurement.is_brief
+    )
+
+
+def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
+    chosen = tuned.chosen if tuned else None
+    if chosen is None or not chosen.parameter_bytes:
+        parameters = sum(value.numel() * value.element_size() for value in [*model.parameters(), *model.buffers()])
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return MemoryForecast(parameters=parameters, gradients=gradients)
+    fixed = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
+    line = tuned.memory if tuned else None
+    activations = None if line is None else round(line.sample_bytes * way.micro_batch)
+    return MemoryForecast(
+        parameters=chosen.parameter_bytes,
+        gradients=chosen.gradient_bytes,
+        optimizer=chosen.optimizer_bytes,
+        activations=activations,
+        workspace=None if activations is None else max(0, chosen.peak_bytes - fixed - activations),
+    )
+
+
+def _does_not_fit(run: Setup, model: nn.Module) -> DrivetrainError:
+    """What takes how much, and the ways out."""
+    sizes = {
+        name or type(model).__name__: sum(p.numel() * p.element_size() for p in module.parameters())
+        for name, module in model.named_children()
+    }
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    told = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in largest)
+    return DrivetrainError(
+        f"not even one sample at a time fits on {run.world.device}: weights take {parameters / 1e9:.2f} GB ({told}), "
+        f"gradients as much again, and AdamW twice as much on top",
+        remedy="--activations recompute or offload, shorter sequences, or several GPUs",
+    )
