@@ -14,7 +14,7 @@ from drivetrain.core.interrupt import stopping_cleanly
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division, Position
-from drivetrain.data.feed import DeviceFeed
+from drivetrain.data.feed import DeviceFeed, ResidentFeed
 from drivetrain.data.items import what_draws
 from drivetrain.data.orders import refuse_unequal_orders
 from drivetrain.hardware import assert_on_device
@@ -136,7 +136,7 @@ class _Run(Setup):
         asserts = self.config.device.assertions
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
         clock = make_clock(world.device) if watches and world.is_main else NoClock()
-        if isinstance(loader.feed, DeviceFeed):
+        if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
             loader.feed.before_wait = lambda: clock.lap(DATA)
         stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:

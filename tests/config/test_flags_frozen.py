@@ -32,6 +32,7 @@ FLAGS = {
     "data.num_workers": ["--num-workers"],
     "data.pin_memory": ["--pin-memory"],
     "data.prefetch_factor": ["--prefetch-factor"],
+    "data.resident": ["--resident"],
     "data.channels_last": ["--channels-last"],
     "data.path": ["--data"],
     "checkpoint.every": ["--checkpoint-every"],

@@ -164,6 +164,11 @@ class DataSection(Section):
     prefetch_factor: Annotated[int | None, Flag("prefetch-factor")] = Field(
         None, ge=1, description="micro-batches that each loader process fetches ahead (auto: 2 to 4, by memory)"
     )
+    resident: Annotated[Literal["auto", "on", "off"], Flag("resident")] = Field(
+        "auto",
+        description="hold the data set on the device and gather batches there; auto: where it fits and pays, and items "
+        "are the same every time; on: or stop with the reason",
+    )
     channels_last: Annotated[Literal["auto", "on", "off"], Flag("channels-last")] = Field(
         "auto", description="images and convolutions with channels innermost; auto is off where nothing is measured"
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.data.batch import MicroBatch, in_format, map_leaves, moved, to_device
+from drivetrain.data.resident import Rows
 
 Step = TypeVar("Step")
 Steps = Iterator[tuple[Step, Iterable[MicroBatch]]]
@@ -93,6 +94,28 @@ class DeviceFeed:
             return copied.micro
         rest = map_leaves(lambda leaf: in_format(moved(leaf, self._device), self._channels_last), copied.micro.batch)
         return copied.micro._replace(batch=rest)
+
+
+class ResidentFeed:
+    """From columns on the device: each micro-batch is gathered when its turn comes, by the stream that computes."""
+
+    def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
+        self._device, self._channels_last = device, channels_last
+        self.before_wait: Callable[[], None] = lambda: None  # as of the feed above; what is left is the gathering
+        self.gathers = True  # false: whoever takes the batch gets its `Rows`, and gathers where it wants
+
+    def steps(self, steps: Steps[Step]) -> Steps[Step]:
+        if not self.gathers:
+            yield from steps
+        for step, micro_batches in steps:
+            yield step, map(self._gathered, micro_batches)
+
+    def _gathered(self, micro: MicroBatch) -> MicroBatch:
+        self.before_wait()
+        batch, num_samples, weight, number, is_last = micro
+        if isinstance(batch, Rows):
+            return MicroBatch(batch.gather(), num_samples, weight, number, is_last)
+        return micro._replace(batch=to_device(batch, self._device, channels_last=self._channels_last))
 
 
 def feed_for(device: torch.device, *, channels_last: bool = False) -> Feed:

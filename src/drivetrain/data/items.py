@@ -173,9 +173,19 @@ class Columns(Dataset[dict[str, Tensor]]):
         return {name: tensor[sample] for name, tensor in self.tensors.items()}
 
 
+# The types that every version of torch gathers.
+GATHERED = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
 def gathers(dataset: Any, collate: Collate) -> bool:
     """Whether batches can be taken from tensors at once: the same bits as fetching item by item, without the loop."""
-    return type(dataset) in (TensorDataset, Columns) and collate is default_collate
+    if type(dataset) not in (TensorDataset, Columns) or collate is not default_collate:
+        return False
+    tensors = dataset.tensors.values() if isinstance(dataset, Columns) else dataset.tensors
+    return all(tensor.dtype in GATHERED for tensor in tensors)
 
 
 def gather(dataset: TensorDataset | Columns, samples: Tensor, *, pin_memory: bool = False) -> Any:

@@ -23,10 +23,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.data.ahead import NumbersAhead
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
 from drivetrain.data.division import Division, MicroStep, Place, Position
-from drivetrain.data.feed import Feed, NoFeed
+from drivetrain.data.feed import Feed, NoFeed, ResidentFeed
 from drivetrain.data.items import (
     Collate,
     Collated,
@@ -37,6 +38,7 @@ from drivetrain.data.items import (
     gathers,
 )
 from drivetrain.data.orders import Content, ReadOrder, fingerprint
+from drivetrain.data.resident import Resident, Rows, in_words
 from drivetrain.data.source import Source, WorkerWishes, source_of
 from drivetrain.data.stream import SampleStream
 
@@ -67,14 +69,25 @@ class RankSteps:
             return iter(())
         return self._keyed(self.order) if isinstance(self.order, SampleStream) else self._read(self.order)
 
-    def _keyed(self, stream: SampleStream) -> Iterator[RankStep]:
-        division, rank, samples = self.division, self.rank, stream.samples
-        by_epochs = None if self.last_epoch is None else self.last_epoch * division.steps_per_epoch
-        ends = [end for end in (self.last_step, by_epochs) if end is not None]
-        for step in range(self.start.step, min(ends)) if ends else count(self.start.step):
+    @property
+    def end(self) -> int | None:
+        """Of our own order: the step that is not done any more."""
+        by_epochs = None if self.last_epoch is None else self.last_epoch * self.division.steps_per_epoch
+        return min((end for end in (self.last_step, by_epochs) if end is not None), default=None)
+
+    def without_contents(self) -> Iterator[RankStep]:
+        """Of our own order."""
+        division, rank, end = self.division, self.rank, self.end
+        for step in count(self.start.step) if end is None else range(self.start.step, end):
             place = division.place(step)
-            parts = division.micro_steps(place, rank)
-            yield RankStep(place, parts, [samples(place.epoch, part.start, part.stop) for part in parts])
+            yield RankStep(place, division.micro_steps(place, rank), [])
+
+    def _keyed(self, stream: SampleStream) -> Iterator[RankStep]:
+        samples = stream.samples
+        for step in self.without_contents():
+            place, parts, contents, *_ = step
+            contents += [samples(place.epoch, part.start, part.stop) for part in parts]
+            yield step
 
     def _read(self, order: ReadOrder) -> Iterator[RankStep]:
         checks = self.division.world_size > 1
@@ -112,6 +125,7 @@ class Loader:
         start: Position | None = None,
         feed: Feed | None = None,
         may_do_without_workers: bool = False,
+        resident: Resident | None = None,
     ) -> None:
         self.division, self.rank = division, rank
         self.source: Source = source_of(data)
@@ -124,10 +138,15 @@ class Loader:
         self._collate, self._collated = collate, Collated(collate)
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
         self._feed: Feed = feed or NoFeed()
+        self.resident = resident
+        if resident is not None:
+            self._feed = ResidentFeed(resident.device, channels_last=resident.channels_last)
+        num_workers = 0 if resident is not None else num_workers
         self._num_workers = min(num_workers, 1) if self.source.is_iterable else num_workers
         self._may_do_without_workers = may_do_without_workers
         self._gathers = self.items is not None and gathers(self.source.dataset, collate) and num_workers == 0
         self._workers: Iterator[Any] | None = None
+        self._numbers: NumbersAhead | None = None
         self._begun: Fetched | None = None
 
     @property
@@ -137,6 +156,13 @@ class Loader:
     @property
     def feed(self) -> Feed:
         return self._feed
+
+    @property
+    def path_in_words(self) -> str:
+        """How samples reach the device."""
+        if self.resident is not None:
+            return f"resident on {self.resident.device}: {in_words(self.resident.num_bytes)}, gathered there"
+        return f"{self._num_workers} worker processes" if self._num_workers else "in the training process"
 
     def warn_if_inexact(self) -> list[str]:
         """Say once what stands in the way of exact repetition."""
@@ -194,6 +220,8 @@ class Loader:
         following = iter(micro_batches)
         first = next(following)
         self._begun = chain([(step, chain([first], following))], fetched)
+        if isinstance(first.batch, Rows):
+            return first._replace(batch=first.batch.gather())
         return first._replace(batch=map_tensors(torch.clone, first.batch))
 
     def batches(
@@ -217,6 +245,8 @@ class Loader:
 
     def _fetched(self, start: Position, last_step: int | None, last_epoch: int | None) -> Fetched:
         steps = self._steps(start, last_step, last_epoch)
+        if self.resident is not None:
+            return self._of_resident(steps, self.resident)
         if self._num_workers:
             keys = _Keys(steps)
             workers = self._start_workers(keys, steps)
@@ -231,12 +261,32 @@ class Loader:
             else:
                 yield step, self._one_by_one(step)
 
+    def _of_resident(self, steps: RankSteps, resident: Resident) -> Fetched:
+        """Nothing is fetched: each micro-batch says which rows it is, and is gathered when its turn comes."""
+        if not isinstance(steps.order, SampleStream):
+            yield from ((step, self._read_rows(step, resident)) for step in steps)
+            return
+        numbers = NumbersAhead(steps.order, self.division, self.rank, steps.start.step, steps.end, resident)
+        self._numbers = numbers
+        for step in steps.without_contents():
+            parts = step.parts
+            samples = numbers.take(parts)
+            yield step, [_micro_batch(Rows(resident, these), parts, n) for n, these in enumerate(samples)]
+
+    def _read_rows(self, step: RankStep, resident: Resident) -> Iterator[MicroBatch]:
+        for number, content in enumerate(step.contents):
+            if _are_rows(content, len(resident)):
+                batch: Any = Rows(resident, resident.numbers(content))
+            else:
+                batch = self._fetch(step.place, content)
+            yield _micro_batch(batch, step.parts, number)
+
     def _one_by_one(self, step: RankStep) -> Iterator[MicroBatch]:
         for number, content in enumerate(step.contents):
             yield _micro_batch(self._fetch(step.place, content), step.parts, number)
 
     def _fetch(self, place: Place, content: Content) -> Any:
-        if self._gathers:
+        if self._gathers and _are_rows(content, len(self.source.dataset)):
             samples = torch.from_numpy(content) if isinstance(content, np.ndarray) else torch.tensor(content)
             return gather(self.source.dataset, samples, pin_memory=self._pin_memory)
         found = _as_list(content)
@@ -296,6 +346,8 @@ class Loader:
         close their pipes twice and say so in a traceback.
         """
         workers, self._workers, self._begun = self._workers, None, None
+        if self._numbers is not None:
+            self._numbers.close()
         end_workers = getattr(workers, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
@@ -304,6 +356,13 @@ class Loader:
 def _micro_batch(batch: Any, parts: list[MicroStep], number: int) -> MicroBatch:
     part = parts[number]
     return MicroBatch(batch, part.num_samples, part.weight, number, number == len(parts) - 1)
+
+
+def _are_rows(content: Content, num_rows: int) -> bool:
+    """A sampler may hand out keys of any kind, even numbers from the end: those only the data set understands."""
+    if isinstance(content, np.ndarray):
+        return True  # of our own order
+    return all(isinstance(sample, int) and 0 <= sample < num_rows for sample in content)
 
 
 def _as_list(content: Content) -> list[Any]:

@@ -38,6 +38,7 @@ class RunPlan:
     precision_reason: str
     device: str
     num_workers: int
+    data_path: str = "in the training process"
     items: str = "items"  # what the loss is over where that is not samples
     way: str = ""  # of running a step, in words
 
@@ -166,7 +167,7 @@ class Books(NoBooks):
             ("precision", f"{plan.precision}: {plan.precision_reason}"),
             ("batch", plan.batch_in_words),
             ("plan", _plan_in_words(plan.way, facts.planned)),
-            ("loader", f"{plan.num_workers} worker processes" if plan.num_workers else "in the training process"),
+            ("loader", plan.data_path),
             ("folder", escape(str(facts.path))),
         ):
             if words:

@@ -37,6 +37,7 @@ def open_books(
         precision_reason=settings.precision.reason if planned is None else planned.choices["precision.dtype"].reason,
         device=str(run.world.device),
         num_workers=loader.num_workers,
+        data_path=loader.path_in_words,
         items=job.items,
         way=str(run.way),
     )

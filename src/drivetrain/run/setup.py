@@ -29,6 +29,7 @@ from drivetrain.hardware import DeviceManager, Hardware, detect
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Pins, choose_settings
 from drivetrain.plan.tune import Way
+from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
 from drivetrain.strategies.activations import recompute
@@ -129,6 +130,7 @@ class Setup:
         self.settings = choose_settings(hardware, Pins(**config.pins()))
         self.name = config.run.name or job.name
         self.job = self._settled(job)
+        self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
         self.follow(self.by_rule())
 
@@ -275,7 +277,9 @@ class Setup:
             start=start,
             feed=feed_for(device, channels_last=self.channels_last),
             may_do_without_workers=self.config.data.num_workers < 0,
+            resident=self.residency.of(source, self.job.collate, self.channels_last, self._num_workers(source)),
         )
+        loader.notes += self.residency.take_notes()
         self._loaders.append(loader)
         if self.world.is_main:
             loader.warn_if_inexact()

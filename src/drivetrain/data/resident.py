@@ -1,0 +1,187 @@
+"""A map-style data set as columns: one tensor per leaf of its items, a row per sample, on the device.
+
+Batches are gathered there, in the order of the sample stream, with the same bits as fetching items and stacking them.
+`reading` makes one, and says of a data set why it cannot.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from drivetrain.data.batch import in_format, map_leaves
+from drivetrain.data.items import GATHERED, Columns
+
+# Of types that torch does not gather, only the bits are moved.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_CHANNELS_INNERMOST, _AND_BACK = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One leaf of all items. `rows` is how it lies in memory: images perhaps with their channels innermost."""
+
+    rows: Tensor
+    dtype: torch.dtype
+    is_permuted: bool = False
+
+    @classmethod
+    def empty(cls, num_rows: int, like: Tensor, device: torch.device, *, channels_last: bool) -> "Column":
+        """For rows like those of a batch."""
+        is_permuted = _turns(like, channels_last)
+        shape = (like.permute(_CHANNELS_INNERMOST) if is_permuted else like).shape
+        rows = torch.empty((num_rows, *shape[1:]), dtype=_stored(like.dtype), device=device)
+        return cls(rows, like.dtype, is_permuted)
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device, *, channels_last: bool) -> "Column":
+        """A tensor as it is, if it is there already."""
+        is_permuted = _turns(tensor, channels_last)
+        rows = tensor.detach().to(device)
+        rows = rows.permute(_CHANNELS_INNERMOST).contiguous() if is_permuted else rows
+        return cls(rows.view(_stored(tensor.dtype)), tensor.dtype, is_permuted)
+
+    def put(self, start: int, batch: Tensor) -> None:
+        found = batch.view(_stored(batch.dtype))
+        self.rows[start : start + len(batch)].copy_(found.permute(_CHANNELS_INNERMOST) if self.is_permuted else found)
+
+    def gather(self, samples: Tensor) -> Tensor:
+        # `rows[samples]` would wake all threads of a CPU for a small batch.
+        found = self.rows.index_select(0, samples)
+        if self.is_permuted:
+            found = found.permute(_AND_BACK)
+        return found if found.dtype is self.dtype else found.view(self.dtype)
+
+    def gather_into(self, out: Tensor, samples: Tensor) -> Tensor:
+        if len(out) != len(samples):  # torch would make another tensor of it, and leave the given one as it is
+            raise ValueError(f"{len(samples)} samples do not go into a batch of {len(out)}")
+        as_it_lies = out.view(self.rows.dtype)
+        as_it_lies = as_it_lies.permute(_CHANNELS_INNERMOST) if self.is_permuted else as_it_lies
+        torch.index_select(self.rows, 0, samples, out=as_it_lies)
+        return out
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in GATHERED else _BITS[dtype.itemsize]
+
+
+def _turns(batch: Tensor, channels_last: bool) -> bool:
+    """Whether the feed would turn such a batch; one channel, or one pixel, lies both ways at once, and stays."""
+    if batch.dim() != 4 or not batch.is_floating_point() or not channels_last:
+        return False
+    plain = torch.empty((1, *batch.shape[1:]), device="meta")
+    return in_format(plain, True) is not plain
+
+
+class Resident:
+    """The columns of a data set on a device."""
+
+    def __init__(
+        self, columns: Sequence[Column], template: Any, device: torch.device, *, channels_last: bool = False
+    ) -> None:
+        self.columns, self.device, self.channels_last = tuple(columns), device, channels_last
+        is_plain = all(not column.is_permuted and column.rows.dtype is column.dtype for column in columns)
+        self._plain = [column.rows for column in columns] if is_plain else None
+        self._make = _maker(template)
+
+    def __len__(self) -> int:
+        return len(self.columns[0].rows)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.rows.nbytes for column in self.columns)
+
+    def gather(self, samples: Tensor, out: Any = None) -> Any:
+        """The batch of some samples, whose numbers are on the device: a kernel per column; the host does not wait.
+
+        With `out`, a batch of the same structure, shapes and layout, its tensors are filled and returned.
+        """
+        if out is None and self._plain is not None:  # a microsecond per column less
+            return self._make([rows.index_select(0, samples) for rows in self._plain])
+        if out is None:
+            return self._make([column.gather(samples) for column in self.columns])
+        columns = iter(self.columns)
+        return map_leaves(lambda leaf: next(columns).gather_into(leaf, samples), out)
+
+    def numbers(self, samples: Any) -> Tensor:
+        """Numbers of samples on the device. The copy does not make the host wait."""
+        found = torch.as_tensor(samples, dtype=torch.int64)
+        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
+
+
+class Rows:
+    """Some samples of resident data that were not gathered yet: whoever needs the batch does it, where it needs it."""
+
+    __slots__ = ("resident", "samples")
+
+    def __init__(self, resident: Resident, samples: Tensor) -> None:
+        self.resident, self.samples = resident, samples
+
+    def gather(self, out: Any = None) -> Any:
+        return self.resident.gather(self.samples, out)
+
+
+def _maker(template: Any) -> Callable[[list[Tensor]], Any]:
+    """From tensors to a batch, in the order of leaves; the usual structures without a walk through them."""
+    if isinstance(template, Tensor):
+        return lambda tensors: tensors[0]
+    if type(template) is list and all(isinstance(part, Tensor) for part in template):
+        return lambda tensors: tensors
+    if type(template) is dict and all(isinstance(part, Tensor) for part in template.values()):
+        names = tuple(template)
+        return lambda tensors: dict(zip(names, tensors, strict=True))
+
+    def walk(tensors: list[Tensor]) -> Any:
+        following = iter(tensors)
+        return map_leaves(lambda leaf: next(following), template)
+
+    return walk
+
+
+# What is in memory already
+
+
+def in_memory(dataset: Any) -> Any:
+    """The columns of a data set that is made of tensors, as a batch of all its samples; None for any other."""
+    if type(dataset) is TensorDataset:
+        return list(dataset.tensors)
+    if type(dataset) is Columns:
+        return dict(dataset.tensors)
+    if type(dataset) is Tensor and dataset.dim():
+        return dataset
+    if type(dataset) is Subset:
+        whole = in_memory(dataset.dataset)
+        if whole is not None and all(leaf.layout is torch.strided for leaf in leaves_of(whole)):
+            chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            return map_leaves(lambda leaf: leaf[chosen.to(leaf.device)], whole)
+    return None
+
+
+def num_bytes_in_memory(dataset: Any) -> int | None:
+    """Of a data set that is made of tensors; nothing is copied to find out."""
+    if type(dataset) is Subset:
+        inner = num_bytes_in_memory(dataset.dataset)
+        return None if inner is None else inner * len(dataset) // max(1, len(dataset.dataset))  # type: ignore[arg-type]
+    whole = in_memory(dataset)
+    return None if whole is None else sum(num_bytes_of(leaf) for leaf in leaves_of(whole))
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """In the order in which a batch is put together."""
+    found: list[Any] = []
+    map_leaves(found.append, batch)
+    return found
+
+
+def num_bytes_of(leaf: Tensor) -> int:
+    return leaf.numel() * leaf.element_size()
+
+
+def in_words(num_bytes: float) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
