@@ -1,0 +1,160 @@
+"""How samples reach the device: resident there, or fetched batch by batch with so many workers. A pure decision.
+
+Nothing of it changes what a step sees. What it costs is measured: the seconds to fetch what a step takes, and the
+seconds that the device computes.
+"""
+
+from math import ceil
+from typing import Literal
+
+from drivetrain.core.value import Value
+from drivetrain.plan.choice import Choice
+from drivetrain.plan.rules import LEAST_SHM_BYTES, MAX_WORKERS
+
+HARMLESS = 0.02  # of a step: reading that takes no more is done in the training process
+LEAST_GAIN = 0.02  # of the time that is left: less is not worth the memory
+RESIDENT_SHARE = 0.5  # of the memory that the step leaves free; allocators need room to turn
+COPY_BYTES_PER_SECOND = 2e9  # of memory that is not pinned, to a device
+UNEVEN = 2.0  # a slowest batch this many times the usual one needs more fetched ahead
+
+
+class DataFigures(Value):
+    """What was measured, on one rank."""
+
+    read_seconds: float  # to fetch what a step takes, in the training process
+    slowest_read_seconds: float = 0.0
+    step_seconds: float  # that a step takes when its data is there
+    steps_left: int | None  # None: no end is known
+    steps_per_epoch: int
+    num_bytes: int | None = None  # of the whole data set as columns; None: not known
+    batch_bytes: int = 0  # of one micro-batch
+    free_bytes: int = 0  # on the device, beside what a step takes
+    num_spare_cores: int = 0  # of this rank, for workers
+    shm_bytes: int = 0
+    is_in_memory: bool = False  # nothing has to be read: it is only copied
+    why_not_resident: str = ""  # what its items have against it
+
+
+class DataPath(Value):
+    resident: bool = False
+    num_workers: int = 0
+    prefetch_factor: int = 0  # 0: nothing is fetched ahead
+
+
+def choose_data_path(
+    figures: DataFigures, wanted: Literal["auto", "on", "off"] = "auto", num_workers: int | None = None
+) -> Choice[DataPath]:
+    """`wanted` and `num_workers` are what the user pinned; None leaves the number of workers to the figures."""
+    fetched = _fetched(figures, num_workers)
+    if wanted == "on":
+        return Choice(value=DataPath(resident=True), reason="asked for", pinned=True)
+    if wanted == "off":
+        return fetched
+    if num_workers:
+        reason = f"{num_workers} workers were asked for"
+        return Choice(value=fetched.value, reason=reason, alternatives=("resident",), pinned=True)
+    problem = figures.why_not_resident or _too_large(figures)
+    if problem:
+        reason = f"{fetched.reason}; not resident: {problem}"
+        return Choice(value=fetched.value, reason=reason, alternatives=fetched.alternatives, pinned=fetched.pinned)
+    return _cheaper(figures, fetched)
+
+
+def _too_large(figures: DataFigures) -> str:
+    if figures.num_bytes is None:
+        return "how much memory it takes is not known"
+    limit = figures.free_bytes * RESIDENT_SHARE
+    if figures.num_bytes <= limit:
+        return ""
+    return (
+        f"it takes {_size(figures.num_bytes)}, and half of what a step leaves free is {_size(limit)}"
+        if figures.free_bytes > 0
+        else f"it takes {_size(figures.num_bytes)}, and a step leaves nothing free"
+    )
+
+
+def _cheaper(figures: DataFigures, fetched: Choice[DataPath]) -> Choice[DataPath]:
+    """By the time that is left with each."""
+    setup = _setup_seconds(figures, fetched.value.num_workers)
+    resident, ordinary = figures.step_seconds, _step_seconds(figures, fetched.value.num_workers)
+    where = f"{_size(figures.num_bytes or 0)} on the device"
+    if figures.steps_left is None:
+        gain, told = 1 - resident / ordinary, f"{ordinary * 1e3:.3g} ms a step against {resident * 1e3:.3g}"
+    else:
+        total, other = setup + figures.steps_left * resident, figures.steps_left * ordinary
+        gain = 1 - total / other if other else 0.0
+        told = f"{_time(other)} against {_time(total)} for the {figures.steps_left:,} steps that are left"
+        told += f", {_time(setup)} of it to {'copy' if figures.is_in_memory else 'read'} it once"
+    name = _workers(fetched.value.num_workers)
+    if gain > LEAST_GAIN or (figures.is_in_memory and gain >= 0):
+        reason = f"{where}: with {name} it would be {told}"
+        return Choice(value=DataPath(resident=True), reason=reason, alternatives=(f"{name}: {fetched.reason}",))
+    reason = f"{fetched.reason}; {where} would gain too little: {told}"
+    return Choice(
+        value=fetched.value, reason=reason, alternatives=("resident", *fetched.alternatives), pinned=fetched.pinned
+    )
+
+
+def _setup_seconds(figures: DataFigures, num_workers: int) -> float:
+    if figures.is_in_memory:
+        return (figures.num_bytes or 0) / COPY_BYTES_PER_SECOND
+    return figures.read_seconds * figures.steps_per_epoch / max(1, num_workers)
+
+
+def _step_seconds(figures: DataFigures, num_workers: int) -> float:
+    """With workers, reading stands beside computing; without, in line with it."""
+    if num_workers == 0:
+        return figures.step_seconds + figures.read_seconds
+    return max(figures.step_seconds, figures.read_seconds / num_workers)
+
+
+def _fetched(figures: DataFigures, pinned: int | None) -> Choice[DataPath]:
+    """Workers enough to keep up, as far as cores and shared memory go."""
+    read, step = figures.read_seconds, figures.step_seconds
+    share = read / step if step > 0 else float("inf")
+    told = f"a step's data takes {read * 1e3:.3g} ms to read and {step * 1e3:.3g} ms to compute"
+    prefetch = 4 if figures.slowest_read_seconds > UNEVEN * read else 2
+    if pinned is not None:
+        path = DataPath(num_workers=pinned, prefetch_factor=prefetch if pinned else 0)
+        return Choice(value=path, reason="asked for", alternatives=(told,), pinned=True)
+    if figures.is_in_memory:
+        return Choice(value=DataPath(), reason=f"{told}, from memory: handing it over by workers would cost more")
+    if share <= HARMLESS:
+        return Choice(value=DataPath(), reason=f"{told}: no workers are needed", alternatives=("1 worker",))
+    needed = ceil(share) if share < float("inf") else MAX_WORKERS
+    limits = {
+        f"{figures.num_spare_cores} spare cores": figures.num_spare_cores,
+        f"{_size(figures.shm_bytes)} of /dev/shm": _most_by_shm(figures, prefetch),
+        "more gain little": MAX_WORKERS,
+    }
+    words, most = min(limits.items(), key=lambda limit: limit[1])
+    count = max(0, min(needed, most))
+    path = DataPath(num_workers=count, prefetch_factor=prefetch if count else 0)
+    if count == needed:
+        reason = f"{told}: {_workers(count)} keep{'s' if count == 1 else ''} up"
+        return Choice(value=path, reason=reason, alternatives=(_workers(count - 1), _workers(count + 1)))
+    left = _step_seconds(figures, count)
+    reason = f"{told}: {needed} workers would keep up, and there can be {count} ({words}): {left * 1e3:.3g} ms a step"
+    return Choice(value=path, reason=reason)
+
+
+def _most_by_shm(figures: DataFigures, prefetch: int) -> int:
+    """Half of it: others use it too, and a full one kills workers."""
+    if figures.shm_bytes < LEAST_SHM_BYTES:
+        return 0
+    return int(figures.shm_bytes / 2 // max(1, prefetch * figures.batch_bytes))
+
+
+def _workers(count: int) -> str:
+    return "no workers" if count == 0 else f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _size(num_bytes: float) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
