@@ -60,7 +60,7 @@ def test_the_words(folder: Path) -> None:
     final = sum(row["loss"] * row["num_items"] for row in last) / sum(row["num_items"] for row in last)
     assert "suite: finished" in text
     assert "optimizer steps       30" in text
-    assert "compilation           not asked for" in text
+    assert "compilation           not used" in text
     assert f"final loss            {final:.4f}" in text
     best = max(row["valid_accuracy"] for row in metrics)
     assert f"{metrics[-1]['valid_accuracy']:.4f} at the end, {best:.4f} at best" in text

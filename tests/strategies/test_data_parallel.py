@@ -302,7 +302,7 @@ def test_a_pinned_batch_size_is_per_device(tmp_path: Path) -> None:
     config = configure(output_dir=tmp_path, parallel_strategy="data_parallel", batch_size=3, accumulation_steps=2)
     setup = Setup(job, config, load("4x-l4"), World(), gpus, quiet=True)
     assert setup.job.global_batch == 24
-    assert setup.micro_batch(None) == 12
+    assert setup.way.micro_batch == 12
     assert setup.make_strategy().name == "data_parallel"
     assert setup.settings.strategy.value == "data_parallel"
 

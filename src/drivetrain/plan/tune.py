@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from drivetrain.core.value import Value
-from drivetrain.plan.memory import MemoryModel, Peak
+from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
 from drivetrain.plan.rules import PrecisionName
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
@@ -213,17 +213,22 @@ class _Search:
         return best
 
     def _largest(self, way: Way) -> int:
-        """From two or three small steps; then a forecast, not a search by failing."""
-        share = self._scope.rank_samples
-        for size in sorted({min(size, share) for size in (1, 2, 4)}):
+        """From a few small steps; then a forecast, not a search by failing."""
+        share, limit = self._scope.rank_samples, self._scope.memory_limit_bytes
+        while True:
+            size = next_size_to_measure(self._peaks(way), limit, share, self._held(way))
+            if size is None:
+                break
             measured = self._try(way.but(micro_batch=size), brief=True)
             if measured.out_of_memory:
                 return max((peak.micro_batch for peak in self._peaks(way)), default=0)
             if measured.problem:
                 raise UnusableError(measured.problem)
             self._limit_budget(measured)
-        model = self._line(way)
-        return share if model is None else max(1, model.largest(self._scope.memory_limit_bytes, share))
+            if not measured.peak_bytes:
+                return share  # nobody counts memory here
+        line = self._line(way)
+        return share if line is None else max(1, line.largest(limit, share))
 
     def _fastest(self, way: Way, largest: int) -> Way | None:
         """From the largest that is forecast to fit downwards, as long as smaller ones are faster."""
@@ -326,9 +331,18 @@ class _Search:
             if tried.way.but(micro_batch=0) == way.but(micro_batch=0) and tried.measurement.peak_bytes
         ]
 
+    def _held(self, way: Way) -> int:
+        """What a step of this way holds whatever its micro-batch is, counted where one was run."""
+        for tried in self._tried:
+            found = tried.measurement
+            if tried.way.but(micro_batch=0) == way.but(micro_batch=0) and found.peak_bytes:
+                return found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
+        return 0
+
     def _line(self, way: Way) -> MemoryModel | None:
-        peaks = self._peaks(way)
-        return MemoryModel.fitted(peaks) if len({peak.micro_batch for peak in peaks}) > 1 else None
+        peaks, held = self._peaks(way), self._held(way)
+        enough = len({peak.micro_batch for peak in peaks}) > 1 or (peaks and held)
+        return MemoryModel.fitted(peaks, held) if enough else None
 
     def _is_out_of_time(self) -> bool:
         return self._clock() - self._began > self._budget
