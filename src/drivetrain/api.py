@@ -38,12 +38,13 @@ from drivetrain.run import (
     num_trained,
     open_books,
     take_weights,
+    tell_capture,
     tell_notes,
     write_down,
 )
 from drivetrain.run.planner import Told, settle
-from drivetrain.step import Stepper
-from drivetrain.strategies import Average, StrategyParts, Trial
+from drivetrain.step import CapturedStepper, Stepper, make_capturable
+from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.trainer import Trainer
 from drivetrain.validation import Validation
 
@@ -88,7 +89,7 @@ class _Run(Setup):
             checkpoint = checkpointer.latest()
             model = self.build()
             plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
-            with self.numerics():
+            with self.numerics(), self.stream():
                 return self._train(folder, checkpointer, checkpoint, model, plan)
         finally:
             self.close_loaders()
@@ -127,6 +128,9 @@ class _Run(Setup):
             lambda: counted(lambda: strategy.prepare(parts, trial), counts), world.device
         )
         flops = flops or flops_here
+        why_not_captured = self.why_not_captured(optimizer, draws, division)
+        if not why_not_captured:
+            make_capturable(optimizer)
         resumed_from = 0
         if checkpoint is not None:
             strategy.load(checkpoint)
@@ -138,9 +142,14 @@ class _Run(Setup):
         clock = make_clock(world.device) if watches and world.is_main else NoClock()
         if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
             loader.feed.before_wait = lambda: clock.lap(DATA)
-        stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
+        if isinstance(strategy, SingleStrategy) and not why_not_captured:
+            stepper: Stepper = CapturedStepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
+        else:
+            stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
+            stepper.why_not = why_not_captured if self.way.capture else ""
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
             tell_notes(loader, books)
+            tell_capture(stepper, books)
 
             def state() -> State:
                 shards, meta = strategy.save()
@@ -182,7 +191,7 @@ class _Run(Setup):
             because = validation.stopped_because if validation else ""
             is_done = loader.position.is_over(job.max_steps, job.epochs)
             finished = is_done or bool(because) or trainer.ended_by_hook
-            books.finish(finished, steps, because, compilation=self.compilation())
+            books.finish(finished, steps, because, compilation=self.compilation(), capture=stepper.in_words())
             note_end(finished)
         if world.is_main and self.config.watch.report:
             for problem in write_report(self.path):

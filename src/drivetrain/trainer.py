@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, StepContext, Verdict
-from drivetrain.core.records import Reading, StepOutcome, StepRecord
+from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
 from drivetrain.step import Stepper
+from drivetrain.strategies.rates import are_rounded, rounded, set_rate
 
 
 class Begun(NamedTuple):
@@ -69,6 +70,8 @@ class Trainer:
         # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
         self._num_steps, self._save_every = job.num_steps, job.save_every
         self._hooks = [(hook, hook.every) for hook in ([validation] if validation else []) + [*job.hooks]]
+        self._rounds_rates = are_rounded(optimizer)
+        self._slots = PinnedSlots()
         self._ahead: _Enqueued | None = None
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
@@ -109,7 +112,7 @@ class Trainer:
     def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
         """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
         place, ahead, clock = begun.place, self._ahead, self._stepper.clock
-        self._ahead = _Enqueued(place, Reading(outcome, self._world.device), begun.lr, begun.began)
+        self._ahead = _Enqueued(place, Reading(outcome, self._world.device, self._slots), begun.lr, begun.began)
         done, is_last = place.step + 1, self._is_last(place)
         if done == self._first_step + 1:
             self.check_after_first_step()
@@ -182,7 +185,8 @@ class Trainer:
     def _set_lr(self, step: int, num_steps: int | None) -> float:
         factor = self._job.lr_factor(step, num_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr = group["initial_lr"] * factor
+            lr = group["initial_lr"] * factor
+            set_rate(group, rounded(lr) if self._rounds_rates else lr)
         return float(lr)
 
     def _record(self, enqueued: _Enqueued, now: float) -> StepRecord:
@@ -225,6 +229,7 @@ class Trainer:
         for hook in hooks:
             verdicts.append(hook(context) or Verdict())
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
+        self._stepper.look_again()
         return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
 
 

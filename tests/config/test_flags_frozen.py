@@ -20,6 +20,7 @@ FLAGS = {
     "precision.mixed": ["--mixed-precision"],
     "kernels.deterministic": ["--deterministic"],
     "kernels.cudnn_benchmark": ["--cudnn-benchmark"],
+    "kernels.capture": ["--capture"],
     "memory.activations": ["--activations"],
     "batch.size": ["--batch-size"],
     "batch.accumulation": ["--accumulation-steps"],

@@ -95,6 +95,11 @@ class KernelSection(Section):
     cudnn_benchmark: Annotated[bool, Flag("cudnn-benchmark")] = Field(
         True, description="let cuDNN try its convolutions on the first batch and take the fastest"
     )
+    capture: Annotated[Literal["auto", "on", "off"], Flag("capture")] = Field(
+        "auto",
+        description="record a step as a CUDA graph and replay it, where batches have few shapes; on says why where it "
+        "cannot be; auto is off while nothing is measured",
+    )
 
 
 class MemorySection(Section):

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 PHASES = (
-    "data", "copy", "forward", "backward", "communication", "optimizer", "logging", "hooks", "validation", "checkpoint",
+    "data", "copy", "forward", "backward", "communication", "optimizer", "step", "logging", "hooks", "validation",
+    "checkpoint",
 )  # fmt: skip
-DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOGGING, HOOKS, VALIDATION, CHECKPOINT = range(len(PHASES))
+# A captured step is one piece, from forward to optimizer: `step`.
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, STEP, LOGGING, HOOKS, VALIDATION, CHECKPOINT = range(
+    len(PHASES)
+)
 
 
 class Laps(NamedTuple):

@@ -44,6 +44,8 @@ def _how(data: RunData) -> Iterator[str]:
         batch = f"{each} × {plan['accumulation']} accumulated × {count} device{'s' if count > 1 else ''}"
         yield _line("global batch", f"{plan['global_batch']} ({batch})")
     yield _line("compilation", end.get("compilation", "unknown"))
+    if end.get("capture"):
+        yield _line("step capture", end["capture"])
 
 
 def _device_in_words(data: RunData) -> str:

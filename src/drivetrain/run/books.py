@@ -3,6 +3,8 @@
 import socket
 from math import ceil
 
+from rich.markup import escape
+
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
@@ -10,6 +12,7 @@ from drivetrain.monitor.books import Books, NoBooks, RunFacts, RunPlan
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.plan.plan import Plan
 from drivetrain.run.setup import Setup
+from drivetrain.step import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 
 
 def open_books(
@@ -63,6 +66,19 @@ def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
     if notes:
         books.event("data", notes=notes)
         books.say("\n".join(f"  data       {note}" for note in notes))
+
+
+def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
+    """Whether steps are captured, once that is known, and why not."""
+
+    def tell(event: str, words: str) -> None:
+        books.event(event, words=words)
+        books.say(f"  step       {'' if event == CAPTURED else 'not captured: '}{escape(words)}")
+
+    if isinstance(stepper, CapturedStepper):
+        stepper.tell = tell
+    elif stepper.why_not:
+        tell(NOT_CAPTURED, stepper.why_not)
 
 
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...]]:

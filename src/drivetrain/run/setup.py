@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import feed_for
-from drivetrain.data.items import Columns
+from drivetrain.data.items import Columns, Draws
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.hardware import DeviceManager, Hardware, detect
@@ -31,6 +31,7 @@ from drivetrain.plan import Pins, choose_settings
 from drivetrain.plan.tune import Way
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy
+from drivetrain.step import own_stream, why_not_captured
 from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
 from drivetrain.strategies.activations import recompute
 from drivetrain.validation import Validator
@@ -143,6 +144,7 @@ class Setup:
             compile_mode=compiling.mode if compiling.enabled else None,
             channels_last=self.config.data.channels_last == "on",
             recompute=self.settings.activations.value == "recompute",
+            capture=self.config.kernels.capture == "on",
         )
 
     def follow(self, way: Way) -> None:
@@ -167,6 +169,7 @@ class Setup:
             "compile_mode": config.compile.enabled is not None,
             "channels_last": config.data.channels_last != "auto",
             "recompute": config.memory.activations != "auto",
+            "capture": config.kernels.capture != "auto",
         }
         return {name for name, is_fixed in fixed.items() if is_fixed}
 
@@ -294,6 +297,26 @@ class Setup:
             num_threads(self.way.num_threads),
         ):
             yield
+
+    def stream(self) -> AbstractContextManager[None]:
+        """What the run is inside of: steps that are captured need a stream of their own."""
+        return own_stream(self.world.device) if self.way.capture else nullcontext()
+
+    def why_not_captured(self, optimizer: Optimizer, draws: Draws, division: Division) -> str:
+        """Why steps are not captured; empty if they are to be."""
+        if not self.way.capture:
+            return "not asked for"
+        return why_not_captured(
+            self.world,
+            self.strategy,
+            optimizer,
+            self.precision,
+            num_micro_steps=-(-division.global_batch // division.micro_batch),
+            activations="recompute" if self.way.recompute else self.settings.activations.value,
+            compile_mode=self.way.compile_mode or "",
+            asserts=self.config.device.assertions,
+            draws=draws,
+        )
 
     def validator(self, micro_batch: int) -> Validator:
         """Over the job's validation set, which it has."""

@@ -56,7 +56,18 @@ class StrategyParts:
         return self.scaler.scale(self._one)
 
     def update(self, factor: Tensor | float | None) -> tuple[Tensor | None, Tensor | float]:
-        """Rescale the reduced gradients, clip them, step the optimizer, follow with the average.
+        """Move the weights, and the average after them."""
+        moved = self.move(factor)
+        self.follow()
+        return moved
+
+    def follow(self) -> None:
+        """Apart from the rest: how far the average moves depends on how many steps there were."""
+        if self.average is not None:
+            self.average.update()
+
+    def move(self, factor: Tensor | float | None) -> tuple[Tensor | None, Tensor | float]:
+        """Rescale the reduced gradients, clip them, step the optimizer.
 
         Returns the norm before clipping, and whether the step was skipped: 1 for infinite gradients in fp16.
         """
@@ -76,8 +87,6 @@ class StrategyParts:
             skipped = (self.scale() < before).double()  # the scale falls after infinite gradients, and only then
         else:
             self.optimizer.step()
-        if self.average is not None:
-            self.average.update()
         return norm, skipped
 
 
@@ -124,6 +133,21 @@ class Strategy(Protocol):
     def load(self, source: TensorSource) -> None: ...
 
     def close(self) -> None: ...
+
+
+class CapturableStrategy(Strategy, Protocol):
+    """One whose step a device can record and run again by itself: nothing in it asks the host."""
+
+    parts: StrategyParts
+
+    def move(self) -> StepOutcome:
+        """What of `step` is recorded."""
+
+    def follow(self) -> None:
+        """The rest of it, which depends on how many steps there were."""
+
+    def abandon(self) -> None:
+        """Forget a step that was begun and will not be ended."""
 
 
 class Objective(nn.Module):

@@ -12,7 +12,9 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
+from drivetrain.strategies.rates import ON_HOST
 
+_HOW_IT_IS_DONE = {"fused", "foreach", "capturable"}  # settings of an optimizer that are no part of the job
 _MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
 
 
@@ -38,7 +40,9 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
                 raise _cannot_save(f"the optimizer's state {field!r} of {names[parameter]}", value)
     groups = []
     for group in optimizer.param_groups:
-        values = {name: value for name, value in group.items() if name != "params"}
+        values = {name: value for name, value in group.items() if name not in ("params", ON_HOST)}
+        if ON_HOST in group:
+            values["lr"] = group[ON_HOST]  # to read it from the device would make the host wait
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.item()
@@ -87,8 +91,12 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     for name, values in source.meta["optimizer_scalars"].items():
         by_number.setdefault(numbers[name], {}).update(values)
     settings = [
-        {**group, **stored_group["values"], "params": [numbers[name] for name in stored_group["params"]]}
-        for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
+        {
+            **group,
+            **{name: value for name, value in stored["values"].items() if name not in _HOW_IT_IS_DONE},
+            "params": [numbers[name] for name in stored["params"]],
+        }
+        for group, stored in zip(optimizer.param_groups, groups, strict=True)
     ]
     optimizer.load_state_dict({"state": by_number, "param_groups": settings})
     if parts.precision.scales_loss and source.meta.get("scaler"):
@@ -113,7 +121,7 @@ def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     differences = [
         f"{name} is {group[name]} now and was {stored['values'][name]}"
         for group, stored in zip(optimizer.param_groups, groups, strict=True)
-        for name in sorted(group.keys() & stored["values"].keys() - {"lr", "params", "fused", "foreach", "capturable"})
+        for name in sorted(group.keys() & stored["values"].keys() - {"lr", "params"} - _HOW_IT_IS_DONE)
         if _plain(group[name]) != _plain(stored["values"][name])
     ]
     if differences:

@@ -22,7 +22,7 @@ class SingleStrategy:
         self._world = world
 
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
-        self._parts = parts
+        self.parts = parts
         self._objective = Objective(parts, scale=1.0)
         self._scaler = parts.scaler if parts.precision.scales_loss else None
         self._samples = 0
@@ -35,7 +35,7 @@ class SingleStrategy:
     def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         if self._begins:
             # Here and not after the last step: what is freed now is at once used again, while it is in the cache.
-            self._parts.optimizer.zero_grad()
+            self.parts.optimizer.zero_grad()
             self._begins = False
             self._samples = step_samples
         # Straight to forward: nothing hooks into this module, and its call costs microseconds.
@@ -50,16 +50,33 @@ class SingleStrategy:
         torch.autograd.backward(objective)
 
     def step(self, stop: bool) -> StepOutcome:
+        outcome = self.move(float(stop))
+        self.follow()
+        return outcome
+
+    def move(self, stop: float = 0.0) -> StepOutcome:
         losses, count = self._objective.take_tallies()
-        norm, skipped = self._parts.update(rescaling(self._samples, count) if self._objective.counts_items else None)
+        norm, skipped = self.parts.move(rescaling(self._samples, count) if self._objective.counts_items else None)
         self._begins = True
-        return StepOutcome(losses, count, float(stop), norm, skipped)
+        return StepOutcome(losses, count, stop, norm, skipped)
+
+    def follow(self) -> None:
+        self.parts.follow()
+
+    def abandon(self) -> None:
+        """The gradients are cleared when the next step begins."""
+        self._objective.take_tallies()
+        self._begins = True
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+            for name in ("grad_scale", "found_inf"):  # what the scaler lends a fused optimizer for its step
+                vars(self.parts.optimizer).pop(name, None)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        return whole_state(self._parts)
+        return whole_state(self.parts)
 
     def load(self, source: TensorSource) -> None:
-        load_whole_state(self._parts, source)
+        load_whole_state(self.parts, source)
 
     def close(self) -> None:
         pass

@@ -37,6 +37,7 @@ class Stepper:
         clock: PhaseClock | None = None,
     ) -> None:
         self.clock = clock or NoClock()
+        self.why_not = ""  # why steps are not captured (any more), where somebody asked for it
         self._strategy, self._objective, self._world = strategy, objective, world
         self._key = key_of(seed, world.rank)
         self._draws = draws
@@ -49,15 +50,26 @@ class Stepper:
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
         for micro in micro_batches:
             self.learn(self.begin(place, micro), place, micro)
+        return self.end(stop)
+
+    def end(self, stop: bool) -> StepOutcome:
+        """What follows the last micro-step."""
         outcome = self._strategy.step(stop)
         self.clock.lap(OPTIMIZER)
         return outcome
+
+    def look_again(self) -> None:
+        """Somebody may have changed the model in Python since the last step."""
+
+    def in_words(self) -> str:
+        """Whether steps are captured, for the summary; empty if nobody asked for it."""
+        return f"not captured: {self.why_not}" if self.why_not else ""
 
     def begin(self, place: Place, micro: MicroBatch) -> Any:
         """The data of a micro-step, which the feed brought to the device; the generators are set for it."""
         self.clock.lap(self._arrives)
         if self._seeds:
-            self._seed_model(mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP))
+            self._seed_model(self._key_of(place, micro))
         if self._before_micro_step is not None:
             self._before_micro_step(micro.batch)
         return micro.batch
@@ -78,6 +90,9 @@ class Stepper:
                 clock.lap(FORWARD)
                 strategy.backward(objective)
                 clock.lap(BACKWARD)
+
+    def _key_of(self, place: Place, micro: MicroBatch) -> int:
+        return mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP)
 
     def _seed_model(self, key: int) -> None:
         if self._draws.python:

@@ -1,0 +1,392 @@
+"""Steps that the device was shown once and runs again by itself: a CUDA graph from forward to optimizer.
+
+The first steps of a run are the warm-up, and are real ones. They are watched: a step that waits for the device, or that
+changes something in Python, cannot be replayed, and the run goes on without, with the reason. Then one step of each
+shape that is not rare is recorded, and replayed from there on; rare ones, such as an epoch's last, run as ever.
+
+All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be recorded. What changes from
+step to step reaches a replay through memory: the batch is copied into place, the learning rate is on the device
+(`strategies.rates`), the generators' seeds are read when a replay begins.
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.records import StepOutcome
+from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
+from drivetrain.data.division import Place
+from drivetrain.monitor.phases import STEP
+from drivetrain.step.inputs import NotStaticError, signature, with_tensors
+from drivetrain.step.python_state import State, changes, generators_state, python_state
+from drivetrain.step.stepper import Stepper
+from drivetrain.strategies.base import CapturableStrategy, ObjectiveCall
+from drivetrain.strategies.rates import put_rates_on_device
+
+WARM_STEPS = 3  # of a shape, before it is recorded; all but the first are watched
+RARE = 16  # a shape that fewer than one in so many steps have is not worth recording
+MOST_GRAPHS = 8
+MOST_SHAPES = 1024  # that are counted
+MOST_STARTS = 5  # how often hooks may change the model before steps are no longer recorded
+
+CAPTURED, NOT_CAPTURED = "step captured", "step not captured"  # events
+
+# Gets what is to be recorded, calls it once, and returns what runs it again.
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class CapturedStep:
+    """One step, recorded. Its inputs are tensors that are written over before each replay; so are its results.
+
+    For a probe: inside `own_stream`, after `make_capturable` and `put_rates_on_device` and some ordinary steps,
+    `CapturedStep(CudaRecorder(device), strategy, objective, batch, samples)`; then `replay()`, as often as it takes.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        strategy: CapturableStrategy,
+        objective: ObjectiveCall,
+        batch: Any,
+        num_samples: int,
+        step_samples: int | None = None,
+        weight: int = 1,
+    ) -> None:
+        self._strategy = strategy
+        self._outcome: StepOutcome | None = None
+
+        def body() -> None:
+            strategy.backward(objective(batch, num_samples, step_samples or num_samples, weight))
+            self._outcome = _packed(strategy.move())
+
+        try:
+            self._replay = record(body)
+        except BaseException:
+            strategy.abandon()
+            raise
+        # Others may give the parameters gradients of their own between replays: whoever looks at them sees these again.
+        self._gradients = [(parameter, parameter.grad) for parameter in strategy.parts.trained]
+
+    def replay(self, stop: float = 0.0) -> StepOutcome:
+        self._replay()
+        self._strategy.follow()
+        outcome = self._outcome
+        assert outcome is not None
+        return outcome._replace(stop=stop) if stop else outcome
+
+    def show_gradients(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+def _packed(outcome: StepOutcome) -> StepOutcome:
+    """With its numbers as one tensor, made by the device itself. A count on the host is a constant of this shape."""
+    count = outcome.num_items
+    if isinstance(count, Tensor) and count.device != outcome.losses[0][0].device:
+        outcome = outcome._replace(num_items=count.item())
+    return outcome._replace(packed=outcome.pack())
+
+
+class CudaRecorder:
+    """Records as a CUDA graph. Graphs of one recorder share their memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            # Only this thread is held to what may be recorded: others save, sample and pin memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                body()
+        except BaseException:
+            self._mend()
+            raise
+        return graph.replay
+
+    def _mend(self) -> None:
+        """A recording that broke off leaves the allocator and the generator in the middle of it."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with suppress(RuntimeError):  # it was ended properly
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+        for _ in range(3):  # an error that the device has not told yet is told once
+            try:
+                torch.zeros(1, device=self._device)
+                torch.cuda.synchronize(self._device)
+                return
+            except RuntimeError:
+                continue
+
+
+_Before = list[weakref.ref[Tensor]]  # the tensors of a batch, without keeping them
+
+
+class _Recorded:
+    """A step for one shape, and the tensors that its batches are copied into."""
+
+    def __init__(self, make: Callable[[Any], CapturedStep], batch: Any, leaves: list[Tensor], before: "_Before"):
+        # A tensor that came in the last step, too, belongs to whoever fills it: it is read where it is.
+        self._is_fixed = [leaf is last() for leaf, last in zip(leaves, before, strict=True)]
+        self._inputs = [
+            leaf if is_fixed else leaf.clone() for leaf, is_fixed in zip(leaves, self._is_fixed, strict=True)
+        ]
+        self.step = make(with_tensors(batch, iter(self._inputs)))
+
+    def take(self, leaves: list[Tensor]) -> bool:
+        """The batch into place; false if that is not where it belongs."""
+        for leaf, place, is_fixed in zip(leaves, self._inputs, self._is_fixed, strict=True):
+            if is_fixed and leaf is not place:
+                return False
+        for leaf, place, is_fixed in zip(leaves, self._inputs, self._is_fixed, strict=True):
+            if not is_fixed:
+                place.copy_(leaf, non_blocking=True)
+        return True
+
+
+class CapturedStepper(Stepper):
+    """Runs steps, and replays those that it can."""
+
+    def __init__(
+        self,
+        strategy: CapturableStrategy,
+        objective: ObjectiveCall,
+        world: World,
+        seed: int,
+        *,
+        make_recorder: Callable[[torch.device], Record] = CudaRecorder,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, objective, world, seed, **options)
+        put_rates_on_device(strategy.parts.optimizer)
+        self._capturable, self._device = strategy, world.device
+        self._make_recorder = make_recorder
+        # Called with what to say of it, once steps are captured and once they are not any more.
+        self.tell: Callable[[str, str], None] = lambda event, words: None
+        self._num_steps = self._num_replays = self._num_starts = 0
+        self._start()
+
+    def _start(self) -> None:
+        """Begin with the warm-up, and let go of what was recorded."""
+        self._num_starts += 1
+        if self._num_replays and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the host waits: a graph must not go while it runs
+        self._record: Record | None = None
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._before: dict[Hashable, _Before] = {}  # the last batch of each shape
+        self._shown: _Recorded | None = None  # whose gradients the parameters have
+        self._state: State | None = None  # when the first step was recorded
+        self._looks_again = False
+
+    def look_again(self) -> None:
+        self._looks_again = bool(self._recorded)
+
+    def in_words(self) -> str:
+        if not self._num_replays:
+            return super().in_words() or "not captured: the run was over first"
+        shapes = f"{len(self._recorded)} shape{'s' if len(self._recorded) != 1 else ''}, "
+        words = f"{'' if self.why_not else shapes}{self._num_replays} of {self._num_steps} steps replayed"
+        return f"{words}; no longer: {self.why_not}" if self.why_not else words
+
+    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
+        self._num_steps += 1
+        if self.why_not:
+            return super().run(place, micro_batches, stop)
+        following = iter(micro_batches)
+        micro = next(following)
+        if not micro.is_last:
+            self._give_up("a step has several micro-batches, and a replay is one")
+            return super().run(place, chain((micro,), following), stop)
+        if self._looks_again:
+            self._compare()
+        batch = self.begin(place, micro)
+        leaves: list[Tensor] = []
+        try:
+            key = micro.num_samples, place.num_samples, micro.weight, signature(batch, leaves)
+        except NotStaticError as reason:
+            self._give_up(str(reason))
+            return self._run_here(batch, place, micro, stop)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return self._warm_up(key, batch, leaves, place, micro, stop)
+        if not recorded.take(leaves):
+            return self._run_here(batch, place, micro, stop)
+        return self._replay(recorded, stop)
+
+    def _replay(self, recorded: _Recorded, stop: bool) -> StepOutcome:
+        outcome = recorded.step.replay(float(stop))
+        if self._shown is not recorded:
+            recorded.step.show_gradients()
+            self._shown = recorded
+        self._num_replays += 1
+        self.clock.lap(STEP)
+        return outcome
+
+    def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
+        self._shown = None
+        self.learn(batch, place, micro)
+        return self.end(stop)
+
+    def _warm_up(
+        self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: bool
+    ) -> StepOutcome:
+        elsewhere = next((leaf.device for leaf in leaves if leaf.device != self._device), None)
+        if elsewhere is not None:
+            self._give_up(f"a part of the batch is on {elsewhere}, and a replay reads {self._device}")
+            return self._run_here(batch, place, micro, stop)
+        if len(self._seen) > MOST_SHAPES:
+            self._seen.clear()
+            self._before.clear()
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        before = self._before.get(key)
+        self._before[key] = [weakref.ref(leaf) for leaf in leaves]
+        if seen == 1 or before is None:
+            return self._run_here(batch, place, micro, stop)
+        if seen <= WARM_STEPS:
+            return self._watched(batch, place, micro, stop)
+        if seen * RARE < self._num_steps or len(self._recorded) == MOST_GRAPHS:
+            return self._run_here(batch, place, micro, stop)
+        return self._capture(key, batch, leaves, before, place, micro, stop)
+
+    def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
+        """A step of the warm-up. What it does that a replay would not ends the attempt; the step itself is done."""
+        before = self._python_state() | generators_state(self._device)
+        with noticed_waits(self._device) as waits:
+            outcome = self._run_here(batch, place, micro, stop)
+        found = changes(before, self._python_state() | generators_state(self._device))
+        if waits:
+            self._give_up(f"the step waits for the device ({waits[0]}), and a replay cannot")
+        elif found:
+            self._give_up(f"the step changes {found[0]} in Python, which a replay would not")
+        return outcome
+
+    def _capture(
+        self,
+        key: Hashable,
+        batch: Any,
+        leaves: list[Tensor],
+        before: _Before,
+        place: Place,
+        micro: MicroBatch,
+        stop: bool,
+    ) -> StepOutcome:
+        record = self._record = self._record or self._make_recorder(self._device)
+        objective, samples = self._objective, (micro.num_samples, place.num_samples, micro.weight)
+
+        def make(inputs: Any) -> CapturedStep:
+            return CapturedStep(record, self._capturable, objective, inputs, *samples)
+
+        state = self._python_state()
+        try:
+            recorded = _Recorded(make, batch, leaves, before)
+        except Exception as error:  # noqa: BLE001  (whatever cannot be recorded can be run)
+            self._give_up(f"recording the step failed: {_cause(error)}")
+            return self._run_here(self._begin_again(place, micro), place, micro, stop)
+        found = changes(state, self._python_state())
+        recorded.take(leaves)
+        self._begin_again(place, micro)
+        outcome = self._replay(recorded, stop)
+        if found:
+            # What Python did while this step was recorded belongs to it; the next must do it again.
+            self._give_up(f"the step changes {found[0]} in Python, which a replay would not")
+            return outcome
+        if not self._recorded and self._num_starts == 1:
+            self.tell(CAPTURED, f"replayed as one CUDA graph from step {place.step + 1} on")
+        self._state = state if self._state is None else self._state
+        self._recorded[key] = recorded
+        return outcome
+
+    def _begin_again(self, place: Place, micro: MicroBatch) -> Any:
+        """The generators as at the beginning of the step."""
+        if self._seeds:
+            self._seed_model(self._key_of(place, micro))
+        return micro.batch
+
+    def _compare(self) -> None:
+        """Hooks ran. What they changed in place is where a replay reads it; anything else needs a new recording."""
+        self._looks_again = False
+        assert self._state is not None
+        found = changes(self._state, self._python_state())
+        if not found:
+            return
+        if self._num_starts == MOST_STARTS:
+            self._give_up(f"hooks change {found[0]} again and again, and each time the step has to be recorded anew")
+        else:
+            self._start()
+
+    def _python_state(self) -> State:
+        parts = self._capturable.parts
+        return python_state(parts.model, parts.loss, parts.optimizer, self._device)
+
+    def _give_up(self, reason: str) -> None:
+        self.why_not = reason
+        self._start()
+        self.tell(NOT_CAPTURED, reason)
+
+
+def _cause(error: BaseException) -> str:
+    """Of a broken recording: ending it raises an error of its own, over the one that broke it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU: all inside is on a stream that can be recorded. It begins behind what was given to the device before.
+
+    Of high priority, since streams are handed out in turn from a pool for each priority: nobody else gets this one.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    outer = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # of a device that failed: the first error is the news
+                outer.wait_stream(stream)
+
+
+@contextmanager
+def noticed_waits(device: torch.device) -> Iterator[list[str]]:
+    """Collects where this thread makes the host wait for the device, as far as torch notices."""
+    waits: list[str] = []
+    if device.type != "cuda":
+        yield waits
+        return
+    here, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def noticed(message: Any, category: Any, filename: str, lineno: int, *others: Any, **named: Any) -> None:
+            if "synchronizing CUDA operation" not in str(message):
+                show(message, category, filename, lineno, *others, **named)
+            elif threading.get_ident() == here:
+                waits.append(f"{filename}:{lineno}")
+
+        warnings.showwarning = noticed
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        warnings.filterwarnings("ignore", message=".*[Ss]ynchronization debug mode")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)

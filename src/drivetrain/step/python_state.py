@@ -1,0 +1,232 @@
+"""What a step could change in Python: a counter in the loss, an attribute of a module, a list that is appended to.
+
+The device replays a captured step without Python, so such changes would silently stop. `python_state` looks at all that
+the model, the loss and the optimizer can reach, as far as it is plain; two looks, before and after a step, tell what it
+changes. Of tensors on the run's device only the address counts: what a step writes there, a replay writes, too.
+"""
+
+import collections
+import functools
+import itertools
+import operator
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MOST_ENTRIES = 100  # of a container that are looked at, from each of its ends
+MOST_DEPTH = 8
+MOST_FOUND = 100_000
+MOST_BYTES = 2**20  # of an array that are compared; larger ones by their address
+
+State = dict[str, Any]
+
+_PLAIN = (type(None), bool, int, complex, str, bytes, Enum, range, torch.dtype, torch.device, torch.Size)
+_OWN_TENSORS = ("_parameters", "_buffers")
+# Libraries that keep nothing of a step in their own functions and classes.
+_FOREIGN = ("torch", "numpy", "builtins", "math", "collections", "functools", "itertools", "typing", "random")
+
+
+def python_state(model: nn.Module, loss: Callable[..., Any], optimizer: Optimizer, device: torch.device) -> State:
+    """By where it is: a value that is equal as long as nothing changed."""
+    look = _Look(device)
+    for name, module in model.named_modules():
+        look.at_module(f"model.{name}" if name else "model", module)
+    look.at("loss", loss, 0)
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in ("lr", "lr_on_host"):
+                look.at(f"optimizer.param_groups[{number}][{name!r}]", value, 0)
+    for number, state in enumerate(optimizer.state.values()):
+        look.at(f"optimizer.state[{number}]", state, 0)
+    return look.found
+
+
+def generators_state(device: torch.device) -> State:
+    """Of the global generators that are not the device's: a replay does not draw from them."""
+    states = {
+        "Python's random generator": hash(random.getstate()),
+        "numpy's random generator": _numpy_state(np.random.get_state()),
+    }
+    if device.type != "cpu":
+        states["torch's random generator of the CPU"] = torch.get_rng_state().numpy().tobytes()
+    return states
+
+
+def changes(before: State, after: State) -> list[str]:
+    """Where the two differ."""
+    return [
+        where
+        for where in dict.fromkeys((*before, *after))
+        if where not in before or where not in after or before[where] != after[where]
+    ]
+
+
+class _Look:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.found: State = {}
+        self._seen: set[int] = set()
+
+    def at_module(self, path: str, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        for name, value in vars(module).items():
+            if name == "_modules":
+                self.found[f"{path}._modules"] = tuple((key, id(child)) for key, child in value.items())
+            elif name in _OWN_TENSORS:
+                for key, tensor in value.items():
+                    self.at(f"{path}.{key}", tensor, 0)
+            elif not isinstance(value, dict) or value:  # hooks, of which there are mostly none
+                self.at(f"{path}.{name}", value, 0)
+        self._at_class(type(module), 0)
+
+    def at(self, path: str, value: Any, depth: int) -> None:
+        found = self.found
+        if isinstance(value, _PLAIN):
+            found[path] = value
+        elif isinstance(value, float):
+            found[path] = repr(value)  # nan is not equal to itself
+        elif isinstance(value, Tensor):
+            found[path] = self._tensor(value)
+        elif id(value) in self._seen or depth > MOST_DEPTH or len(found) > MOST_FOUND:
+            found.setdefault(path, id(value))
+        elif isinstance(value, nn.Module):
+            self.at_module(path, value)
+            for name, child in value.named_children():
+                self.at(f"{path}.{name}", child, depth + 1)
+        else:
+            self._seen.add(id(value))
+            try:
+                self._inside(path, value, depth)
+            except Exception:  # noqa: BLE001  (a thing that cannot be looked at tells nothing)
+                found[path] = id(value)
+
+    def _inside(self, path: str, value: Any, depth: int) -> None:
+        self.found[path] = _whole(value)
+        for where, part in _parts(value):
+            self.at(path + where, part, depth + 1)
+        if isinstance(value, types.FunctionType):
+            self._at_globals(value, depth)
+        else:
+            self._at_class(value if isinstance(value, type) else type(value), depth)
+
+    def _tensor(self, value: Tensor) -> Any:
+        address = value.data_ptr() if value.layout is torch.strided else 0
+        elsewhere = value.device != self._device and not value.is_inference()
+        return id(value), address, value._version if elsewhere else 0, value.requires_grad
+
+    def _at_class(self, kind: type, depth: int) -> None:
+        """Values of a class of the user's, and what its functions reach."""
+        for owner in kind.__mro__:
+            if id(owner) in self._seen or _is_foreign(owner.__module__):
+                continue
+            self._seen.add(id(owner))
+            for name, value in vars(owner).items():
+                inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                if isinstance(inner, types.FunctionType) or not name.startswith("__"):
+                    self.at(f"{owner.__qualname__}.{name}", inner, depth + 1)
+
+    def _at_globals(self, function: types.FunctionType, depth: int) -> None:
+        names = set(_names(function.__code__))
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if isinstance(value, types.ModuleType):
+                if not _is_foreign(value.__name__):
+                    for inner in sorted(names & vars(value).keys()):
+                        self.at(f"{value.__name__}.{inner}", vars(value)[inner], depth + 1)
+            elif not _is_foreign(getattr(value, "__module__", None) or "") or _is_of_use(value):
+                self.at(name, value, depth + 1)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.split(".")[0] in _FOREIGN
+
+
+def _is_of_use(value: Any) -> bool:
+    """Something a library made for the user, such as a generator or a counter; not the library's function or class."""
+    return not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _whole(value: Any) -> Any:
+    """What can be told of a thing without looking into it."""
+    if isinstance(value, (list, tuple, dict, collections.deque)):
+        return type(value), len(value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), len(value), frozenset(map(repr, value)) if len(value) <= MOST_ENTRIES else None
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= MOST_BYTES and not value.dtype.hasobject
+        return value.shape, str(value.dtype), value.tobytes() if small else id(value)
+    if isinstance(value, (np.generic, itertools.count)):
+        return repr(value)
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return _numpy_state(value.get_state())
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes() if value.device.type == "cpu" else id(value)
+    if isinstance(value, types.GeneratorType):
+        return value.gi_frame is None
+    if isinstance(value, Iterator):
+        return operator.length_hint(value, -1)
+    return id(value)
+
+
+def _numpy_state(state: Any) -> Any:
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a thing holds, each with how it is reached."""
+    if isinstance(value, (list, tuple, collections.deque)):
+        ends = range(len(value)) if len(value) <= 2 * MOST_ENTRIES else (*range(MOST_ENTRIES), *range(-MOST_ENTRIES, 0))
+        yield from ((f"[{number}]", value[number]) for number in ends)
+    elif isinstance(value, dict):
+        for key in itertools.islice(value, MOST_ENTRIES):
+            yield f"[{key!r}]", value[key]
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("", value.__self__), (f".{value.__func__.__name__}", value.__func__))
+    elif isinstance(value, types.BuiltinMethodType):
+        if not isinstance(value.__self__, types.ModuleType):
+            yield "", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f"'s {name}", cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+        yield from ((f"'s default {number}", found) for number, found in enumerate(value.__defaults__ or ()))
+        yield from ((f"'s default {name}", found) for name, found in (value.__kwdefaults__ or {}).items())
+        yield from ((f".{name}", found) for name, found in vars(value).items())
+    elif isinstance(value, types.GeneratorType):
+        if value.gi_frame is not None:
+            yield from ((f"'s {name}", found) for name, found in value.gi_frame.f_locals.items())
+    elif isinstance(value, (set, frozenset, np.ndarray, types.ModuleType, type, Optimizer)):
+        return
+    elif isinstance(value, Mapping) and not hasattr(value, "__dict__"):
+        yield from ((f"[{key!r}]", found) for key, found in itertools.islice(value.items(), MOST_ENTRIES))
+    else:
+        yield from ((f".{name}", found) for name, found in getattr(value, "__dict__", {}).items())
+        for owner in type(value).__mro__:
+            slots = vars(owner).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    yield f".{name}", getattr(value, name)

@@ -1,0 +1,225 @@
+"""Captured runs are those without capture, bit for bit. Here a recorder that computes again stands in for CUDA's."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain import api, trainer
+from drivetrain.core.hook import StepContext, Verdict
+from drivetrain.run import Setup
+from drivetrain.step import CapturedStepper
+from drivetrain.step import captured as captured_module
+from drivetrain.strategies import SingleStrategy
+from tests.step.rerun import Rerun
+from tests.training.jobs import Trained, Variant, run, vector_loss
+from tests.training.test_resume import CrashingLoss, PlantedError, assert_identical
+
+# 4 steps per epoch, the last of them ragged; saved every 5 steps.
+BASE = Variant("mlp", torch.float32, global_batch=16, steps=26, dropout=0.3, num_samples=60, save_every=5)
+
+
+class Captures:
+    """Lets `train` capture on a CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steppers: list[CapturedStepper] = []
+        self.recorder: Callable[..., Any] = Rerun
+        self.recorders: list[Any] = []
+        monkeypatch.setattr(trainer, "are_rounded", lambda optimizer: True)  # as on a GPU
+        monkeypatch.setattr(Setup, "why_not_captured", lambda run, *rest: "" if run.way.capture else "not asked for")
+        monkeypatch.setattr(api, "CapturedStepper", self._make)
+
+    def _make(self, strategy: SingleStrategy, *rest: Any, **options: Any) -> CapturedStepper:
+        def make_recorder(device: torch.device) -> Any:
+            self.recorders.append(self.recorder(strategy.parts.model, strategy.parts.optimizer))
+            return self.recorders[-1]
+
+        self.steppers.append(CapturedStepper(strategy, *rest, make_recorder=make_recorder, **options))
+        return self.steppers[-1]
+
+    def run(self, folder: Path, variant: Variant = BASE, capture: str = "on", **changes: Any) -> Trained:
+        found = run(str(folder), variant, settings={"capture": capture, "monitor_gpu": False}, **changes)
+        assert found is not None
+        return found
+
+    @property
+    def last(self) -> CapturedStepper:
+        return self.steppers[-1]
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return Captures(monkeypatch)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "suite" / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [(BASE, {"ema": 0.9}), (replace(BASE, kind="transformer", dropout=0.0, steps=14), {})],
+    ids=["dropout, clipping, average, ragged epochs", "counted items"],
+)
+def test_the_same_as_without(captures: Captures, tmp_path: Path, variant: Variant, changes: dict[str, Any]) -> None:
+    plain = captures.run(tmp_path / "plain", variant, "off", **changes)
+    assert not captures.steppers
+    assert_identical(captures.run(tmp_path / "captured", variant, **changes), plain)
+    recorder = captures.recorders[0]
+    tails = variant.steps // 4
+    # Three steps of each shape are the warm-up; a fourth is recorded and replayed, as are those after it.
+    expected = variant.steps - 3 - (tails if tails <= 3 else 3)
+    assert recorder.num_replayed == expected
+    assert recorder.num_recorded == (1 if tails <= 3 else 2)
+    assert captures.last.in_words() == (
+        f"{recorder.num_recorded} shape{'s' if recorder.num_recorded > 1 else ''}, {expected} of {variant.steps} "
+        "steps replayed"
+    )
+    told = [event for event in events(tmp_path / "captured") if event["event"] == "step captured"]
+    assert len(told) == 1
+    assert f"{expected} of" in events(tmp_path / "captured")[-1]["capture"]
+    phases = (tmp_path / "captured" / "suite" / "speed.jsonl").read_text()
+    assert '"step": 0.' in phases, "a replay is a phase of its own"
+
+
+def test_rare_shapes_are_not_recorded(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_module, "RARE", 3)  # every fourth step is an epoch's last
+    captures.run(tmp_path)
+    assert captures.recorders[0].num_recorded == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [("on", "on"), ("on", "off"), ("off", "on")])
+def test_going_on_after_a_crash(captures: Captures, tmp_path: Path, first: str, second: str) -> None:
+    """With the same capturing or another: a checkpoint does not know how steps were done."""
+    whole = captures.run(tmp_path / "whole", capture="off")
+
+    class Crash(Rerun):
+        """Fails in its fourth replay, of step 9."""
+
+        def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+            replay = super().__call__(body)
+
+            def crashing() -> None:
+                if self.num_replayed == 3:
+                    raise PlantedError
+                replay()
+
+            return crashing
+
+    folder = tmp_path / "broken"
+    loss = CrashingLoss(vector_loss, 11) if first == "off" else vector_loss
+    captures.recorder = Crash
+    with pytest.raises(PlantedError):
+        captures.run(folder, capture=first, loss=loss)
+    captures.recorder = Rerun
+    mended = captures.run(folder, capture=second)
+    assert mended.resumed_from == 5
+    assert_identical(mended, whole)
+    if second == "on":
+        assert captures.recorders[-1].num_replayed > 0
+
+
+class Fails:
+    """A recorder whose recording breaks off, after everything or in the middle."""
+
+    def __init__(self, where: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._rerun, self._where, self._optimizer = Rerun(model, optimizer), where, optimizer
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        def failing() -> None:
+            if self._where == "backward":
+                with mock.patch("torch.autograd.backward", side_effect=RuntimeError("planted\nin the middle")):
+                    body()
+            elif self._where == "optimizer":
+                with mock.patch.object(self._optimizer, "step", side_effect=RuntimeError("planted")):
+                    body()
+            body()
+            raise RuntimeError("planted")
+
+        return self._rerun(failing)
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer", "end"])
+def test_a_recording_that_fails_costs_nothing_but_itself(captures: Captures, tmp_path: Path, where: str) -> None:
+    plain = captures.run(tmp_path / "plain", capture="off", ema=0.9)
+    captures.recorder = partial(Fails, where)
+    assert_identical(captures.run(tmp_path / "failed", ema=0.9), plain)
+    told = [event for event in events(tmp_path / "failed") if event["event"] == "step not captured"]
+    assert [event["words"] for event in told] == ["recording the step failed: RuntimeError: planted"]
+    assert events(tmp_path / "failed")[-1]["capture"].startswith("not captured: recording the step failed")
+    assert len(captures.recorders) == 1, "it was tried once"
+
+
+def test_a_step_with_a_memory_is_not_captured(captures: Captures, tmp_path: Path) -> None:
+    def make_loss() -> Callable[..., Tensor]:
+        seen: list[int] = []
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            seen.append(1)
+            return vector_loss(model, batch) / len(seen)
+
+        return loss
+
+    plain = captures.run(tmp_path / "plain", capture="off", loss=make_loss())
+    assert_identical(captures.run(tmp_path / "captured", loss=make_loss()), plain)
+    assert captures.last.why_not == "the step changes loss's seen in Python, which a replay would not"
+    assert not captures.recorders
+
+
+class Often:
+    """Every three steps."""
+
+    every = 3
+
+    def __init__(self, change: Callable[[nn.Module, int], None]) -> None:
+        self._change = change
+
+    def __call__(self, context: StepContext) -> Verdict | None:
+        self._change(context.model, context.step)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def halve(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def less_dropout_once(model: nn.Module, step: int) -> None:
+    model.layers[2].p = 0.3 if step < 12 else 0.1  # type: ignore[index,union-attr]
+
+
+def other_dropout(model: nn.Module, step: int) -> None:
+    model.layers[2].p = 0.3 / step  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "num_starts"), [(halve, 20, 1), (less_dropout_once, 20, 2), (other_dropout, 60, None)]
+)
+def test_hooks_between_steps(
+    captures: Captures, tmp_path: Path, change: Callable[[nn.Module, int], None], steps: int, num_starts: int | None
+) -> None:
+    variant = replace(BASE, steps=steps, num_samples=64, save_every=60)  # one shape
+    plain = captures.run(tmp_path / "plain", variant, "off", hooks=[Often(change)])
+    trained = captures.run(tmp_path / "captured", variant, hooks=[Often(change)])
+    assert_identical(trained, plain)
+    if num_starts is None:
+        assert "again and again" in captures.last.why_not
+        assert "model.layers.2.p" in captures.last.why_not
+    else:
+        assert captures.last.why_not == ""
+        assert len(captures.recorders) == num_starts
