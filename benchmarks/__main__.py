@@ -1,16 +1,21 @@
-"""`make bench`, or `python -m benchmarks [NAME ...]`: run the benchmarks, print and keep their results."""
+"""`make bench`, or `python -m benchmarks [NAME ...]`: run the benchmarks, print and keep their results.
+
+`python -m benchmarks table` writes the kept results to docs/benchmarks.md.
+"""
 
 import argparse
+import importlib
 import json
-import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import correctness, feed, gpt2, overhead, saving, startup, watching
+from benchmarks import correctness, feed, gpt2, overhead, saving, startup, table, watching
+from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,43 +29,113 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "watching": watching.measure,
     "correctness": correctness.measure,
 }
-NEEDS_A_GPU = {"feed", "gpt2", "saving"}
+# Competitors side by side, by the module that describes them.
+CONTESTS = {
+    "plan-gpt2": "benchmarks.plan_gpt2",
+    "plan-resnet": "benchmarks.plan_resnet",
+    "plan-mlp": "benchmarks.plan_mlp",
+    "whole-job-gpt2": "benchmarks.whole_job",
+    "whole-job-mlp": "benchmarks.whole_job",
+    "cpu-mlp": "benchmarks.cpu",
+    "cpu-cnn": "benchmarks.cpu",
+    "cpu-transformer": "benchmarks.cpu",
+}
+SEVERAL = {
+    short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
+}
+NEEDS_A_GPU = {"feed", "gpt2", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones (default: all): {', '.join(BENCHMARKS)}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON (default: benchmarks/results)")
-    arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in BENCHMARKS]
-    if unknown:
-        parser.error(f"there is no benchmark {', '.join(unknown)}; there is {', '.join(BENCHMARKS)}")
+    arguments = _arguments()
+    if arguments.names == ["table"]:
+        print(f"written to {table.write(arguments.out)}")
+        return
     hardware = detect()
+    everything = [name for name in (*BENCHMARKS, *CONTESTS) if hardware.gpus or name not in NEEDS_A_GPU]
+    for name in arguments.names or everything:
+        if name in CONTESTS:
+            _contest(name, arguments, hardware)
+        else:
+            _benchmark(name, arguments.out, hardware)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    known = [*BENCHMARKS, *CONTESTS]
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"which ones (default: all): {', '.join(known)}; {', '.join(SEVERAL)} are several of them; or table",
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON (default: benchmarks/results)")
+    contests = parser.add_argument_group("competitors side by side")
+    contests.add_argument("--only", default="", metavar="A,B", help="these competitors; results of others are kept")
+    contests.add_argument("--smoke", action="store_true", help="tiny sizes that run anywhere; they prove nothing")
+    contests.add_argument("--budget", type=float, default=1e9, metavar="S", help="begin no competitor after so long")
+    contests.add_argument("--cache", type=Path, help="where compilers and plans keep what they found (default: new)")
+    arguments = parser.parse_args()
+    names = [each for name in arguments.names for each in SEVERAL.get(name, (name,))]
+    unknown = [name for name in names if name not in known]
+    if unknown and names != ["table"]:
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there is {', '.join(known)}, and table alone")
+    arguments.names, arguments.only = names, [name for name in arguments.only.split(",") if name]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.names or [name for name in BENCHMARKS if hardware.gpus or name not in NEEDS_A_GPU]:
-        begin = time.monotonic()
-        samples = BENCHMARKS[name]()
-        document = {
-            "benchmark": name,
-            "command": f"python -m benchmarks {name}",
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": machine(hardware),
-            "seconds": round(time.monotonic() - begin, 1),
-            "results": {key: summary(values) for key, values in samples.items()},
-        }
-        path = arguments.out / f"{name}-{label(hardware)}.json"
-        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(json.dumps(document["results"], indent=2, ensure_ascii=False))
-        print(f"kept in {path}")
+    return arguments
 
 
-def summary(values: list[float]) -> dict[str, Any]:
-    return {
-        "median": float(f"{statistics.median(values):.5g}"),
-        "least": float(f"{min(values):.5g}"),
-        "most": float(f"{max(values):.5g}"),
-        "samples": len(values),
+def _contest(name: str, arguments: argparse.Namespace, hardware: Hardware) -> None:
+    contest = importlib.import_module(CONTESTS[name]).contest(name, arguments.smoke)
+    known = [competitor.name for competitor in contest.competitors]
+    unknown = [one for one in arguments.only if one not in known]
+    if unknown:
+        raise SystemExit(f"{name} has no competitor {', '.join(unknown)}; it has {', '.join(known)}")
+    path = arguments.out / f"{name}{'-smoke' if arguments.smoke else ''}-{label(hardware)}.json"
+    book = Book(path, contest, {**machine(hardware), **rivals_here()}, keep=bool(arguments.only))
+    print(f"{name}:")
+    run_contest(
+        contest,
+        book,
+        smoke=arguments.smoke,
+        only=arguments.only,
+        budget_seconds=arguments.budget,
+        cache=arguments.cache,
+        say=lambda text: print(text, flush=True),
+    )
+    for kind in ("ratios", "limits"):
+        for words, found in book.document.get(kind, {}).items():
+            print(f"  {'met' if found['met'] else 'MISSED'}: {table.in_words(words, found)}")
+    print(f"kept in {path}")
+
+
+def _benchmark(name: str, out: Path, hardware: Hardware) -> None:
+    begin = time.monotonic()
+    samples = BENCHMARKS[name]()
+    document = {
+        "benchmark": name,
+        "command": f"python -m benchmarks {name}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(hardware),
+        "seconds": round(time.monotonic() - begin, 1),
+        "results": {key: summary(values) for key, values in samples.items()},
     }
+    path = out / f"{name}-{label(hardware)}.json"
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(document["results"], indent=2, ensure_ascii=False))
+    print(f"kept in {path}")
+
+
+def rivals_here() -> dict[str, str | None]:
+    """Their versions; None for what is not installed."""
+    return {name: _version(name) for name in ("lightning", "accelerate")}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def machine(hardware: Hardware) -> dict[str, Any]:

@@ -43,11 +43,20 @@ class Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    def __init__(self) -> None:
+    """Of 124 million weights, unless it is told otherwise."""
+
+    def __init__(
+        self,
+        width: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        context: int = CONTEXT,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, 768), nn.Embedding(CONTEXT, 768)
-        self.blocks = nn.ModuleList(Block(768, 12) for _ in range(12))
-        self.norm = nn.LayerNorm(768)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
@@ -57,8 +66,7 @@ class Gpt2(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    logits = model(batch[0])
-    return functional.cross_entropy(logits.view(-1, VOCABULARY), batch[1].view(-1))
+    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def measure() -> dict[str, list[float]]:

@@ -1,0 +1,124 @@
+"""ResNet-50 on images of 224 × 224, 256 a step: no flags, against a loop with every flag right and trainers with none.
+
+Batch normalisation makes the micro-batch part of what is learnt, so everybody takes the 256 at once.
+"""
+
+import torch
+from torch import Tensor
+
+from benchmarks import resnet
+from benchmarks.contest import Aim, Circumstances, Competitor, Contest, Measured
+from benchmarks.plan_gpt2 import LIMITS_OF_LARGE_ONES
+from benchmarks.rivals import Pace, Workload, by_accelerate, by_hand, by_lightning, ours
+
+NAMES = ("plan-resnet",)
+
+
+def workload(smoke: bool) -> Workload:
+    images, size, classes = (32, 32, 10) if smoke else (4096, 224, 1000)
+
+    def model() -> resnet.ResNet50:
+        return resnet.ResNet50((1, 1, 1, 1), 8, classes) if smoke else resnet.ResNet50()
+
+    def data() -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8, generator=generator)
+        return pixels, torch.randint(0, classes, (images,), generator=generator)
+
+    return Workload(
+        model=model,
+        loss=resnet.loss_of,
+        data=data,
+        global_batch=8 if smoke else 256,
+        pace=Pace(2, 1, 2) if smoke else Pace(16, 8, 6),
+        job_steps=20 if smoke else 50_000,
+        # Loading is not what is compared: the trainers get workers and pinned memory.
+        loader={} if smoke else {"num_workers": 8, "pin_memory": True, "persistent_workers": True},
+        compiler="aot_eager" if smoke else "inductor",
+    )
+
+
+def contest(name: str, smoke: bool = False) -> Contest:
+    work = workload(smoke)
+    size = work.global_batch
+    slow = work if smoke else work.paced(warm_steps=4, window_steps=4, num_windows=3)
+
+    def hand_tuned(told: Circumstances) -> Measured:
+        paced = work.warming() if told.is_warming else work
+        return by_hand(paced, micro_batch=size, compiled=True, channels_last=True, cudnn_benchmark=True)
+
+    def lightning_best(told: Circumstances) -> Measured:
+        return by_lightning(
+            work,
+            micro_batch=size,
+            compiled=True,
+            channels_last=True,
+            fused=True,
+            tf32=True,
+            precision="bf16-mixed",
+            benchmark=True,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    return Contest(
+        name=name,
+        module=__name__,
+        workload={
+            "model": "ResNet-50, 25.6 million weights" if not smoke else "a tiny residual network",
+            "images": "224 × 224, bytes, a pool of 4096" if not smoke else "32 × 32, bytes",
+            "global_batch": size,
+            "data": "random images",
+            "optimizer": "AdamW, learning rate 1e-4",
+            "job": f"{work.job_steps} steps",
+        },
+        unit="images/s",
+        units_per_step=size,
+        competitors=(
+            Competitor(
+                "ours",
+                "dt.train(job) with no flags, everything watched that is watched by default",
+                lambda _: ours(work),
+                cap_seconds=260,
+                alone=True,
+            ),
+            Competitor(
+                "hand-tuned",
+                "by hand: bf16 autocast, channels-last, torch.compile, cuDNN benchmark, fused AdamW, TF32 for the "
+                "rest, data on the GPU",
+                hand_tuned,
+                cap_seconds=150,
+            ),
+            Competitor(
+                "lightning-default",
+                "Lightning as it comes: fp32, AdamW; no checkpoints; 8 pinned loader workers",
+                lambda _: by_lightning(slow, micro_batch=size),
+                cap_seconds=60,
+                needs=("lightning",),
+            ),
+            Competitor(
+                "accelerate-default",
+                "Accelerate as it comes: fp32, AdamW; 8 pinned loader workers",
+                lambda _: by_accelerate(slow, micro_batch=size),
+                cap_seconds=60,
+                needs=("accelerate",),
+            ),
+            Competitor(
+                "lightning-best",
+                "Lightning: precision bf16-mixed, channels-last, torch.compile, benchmark, fused AdamW, TF32 for the "
+                "rest, 8 pinned loader workers, no logger, bar, summary or checkpoints",
+                lightning_best,
+                cap_seconds=150,
+                needs=("lightning",),
+            ),
+        ),
+        order=("ours", "hand-tuned", "lightning-default", "accelerate-default", "lightning-best", "hand-tuned", "ours"),
+        aims=(
+            Aim("hand-tuned loop", ("hand-tuned",), 0.98),
+            Aim("Lightning with its best flags", ("lightning-best",), 1.0),
+            Aim("Lightning's defaults", ("lightning-default",), 1.0),
+            Aim("Accelerate's defaults", ("accelerate-default",), 1.0),
+        ),
+        limits=LIMITS_OF_LARGE_ONES,
+    )

@@ -1,0 +1,430 @@
+"""How the competitors of a contest train: the same model, loss, data, optimizer and global batch, each in its own way.
+
+Time is taken over windows of steps with the device awaited at both ends of each window, after a warm-up that is not
+counted. The loops by hand have their data on the device from the start, shuffled there: as lean as it gets.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.contest import Measured
+from drivetrain import Job, Verdict, configure, train
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many steps are run, and how many of them are timed."""
+
+    warm_steps: int
+    window_steps: int
+    num_windows: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.warm_steps + self.window_steps * self.num_windows
+
+
+WARMING = Pace(2, 1, 0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained. Everybody gets the same."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    data: Callable[[], tuple[Tensor, ...]]  # columns in host memory
+    global_batch: int
+    pace: Pace
+    learning_rate: float = 1e-4
+    job_steps: int = 20_000  # how long the job says it is: what a plan may spend depends on it
+    loader: Mapping[str, Any] = field(default_factory=dict)  # how a user would call DataLoader
+    compiler: str = "inductor"  # a tiny size, to try all of it out on a CPU, takes a quick one
+
+    def optimizer(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, **options)
+
+    def compiled(self, model: nn.Module) -> Any:
+        return torch.compile(model, backend=self.compiler)
+
+    def paced(self, **changes: int) -> "Workload":
+        return replace(self, pace=replace(self.pace, **changes))
+
+    def warming(self) -> "Workload":
+        return replace(self, pace=WARMING)
+
+
+def the_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Stopwatch:
+    """Told of each step's end. It waits for the device at the ends of windows only."""
+
+    def __init__(self, device: torch.device, pace: Pace) -> None:
+        self._device, self._pace = device, pace
+        self._steps = 0
+        self.start()
+        self._next = pace.warm_steps
+        self.seconds: list[float] = []
+        self.warm_seconds = 0.0
+
+    def start(self) -> None:
+        """Where what came before is nobody's step."""
+        self._began = self._mark = time.perf_counter()
+
+    def step(self) -> bool:
+        """Whether that was the last."""
+        self._steps += 1
+        if self._steps < self._next:
+            return False
+        wait(self._device)
+        now = time.perf_counter()
+        if self._steps == self._pace.warm_steps:
+            self.warm_seconds = now - self._began
+        else:
+            self.seconds.append((now - self._mark) / self._pace.window_steps)
+        self._next += self._pace.window_steps
+        self._mark = time.perf_counter()
+        return self._steps >= self._pace.num_steps
+
+    def measured(self, **facts: Any) -> Measured:
+        usual = sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
+        setup = max(0.0, self.warm_seconds - self._pace.warm_steps * usual)
+        if self._device.type == "cuda":
+            facts["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        return Measured(self.seconds, {"setup_seconds": round(setup, 2), **facts})
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def autocast(device: torch.device, precision: str, *, cache: bool = True) -> AbstractContextManager[Any]:
+    if precision != "bf16":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=cache)
+
+
+def batches(num_samples: int, size: int, device: torch.device) -> Iterator[Tensor]:
+    """Indices, epoch after epoch, shuffled anew; the last of an epoch may be smaller."""
+    while True:
+        yield from torch.randperm(num_samples, device=device).split(size)
+
+
+def by_hand(
+    workload: Workload,
+    *,
+    micro_batch: int,
+    precision: Literal["fp32", "bf16"] = "bf16",
+    compiled: bool = False,
+    channels_last: bool = False,
+    cudnn_benchmark: bool = False,
+    tf32: bool = True,
+    device: torch.device | None = None,
+) -> Measured:
+    """A loop by somebody who knows every flag: data on the device, fused AdamW, nothing read back, nothing logged."""
+    device = device or the_device()
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    columns = [column.to(device) for column in workload.data()]
+    model = workload.model().to(device)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = workload.optimizer(model.parameters(), fused=True)
+    called = workload.compiled(model) if compiled else model
+    graphs = num_graphs()
+    watch = Stopwatch(device, workload.pace)
+    for chosen in batches(len(columns[0]), workload.global_batch, device):
+        for part in chosen.split(micro_batch):
+            with autocast(device, precision):
+                loss = workload.loss(called, [column[part] for column in columns])
+            (loss * (len(part) / len(chosen))).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if watch.step():
+            break
+    facts: dict[str, Any] = {"micro_batch": micro_batch}
+    if compiled:
+        facts["graphs"] = num_graphs() - graphs
+        if not facts["graphs"]:
+            raise RuntimeError("nothing was compiled")
+    return watch.measured(**facts)
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def captured(workload: Workload, *, precision: Literal["fp32", "bf16"] = "fp32", tf32: bool = True) -> Measured:
+    """The whole step in a CUDA graph: picking the samples, forward, backward, optimizer. One launch a step.
+
+    An epoch's shorter last batch has a graph of its own. Without a GPU the same step runs as it is.
+    """
+    device = the_device()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    columns = [column.to(device) for column in workload.data()]
+    num_samples, size = len(columns[0]), workload.global_batch
+    model = workload.model().to(device)
+    on_gpu = device.type == "cuda"
+    optimizer = workload.optimizer(model.parameters(), fused=True, **{"capturable": True} if on_gpu else {})
+    order = torch.randperm(num_samples, device=device)
+    place = torch.zeros((), dtype=torch.int64, device=device)
+
+    def step_of(size: int) -> Callable[[], None]:
+        ahead = torch.arange(size, device=device)
+
+        def step() -> None:
+            chosen = order.index_select(0, place + ahead)
+            with autocast(device, precision, cache=False):  # a cached cast would not be part of the graph
+                loss = workload.loss(model, [column.index_select(0, chosen) for column in columns])
+            loss.backward()
+            optimizer.step()
+            place.add_(size)
+
+        return _in_a_graph(step, optimizer, place) if on_gpu else _with_fresh_gradients(step, optimizer)
+
+    whole = step_of(size)
+    tail = step_of(num_samples % size) if num_samples % size else None
+    watch = Stopwatch(device, workload.pace)
+    while True:
+        torch.randperm(num_samples, device=device, out=order)
+        place.zero_()
+        for _ in range(num_samples // size):
+            whole()
+            if watch.step():
+                return watch.measured(micro_batch=size)
+        if tail is not None:
+            tail()
+            if watch.step():
+                return watch.measured(micro_batch=size)
+
+
+def _in_a_graph(step: Callable[[], None], optimizer: torch.optim.Optimizer, place: Tensor) -> Callable[[], None]:
+    """Recorded once, after a few runs beside. The gradients are made inside: each replay writes them anew."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            place.zero_()
+            optimizer.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    place.zero_()
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _with_fresh_gradients(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        step()
+
+    return run
+
+
+def by_lightning(
+    workload: Workload,
+    *,
+    micro_batch: int,
+    compiled: bool = False,
+    channels_last: bool = False,
+    fused: bool = False,
+    tf32: bool = False,
+    loader: Mapping[str, Any] | None = None,
+    **flags: Any,
+) -> Measured:
+    """Lightning's Trainer. `flags` go to it; without any it is as it comes, but for checkpoints, which nobody writes
+    here. Bar and logger, where they are on, write to a file and to a folder that is removed."""
+    import lightning
+
+    device = the_device()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    watch = Stopwatch(device, workload.pace)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            model = workload.model()
+            if channels_last:
+                model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.model = workload.compiled(model) if compiled else model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return workload.loss(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return workload.optimizer(self.parameters(), **{"fused": True} if fused else {})
+
+    class Timer(lightning.Callback):  # type: ignore[misc]
+        seen = 0
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            watch.start()
+
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            if trainer.global_step > self.seen:
+                self.seen = trainer.global_step
+                watch.step()
+
+    columns = workload.data()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            max_steps=workload.pace.num_steps,
+            accumulate_grad_batches=-(-workload.global_batch // micro_batch),
+            devices=1,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+            callbacks=[Timer()],
+            **flags,
+        )
+        trainer.fit(Module(), loader_of(workload, columns, micro_batch, loader))
+    return watch.measured(micro_batch=micro_batch)
+
+
+def by_accelerate(workload: Workload, *, micro_batch: int, **flags: Any) -> Measured:
+    """A loop with Accelerate, as its guide has it. `flags` go to `Accelerator`; without any it is as it comes."""
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=-(-workload.global_batch // micro_batch), **flags)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    loader = loader_of(workload, workload.data(), micro_batch, None)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    watch = Stopwatch(accelerator.device, workload.pace)
+    while True:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = workload.loss(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and watch.step():
+                return watch.measured(micro_batch=micro_batch)
+
+
+def loader_of(
+    workload: Workload, columns: tuple[Tensor, ...], micro_batch: int, options: Mapping[str, Any] | None
+) -> DataLoader[Any]:
+    options = workload.loader if options is None else options
+    return DataLoader(TensorDataset(*columns), micro_batch, shuffle=True, **options)
+
+
+class EndAfter:
+    """Ends a job early: it says it is long, as real ones are, so that planning may spend what a real one would."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.every = num_steps
+
+    def __call__(self, context: Any) -> Verdict:
+        return Verdict(stop=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def job_of(workload: Workload, *, max_steps: int, end_after: int | None = None) -> Job:
+    return Job(
+        name="contest",
+        model=workload.model,
+        data=TensorDataset(*workload.data()),
+        loss=workload.loss,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=workload.learning_rate),
+        global_batch=workload.global_batch,
+        max_steps=max_steps,
+        checkpoint_every=max_steps,  # one at the end: nobody else writes any
+        hooks=[] if end_after is None else [EndAfter(end_after)],
+    )
+
+
+def ours(workload: Workload, *, device: str = "auto", **settings: Any) -> Measured:
+    """`dt.train(job)` with no flag but where its files go. Everything that is watched by default is watched."""
+    pace = workload.pace
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of(workload, max_steps=workload.job_steps, end_after=pace.num_steps)
+        began = time.time()
+        result = train(job, configure(output_dir=folder, device=device, **settings))
+        whole = time.time() - began
+        steps = step_seconds(result.folder)
+        facts = {"whole_seconds": round(whole, 2), **plan_facts(result.folder, began)}
+    timed = steps[pace.warm_steps : pace.num_steps]
+    windows = [
+        sum(timed[start : start + pace.window_steps]) / pace.window_steps
+        for start in range(0, len(timed) - pace.window_steps + 1, pace.window_steps)
+    ]
+    usual = sorted(windows)[len(windows) // 2]
+    first = sum(steps[: pace.warm_steps]) - pace.warm_steps * usual
+    facts["first_steps_extra_seconds"] = round(max(0.0, first), 2)
+    if "seconds_until_start" in facts:
+        facts["seconds_until_trained"] = round(facts["seconds_until_start"] + steps[0], 2)
+    return Measured(windows, facts)
+
+
+# What a run folder says. The only place that knows how plans and events are written.
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def step_seconds(folder: Path) -> list[float]:
+    """Of every step, as the run wrote it: from its begin to the next one's, so that they add up to the time."""
+    return [float(row["seconds"]) for row in rows(folder / "steps.jsonl")]
+
+
+def plan_facts(folder: Path, began: float) -> dict[str, Any]:
+    """Of a run that was called at `began`: what was planned, what that took, what memory was forecast and needed."""
+    events = rows(folder / "events.jsonl")
+    plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8")) or {}
+    facts: dict[str, Any] = {"plan": plan}
+    started = next((event for event in events if event["event"] == "start"), None)
+    if started is not None:
+        moment = datetime.fromisoformat(started["time"]).timestamp()
+        facts["seconds_until_start"] = round(moment - began, 2)
+    planned = next((event for event in events if event["event"] == "plan"), {})
+    for name in ("planning_seconds", "compile_seconds", "out_of_memory_probes", "from_cache"):
+        value = planned.get(name, plan.get(name))
+        if value is not None:
+            facts[name] = value
+    facts.setdefault("planning_seconds", facts.get("seconds_until_start"))
+    peaks = [event["peak_allocated_bytes"] for event in events if event["event"] == "memory"]
+    if peaks:
+        facts["peak_bytes"] = max(peaks)
+    forecast = forecast_bytes(planned.get("forecast") or plan.get("forecast") or {})
+    if forecast:
+        facts["forecast_peak_bytes"] = forecast
+        if peaks:
+            facts["forecast_error_percent"] = round(100 * abs(forecast / max(peaks) - 1), 2)
+    return facts
+
+
+def forecast_bytes(forecast: Mapping[str, Any]) -> int | None:
+    """The sum of a memory forecast's parts; None where a part is not known."""
+    memory = forecast.get("memory") or {}
+    parts = [value for name, value in memory.items() if name != "total"]
+    return sum(parts) if parts and None not in parts else None

@@ -1,0 +1,142 @@
+"""docs/benchmarks.md, as far as it is figures: written from the kept results, never by hand."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+RESULTS = Path(__file__).parent / "results"
+BEGIN = "<!-- begin: written by `python -m benchmarks table` -->"
+END = "<!-- end -->"
+
+
+def write(results: Path = RESULTS, document: Path = DOCUMENT) -> Path:
+    text = document.read_text(encoding="utf-8")
+    document.write_text(filled(text, results), encoding="utf-8")
+    return document
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """The document with its tables as the results have them."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"docs/benchmarks.md has no lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{tables(results)}\n{END}{after}"
+
+
+def tables(results: Path = RESULTS) -> str:
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    contests = [document for document in documents if "competitors" in document]
+    plain = [document for document in documents if "results" in document]
+    return "\n".join([*map(_contest, contests), *map(_benchmark, plain)])
+
+
+def _contest(document: Mapping[str, Any]) -> str:
+    entries, unit = document["competitors"], document["unit"]
+    most = max((entry["rate"]["median"] for entry in entries.values() if entry["rate"]), default=0.0)
+    lines = [
+        *_head(document),
+        "; ".join(f"{name.replace('_', ' ')}: {_in_words(value)}" for name, value in document["workload"].items())
+        + ".",
+        "",
+        f"| | {unit}, median | least | most | of the fastest | what it is |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    ranked = sorted(entries.items(), key=lambda item: -(item[1]["rate"] or {"median": 0})["median"])
+    for name, entry in ranked:
+        rate = entry["rate"]
+        if rate is None:
+            lines.append(f"| {name} | – | – | – | – | {entry['what']}; {entry.get('problem', 'no result')} |")
+        else:
+            figures = " | ".join(number(rate[key]) for key in ("median", "least", "most"))
+            shown = f"**{name}**" if name.startswith("ours") else name
+            lines.append(f"| {shown} | {figures} | {rate['median'] / most:.3f} | {entry['what']} |")
+    lines.append("")
+    promises = {**document.get("ratios", {}), **document.get("limits", {})}
+    if promises:
+        lines += ["| promised | measured | met |", "|---|---:|---|"]
+        for words, found in promises.items():
+            least = "at_least" in found
+            bound = f"at least {found['at_least']:.3g} × {words}" if least else f"{words}: at most {found['at_most']:g}"
+            measured = f"{found['value']:.3g} ×" if least else f"{found['value']:.3g}"
+            lines.append(f"| {bound} | {measured} | {'yes' if found['met'] else '**no**'} |")
+        lines.append("")
+    lines += _planned(entries)
+    if document.get("left_out"):
+        lines += [f"Left out for want of time: {', '.join(document['left_out'])}.", ""]
+    return "\n".join(lines)
+
+
+def _planned(entries: Mapping[str, Any]) -> Iterator[str]:
+    """What the runs of ours say besides their rate."""
+    kinds = {
+        "planning_seconds": "planning (s)",
+        "compile_seconds": "compiling (s)",
+        "seconds_until_trained": "until the first step is done (s)",
+        "forecast_peak_bytes": "peak memory, forecast (GB)",
+        "peak_bytes": "peak memory, measured (GB)",
+        "whole_seconds": "whole time (s)",
+    }
+    runs = [
+        (f"{name}, start {number}", run)
+        for name, entry in entries.items()
+        if name.startswith("ours")
+        for number, run in enumerate(entry["runs"], start=1)
+    ]
+    shown = [kind for kind in kinds if any(run.get(kind) is not None for _, run in runs)]
+    if not shown:
+        return
+    yield f"| | {' | '.join(kinds[kind] for kind in shown)} |"
+    yield f"|---|{'---:|' * len(shown)}"
+    for name, run in runs:
+        figures = [run.get(kind) for kind in shown]
+        cells = [
+            "–" if value is None else number(value / 1e9 if kind.endswith("bytes") else value)
+            for kind, value in zip(shown, figures, strict=True)
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _benchmark(document: Mapping[str, Any]) -> str:
+    lines = [*_head(document), "| | median | least | most | samples |", "|---|---:|---:|---:|---:|"]
+    for name, found in document["results"].items():
+        if isinstance(found, Mapping) and "median" in found:
+            figures = " | ".join(number(found[key]) for key in ("median", "least", "most"))
+            lines.append(f"| {name} | {figures} | {found['samples']} |")
+        else:
+            lines.append(f"| {name} | {number(float(found))} | | | 1 |")
+    return "\n".join([*lines, ""])
+
+
+def _head(document: Mapping[str, Any]) -> list[str]:
+    machine = document["machine"]
+    devices = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['usable_cores']} cores"
+    versions = [f"Python {machine['python']}"]
+    versions += [f"{name} {machine[name]}" for name in ("torch", "lightning", "accelerate") if machine.get(name)]
+    return [
+        f"### {document['benchmark']}",
+        "",
+        f"`{document['command']}`; {devices}; {', '.join(versions)}; {document['date']}.",
+        "",
+    ]
+
+
+def in_words(words: str, found: Mapping[str, Any]) -> str:
+    if "at_least" in found:
+        return f"{found['value']:.3g} × {words} ({found['against']}); at least {found['at_least']:.3g}"
+    return f"{words}: {found['value']:.3g}; at most {found['at_most']:g}"
+
+
+def number(value: float) -> str:
+    """Four figures, thousands apart."""
+    if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
+        return f"{value:.3g}"
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    return f"{value:,.{digits}f}"
+
+
+def _in_words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple, dict)) else str(value)

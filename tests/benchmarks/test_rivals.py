@@ -1,0 +1,237 @@
+"""Every competitor does the same work: the whole global batch in each step, the whole data in each epoch."""
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from benchmarks.child import as_torch_starts
+from benchmarks.contest import Circumstances, Contest, Measured
+from benchmarks.gpt2 import Gpt2
+from benchmarks.resnet import ResNet50
+from benchmarks.rivals import (
+    Pace,
+    Stopwatch,
+    Workload,
+    by_accelerate,
+    by_hand,
+    by_lightning,
+    captured,
+    ours,
+    plan_facts,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import cpu, plan_gpt2, plan_mlp, plan_resnet, whole_job
+
+STEPS = 8
+TOLD = Circumstances(smoke=True, is_warming=False, known={})
+
+
+@pytest.fixture(autouse=True)
+def switches_as_before() -> Iterator[None]:
+    """Competitors set torch's switches, as a child process may; other tests are not to feel it."""
+    threads = torch.get_num_threads()
+    yield
+    as_torch_starts()
+    torch.set_num_threads(threads)
+
+
+class Counted:
+    """A small job that keeps count of the samples whose gradients were asked for."""
+
+    def __init__(self) -> None:
+        self.samples: list[Tensor] = []
+        self.work = Workload(
+            model=lambda: nn.Linear(1, 2),
+            loss=self.loss,
+            data=lambda: (torch.arange(20.0).view(20, 1), torch.zeros(20, dtype=torch.int64)),
+            global_batch=8,
+            pace=Pace(2, 2, 3),
+            job_steps=STEPS + 2,
+            compiler="eager",
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.samples.append(batch[0].detach().clone().flatten())
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+LOOPS: dict[str, Callable[[Workload], Measured]] = {
+    "by hand": lambda work: by_hand(work, micro_batch=4, precision="fp32"),
+    "by hand, compiled": lambda work: by_hand(work, micro_batch=8, precision="fp32", compiled=True),
+    "captured": lambda work: captured(work),
+    "lightning": lambda work: by_lightning(
+        work, micro_batch=4, logger=False, enable_progress_bar=False, enable_model_summary=False
+    ),
+    "accelerate": lambda work: by_accelerate(work, micro_batch=4),
+}
+PACKAGES = {"lightning", "accelerate"}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_epoch_is_all_of_the_data_in_steps_of_the_global_batch(name: str) -> None:
+    if name in PACKAGES and importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    counted = Counted()
+    found = LOOPS[name](counted.work)
+    assert len(found.seconds) == 3
+    assert all(seconds > 0 for seconds in found.seconds)
+    epoch = torch.cat(counted.samples)[:20]
+    assert sorted(epoch.tolist()) == list(range(20))
+    assert epoch.tolist() != list(range(20)), "samples are shuffled"
+    # Eight steps: two epochs of 8, 8 and 4 samples, and two whole steps.
+    assert sum(len(part) for part in counted.samples) == 2 * 20 + 16
+
+
+def test_ours_does_the_same_steps() -> None:
+    counted = Counted()
+    found = ours(counted.work, device="cpu", report=False)
+    assert len(found.seconds) == 3
+    assert found.facts["plan"]["global_batch"] == 8
+    assert found.facts["whole_seconds"] >= found.facts["seconds_until_start"] >= 0
+    # Training comes last; before it steps may be tried out on any samples.
+    assert sorted(torch.cat(counted.samples)[-56:][:20].tolist()) == list(range(20))
+
+
+def test_loops_by_hand_learn_what_a_plain_loop_learns() -> None:
+    """Accumulated or not, captured or not: the mean over the global batch is what is stepped on."""
+    ends: list[list[Tensor]] = []
+    for loop in (
+        lambda work: by_hand(work, micro_batch=3, precision="fp32"),
+        lambda work: by_hand(work, micro_batch=8, precision="fp32"),
+        captured,
+    ):
+        kept: list[nn.Module] = []
+
+        def model(kept: list[nn.Module] = kept) -> nn.Module:
+            torch.manual_seed(1)
+            kept.append(nn.Linear(1, 2).double())
+            return kept[-1]
+
+        work = Workload(
+            model=model,
+            loss=lambda network, batch: functional.cross_entropy(network(batch[0]), batch[1]),
+            # One epoch is one step, so that the order does not matter.
+            data=lambda: (torch.linspace(-1, 1, 8, dtype=torch.float64).view(8, 1), torch.arange(8) % 2),
+            global_batch=8,
+            pace=Pace(1, 1, 4),
+            learning_rate=0.1,
+        )
+        loop(work)  # type: ignore[operator]
+        ends.append([parameter.detach() for parameter in kept[-1].parameters()])
+    torch.manual_seed(1)
+    reference = nn.Linear(1, 2).double()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    inputs, labels = work.data()
+    for _ in range(5):
+        optimizer.zero_grad()
+        functional.cross_entropy(reference(inputs), labels).backward()
+        optimizer.step()
+    for end in ends:
+        for mine, expected in zip(end, reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_the_stopwatch_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    watch = Stopwatch(torch.device("cpu"), Pace(2, 3, 2))
+    for step in range(8):
+        now[0] += 100.0 if step < 2 else 1.0 if step < 5 else 2.0
+        assert watch.step() == (step == 7)
+    assert watch.seconds == [1.0, 2.0]
+    assert watch.measured().facts["setup_seconds"] == 196.0
+
+
+def test_models_are_of_the_size_they_are_said_to_be() -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in ResNet50().parameters()) == 25_557_032  # as the paper's, with biases in the head
+        assert sum(p.numel() for p in Gpt2().parameters()) == 124_475_904  # vocabulary padded to 50304
+        network = ResNet50()
+        assert network(torch.zeros(2, 3, 224, 224, dtype=torch.uint8)).shape == (2, 1000)
+    hidden = ResNet50((1, 1, 1, 1), 8, 10).stages(torch.zeros(1, 8, 56, 56))
+    assert hidden.shape == (1, 4 * 8 * 8, 7, 7)
+
+
+CONTESTS = [(module, name) for module in (plan_gpt2, plan_resnet, plan_mlp, whole_job, cpu) for name in module.NAMES]
+
+
+@pytest.mark.parametrize(("module", "name"), CONTESTS, ids=[name for _, name in CONTESTS])
+@pytest.mark.parametrize("smoke", [True, False])
+def test_contests_name_competitors_that_they_have(module: Any, name: str, smoke: bool) -> None:
+    contest: Contest = module.contest(name, smoke)
+    names = [competitor.name for competitor in contest.competitors]
+    assert len(set(names)) == len(names)
+    for one in contest.order:
+        assert one in names or any(each.startswith(one.removeprefix("best:")) for each in names)
+    for aim in contest.aims:
+        assert aim.ours in names
+        assert set(aim.against) <= set(names)
+    assert {aim.ours for aim in contest.aims} | {limit.ours for limit in contest.limits} <= set(names)
+    assert all(competitor.what for competitor in contest.competitors)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "competitor"),
+    [
+        (plan_gpt2, "plan-gpt2", "ours"),
+        (plan_gpt2, "plan-gpt2", "raw-compiled-32"),
+        (plan_gpt2, "plan-gpt2", "raw-eager-8"),
+        (plan_gpt2, "plan-gpt2", "lightning-best"),
+        (plan_resnet, "plan-resnet", "ours"),
+        (plan_resnet, "plan-resnet", "hand-tuned"),
+        (plan_resnet, "plan-resnet", "accelerate-default"),
+        (plan_mlp, "plan-mlp", "ours"),
+        (plan_mlp, "plan-mlp", "captured-bf16"),
+        (plan_mlp, "plan-mlp", "lightning-lean"),
+        (cpu, "cpu-mlp", "ours"),
+        (cpu, "cpu-cnn", "hand-channels-last"),
+        (cpu, "cpu-transformer", "hand-one-thread"),
+        (cpu, "cpu-mlp", "hand-workers"),
+    ],
+)
+def test_tiny_sizes_run(module: Any, name: str, competitor: str) -> None:
+    one = module.contest(name, True).competitor(competitor)
+    missing = [package for package in one.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    found = one.measure(TOLD)
+    assert found.seconds
+    assert all(seconds > 0 for seconds in found.seconds)
+    json.dumps(found.facts)
+
+
+@pytest.mark.parametrize("length", ["20s", "1h"])
+def test_whole_jobs_of_a_tiny_size_run(length: str) -> None:
+    contest = whole_job.contest("whole-job-mlp", True)
+    plain = contest.competitor(f"plain-fp32-{length}").measure(TOLD)
+    target = contest.workload["lengths"][length]
+    assert plain.facts["whole_seconds"] == pytest.approx(target, rel=0.6)
+    known = {f"plain-fp32-{length}": contest.units_per_step / (target / 50)}  # 50 steps in that time
+    ours_too = contest.competitor(f"ours-{length}").measure(replace(TOLD, known=known))
+    assert ours_too.facts["steps"] == 50
+    with pytest.raises(RuntimeError, match="has to be measured first"):
+        contest.competitor(f"ours-{length}").measure(TOLD)
+
+
+def test_what_a_run_folder_says(tmp_path: Path) -> None:
+    plan = {"micro_batch": 8, "forecast": {"memory": {"parameters": 60, "gradients": 40, "activations": 5}}}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    events = [
+        {"event": "plan", "planning_seconds": 3.5, "compile_seconds": 20.0, "out_of_memory_probes": 1},
+        {"event": "start", "time": "2026-01-01T00:00:30+00:00"},
+        {"event": "memory", "peak_allocated_bytes": 90},
+        {"event": "memory", "peak_allocated_bytes": 100},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    facts = plan_facts(tmp_path, began=1767225600.0)
+    assert facts["seconds_until_start"] == 30.0
+    assert (facts["planning_seconds"], facts["compile_seconds"], facts["out_of_memory_probes"]) == (3.5, 20.0, 1)
+    assert (facts["forecast_peak_bytes"], facts["peak_bytes"], facts["forecast_error_percent"]) == (105, 100, 5.0)
