@@ -400,31 +400,25 @@ def step_seconds(folder: Path) -> list[float]:
 def plan_facts(folder: Path, began: float) -> dict[str, Any]:
     """Of a run that was called at `began`: what was planned, what that took, what memory was forecast and needed."""
     events = rows(folder / "events.jsonl")
-    plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8")) or {}
+    plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
     facts: dict[str, Any] = {"plan": plan}
     started = next((event for event in events if event["event"] == "start"), None)
     if started is not None:
         moment = datetime.fromisoformat(started["time"]).timestamp()
         facts["seconds_until_start"] = round(moment - began, 2)
-    planned = next((event for event in events if event["event"] == "plan"), {})
-    for name in ("planning_seconds", "compile_seconds", "out_of_memory_probes", "from_cache"):
-        value = planned.get(name, plan.get(name))
-        if value is not None:
-            facts[name] = value
-    facts.setdefault("planning_seconds", facts.get("seconds_until_start"))
+    tried, forecast = plan.get("tried", []), plan.get("forecast", {})
+    facts["from_cache"] = any("earlier start" in note for note in plan.get("notes", []))
+    facts["planning_seconds"] = plan.get("planning_seconds", 0.0)
+    # What compiling took is known of each way that was compiled; ways that an earlier start tried took nothing now.
+    compiling = 0.0 if facts["from_cache"] else sum(way.get("setup_seconds", 0.0) for way in tried)
+    facts["compile_seconds"] = round(compiling, 2)
+    facts["planning_without_compiling_seconds"] = round(max(0.0, facts["planning_seconds"] - compiling), 2)
+    facts["out_of_memory_probes"] = sum(bool(way.get("out_of_memory")) for way in tried)
     peaks = [event["peak_allocated_bytes"] for event in events if event["event"] == "memory"]
     if peaks:
         facts["peak_bytes"] = max(peaks)
-    forecast = forecast_bytes(planned.get("forecast") or plan.get("forecast") or {})
-    if forecast:
-        facts["forecast_peak_bytes"] = forecast
-        if peaks:
-            facts["forecast_error_percent"] = round(100 * abs(forecast / max(peaks) - 1), 2)
+    foreseen, verified = forecast.get("peak_bytes"), forecast.get("measured_peak_bytes")
+    if foreseen and verified:
+        facts["forecast_peak_bytes"], facts["verified_peak_bytes"] = foreseen, verified
+        facts["forecast_error_percent"] = round(100 * abs(foreseen / verified - 1), 2)
     return facts
-
-
-def forecast_bytes(forecast: Mapping[str, Any]) -> int | None:
-    """The sum of a memory forecast's parts; None where a part is not known."""
-    memory = forecast.get("memory") or {}
-    parts = [value for name, value in memory.items() if name != "total"]
-    return sum(parts) if parts and None not in parts else None

@@ -72,11 +72,12 @@ def _contest(document: Mapping[str, Any]) -> str:
 def _planned(entries: Mapping[str, Any]) -> Iterator[str]:
     """What the runs of ours say besides their rate."""
     kinds = {
-        "planning_seconds": "planning (s)",
-        "compile_seconds": "compiling (s)",
+        "planning_seconds": "planning, compiling included (s)",
+        "compile_seconds": "of it compiling (s)",
         "seconds_until_trained": "until the first step is done (s)",
         "forecast_peak_bytes": "peak memory, forecast (GB)",
-        "peak_bytes": "peak memory, measured (GB)",
+        "verified_peak_bytes": "when tried (GB)",
+        "peak_bytes": "in the run (GB)",
         "whole_seconds": "whole time (s)",
     }
     runs = [

@@ -221,17 +221,36 @@ def test_whole_jobs_of_a_tiny_size_run(length: str) -> None:
         contest.competitor(f"ours-{length}").measure(TOLD)
 
 
-def test_what_a_run_folder_says(tmp_path: Path) -> None:
-    plan = {"micro_batch": 8, "forecast": {"memory": {"parameters": 60, "gradients": 40, "activations": 5}}}
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_a_run_folder_says(tmp_path: Path, is_known: bool) -> None:
+    tried = [{"way": "eager"}, {"way": "compiled", "setup_seconds": 20.0}, {"way": "large", "out_of_memory": True}]
+    plan = {
+        "planning_seconds": 23.5,
+        "notes": ["measured at an earlier start, and tried again with one step"] if is_known else [],
+        "forecast": {"peak_bytes": 105, "measured_peak_bytes": 100},
+        "tried": tried,
+    }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     events = [
-        {"event": "plan", "planning_seconds": 3.5, "compile_seconds": 20.0, "out_of_memory_probes": 1},
         {"event": "start", "time": "2026-01-01T00:00:30+00:00"},
         {"event": "memory", "peak_allocated_bytes": 90},
-        {"event": "memory", "peak_allocated_bytes": 100},
+        {"event": "memory", "peak_allocated_bytes": 101},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     facts = plan_facts(tmp_path, began=1767225600.0)
     assert facts["seconds_until_start"] == 30.0
-    assert (facts["planning_seconds"], facts["compile_seconds"], facts["out_of_memory_probes"]) == (3.5, 20.0, 1)
-    assert (facts["forecast_peak_bytes"], facts["peak_bytes"], facts["forecast_error_percent"]) == (105, 100, 5.0)
+    assert facts["from_cache"] == is_known
+    assert facts["compile_seconds"] == (0.0 if is_known else 20.0)
+    assert facts["planning_without_compiling_seconds"] == (23.5 if is_known else 3.5)
+    assert (facts["planning_seconds"], facts["out_of_memory_probes"], facts["peak_bytes"]) == (23.5, 1, 101)
+    assert facts["forecast_error_percent"] == 5.0
+
+
+def test_a_real_plan_is_read() -> None:
+    """What planning writes is what is looked for: a name that changes is seen here."""
+    work = replace(plan_mlp.workload(True), job_steps=400)
+    facts = ours(work, device="cpu", report=False).facts
+    assert facts["plan"]["planned"] == "measured on this machine"
+    assert 0 < facts["planning_seconds"] <= facts["seconds_until_start"]
+    assert facts["plan"]["tried"]
+    assert "step_seconds" in facts["plan"]["forecast"]
