@@ -141,7 +141,7 @@ class _Run(Setup):
         check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
         clock = make_clock(world.device) if watches and world.is_main else NoClock()
         if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
-            loader.feed.before_wait = lambda: clock.lap(DATA)
+            loader.feed.before_copy = lambda: clock.lap(DATA)
         if isinstance(strategy, SingleStrategy) and not why_not_captured:
             stepper: Stepper = CapturedStepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
         else:

@@ -192,7 +192,9 @@ class Trainer:
     def _record(self, enqueued: _Enqueued, now: float) -> StepRecord:
         """Reads the outcome. The host waits until that step is done on the device."""
         place = enqueued.place
+        asked = time.perf_counter()
         total, count, stop, norm, skipped = enqueued.reading.values()
+        self._stepper.clock.waited(time.perf_counter() - asked)
         self.stopped_early |= stop > 0
         loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
         if not math.isfinite(loss):

@@ -61,7 +61,7 @@ class DeviceFeed:
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.before_wait: Callable[[], None] = lambda: None  # the data is there; what is left is the end of its copy
+        self.before_copy: Callable[[], None] = lambda: None  # the data is there; from now on it is the copy that takes
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
         return one_ahead(steps, self._begin, self._hand_over)
@@ -79,14 +79,14 @@ class DeviceFeed:
             others = others or isinstance(leaf, Tensor) or hasattr(leaf, "to")
             return leaf
 
-        with torch.cuda.stream(self._side):
+        self.before_copy()
+        with torch.cuda.stream(self._side):  # from memory that is not pinned, the host waits here for the copy
             batch = map_leaves(copy, micro.batch)
             done = self._side.record_event()
         return _Copied(micro._replace(batch=batch), copied, others, done)
 
     def _hand_over(self, copied: _Copied) -> MicroBatch:
         training = torch.cuda.current_stream(self._device)
-        self.before_wait()
         training.wait_event(copied.done)
         for tensor in copied.tensors:
             tensor.record_stream(training)
@@ -101,7 +101,7 @@ class ResidentFeed:
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
-        self.before_wait: Callable[[], None] = lambda: None  # as of the feed above; what is left is the gathering
+        self.before_copy: Callable[[], None] = lambda: None  # as of the feed above; what is left is the gathering
         self.gathers = True  # false: whoever takes the batch gets its `Rows`, and gathers where it wants
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
@@ -111,7 +111,7 @@ class ResidentFeed:
             yield step, map(self._gathered, micro_batches)
 
     def _gathered(self, micro: MicroBatch) -> MicroBatch:
-        self.before_wait()
+        self.before_copy()
         batch, num_samples, weight, number, is_last = micro
         if isinstance(batch, Rows):
             return MicroBatch(batch.gather(), num_samples, weight, number, is_last)

@@ -154,6 +154,10 @@ class Loader:
         return self._num_workers
 
     @property
+    def pins_memory(self) -> bool:
+        return self._pin_memory
+
+    @property
     def feed(self) -> Feed:
         return self._feed
 

@@ -16,11 +16,13 @@ from drivetrain.config import Config
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.hardware import Gpu, Hardware
+from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.console import RunConsole
+from drivetrain.monitor.doctor import Diagnosis, Observed
 from drivetrain.monitor.flops import peak_rate
-from drivetrain.monitor.phases import NoClock, PhaseClock
+from drivetrain.monitor.phases import Laps, NoClock, PhaseClock
 from drivetrain.monitor.profiler import StepProfiler
-from drivetrain.monitor.sampler import Sampler, pynvml_module
+from drivetrain.monitor.sampler import Sampler, label, pynvml_module
 from drivetrain.monitor.trackers import BackgroundTracker, start_trackers
 
 
@@ -67,6 +69,11 @@ class RunFacts:
     gpus: tuple[Gpu, ...] = ()  # that the run uses on this machine
     flops_per_sample: float | None = None  # forward and backward; None: not counted
     planned: Mapping[str, Any] = field(default_factory=dict)  # the plan with its reasons, as it is written
+    num_cores: int = 1  # of this machine, for each of the run's processes on it
+    may_add_workers: bool = True  # false: the data can only be read in one pass
+    pins_memory: bool = False
+    compiled: bool = False
+    captured: bool = False
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
@@ -147,7 +154,8 @@ class Books(NoBooks):
         plan = asdict(facts.plan)
         folder.write("plan.yaml", yaml.safe_dump({**plan, **facts.planned}, sort_keys=False, width=120))
         self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan)
-        self._peak_flops = self._say_flops()
+        self._peak_flops, origin = self._say_flops()
+        self._checkups = Checkups(self._known(origin))
         self._last: StepRecord | None = None
         self._window: list[StepRecord] = []  # since the last row of speed.jsonl
         self._window_began = time.monotonic()
@@ -155,13 +163,35 @@ class Books(NoBooks):
         self._sampler: Sampler | None = None
         self._profiler: StepProfiler | None = None
 
+    def _known(self, peak_origin: str) -> Observed:
+        """What the doctor is told of the run before it begins."""
+        facts, plan, config = self._facts, self._facts.plan, self._config
+        return Observed(
+            steps=0,
+            phases={},
+            device=facts.device.type,
+            precision=plan.precision,
+            world_size=plan.world_size,
+            num_workers=plan.num_workers,
+            num_cores=facts.num_cores,
+            may_add_workers=facts.may_add_workers,
+            pins_memory=facts.pins_memory,
+            accumulation=plan.accumulation,
+            micro_batch=plan.micro_batch,
+            compiled=facts.compiled,
+            captured=facts.captured,
+            peak_flops=self._peak_flops,
+            peak_origin=peak_origin,
+            saves_beside=config.checkpoint.async_save,
+        )
+
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan
         verb = f"going on from step {facts.resumed_from} of" if facts.resumed_from else "training"
         many = "" if facts.num_steps is None else f" {facts.num_steps}"
         self.say(f"[bold]{facts.name}[/]: {verb}{many} steps of {plan.global_batch} samples")
         name = facts.gpu.name if facts.gpu is not None else ""
-        for label, words in (
+        for heading, words in (
             ("processes", f"{plan.world_size} ({plan.strategy})"),
             ("device", f"{plan.device}{f' ({name})' if name else ''}"),
             ("precision", f"{plan.precision}: {plan.precision_reason}"),
@@ -171,7 +201,7 @@ class Books(NoBooks):
             ("folder", escape(str(facts.path))),
         ):
             if words:
-                self.say(f"  {label:<10} {words}")
+                self.say(f"  {heading:<10} {words}")
         self._start_watching()
         self._console.__enter__()
         return self
@@ -244,7 +274,24 @@ class Books(NoBooks):
             figures |= {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
             self._track({**figures, **self._device_figures()}, record.step)
         self._window, self._window_began = [], time.monotonic()
+        self._see_doctor(laps, figures.get("mfu"))
         self._pass_messages_on()
+
+    def _see_doctor(self, laps: Laps, mfu: float | None) -> None:
+        checkups, gpu = self._checkups, self._facts.gpu
+        if self._sampler is not None and gpu is not None:
+            checkups.saw_card(self._sampler.latest.get(label(gpu)))
+        checkups.saw_steps(laps, mfu)
+        found, is_news = checkups.look()
+        if found is not None:
+            self._console.warn(found.warning)
+            if is_news:
+                self._tell_verdict(found)
+
+    def _tell_verdict(self, found: Diagnosis, *, is_final: bool = False) -> None:
+        step = self._last.step if self._last is not None else self._facts.resumed_from
+        findings = [finding.as_dict() for finding in found.findings]
+        self.event("verdict", step=step, final=is_final, steps=found.steps, findings=findings)
 
     def _rates(self, window: Sequence[StepRecord], seconds: float) -> dict[str, float]:
         """Of some steps; checkpoints, validation and hooks are not in their time."""
@@ -274,6 +321,7 @@ class Books(NoBooks):
 
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
         """Of a validation after `step` steps."""
+        self._checkups.saw_validation()
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
         self._track(values, step)
         shown = "   ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
@@ -289,6 +337,8 @@ class Books(NoBooks):
         self._console.say(text)
 
     def event(self, kind: str, **facts: Any) -> None:
+        if kind in ("checkpoint", "save failed"):
+            self._checkups.saw_save(facts.get("seconds", 0.0), facts.get("waited_seconds", 0.0))
         self._append("events", {"event": kind, "time": datetime.now(UTC).isoformat(), **facts})
         if "events" not in self._broken:
             self._guarded("events", self._logs["events"].flush)
@@ -298,6 +348,7 @@ class Books(NoBooks):
         self._clock.finish()
         if self._last is not None:
             self._write_speed(self._last)
+        self._conclude()
         self.event("finish" if finished else "stop", step=steps, **{"because": because} if because else {}, **facts)
         if because:
             self.say(f"stopped at step {steps}: {because}")
@@ -307,11 +358,22 @@ class Books(NoBooks):
         if finished:
             self._folder.finish({"steps": steps})
 
-    def _say_flops(self) -> float | None:
-        """What was counted, and what it is compared with. Returns the peak of all devices together, in FLOP/s."""
+    def _conclude(self) -> None:
+        """The verdict on the whole run: all of it to the records, what leads to the terminal."""
+        found = self._checkups.final()
+        if found is None:
+            return
+        self._tell_verdict(found, is_final=True)
+        leading = found.leading
+        self.say(f"  verdict    {escape(str(leading))}")
+        if leading.next_step:
+            self.say(f"  next       {escape(leading.next_step)}")
+
+    def _say_flops(self) -> tuple[float | None, str]:
+        """What was counted, and what it is compared with: the peak of all devices together, in FLOP/s; its origin."""
         facts = self._facts
         if not facts.flops_per_sample:
-            return None
+            return None, ""
         rate = peak_rate(self._hardware, facts.device, facts.plan.precision)
         peak = None if rate is None else rate.value * 1e12 * facts.plan.num_devices
         self.event(
@@ -321,7 +383,7 @@ class Books(NoBooks):
             peak_origin=None if rate is None else rate.origin,
             peak_source=None if rate is None else rate.source,
         )
-        return peak
+        return peak, "" if rate is None else rate.origin
 
     # ---- a disk that is full does not end a run: what cannot be written waits, and is tried again with checkpoints
 

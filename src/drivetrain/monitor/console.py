@@ -46,17 +46,19 @@ class RunConsole:
             MofNCompleteColumn(),
             TextColumn("steps, loss {task.fields[loss]}"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[warning]}", style="yellow"),
             console=self._console,
             transient=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="")
+        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="", warning="")
         self._quiet = quiet
         self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
         self._loss_sum, self._count, self._samples, self._skipped = 0.0, 0.0, 0, 0
         self._began = time.perf_counter()
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
+        self._warning = ""
 
     def __enter__(self) -> Self:
         self._shown(self._progress.start)
@@ -72,6 +74,10 @@ class RunConsole:
     def say(self, text: str) -> None:
         # Where nobody looks a line is a line, however long: a log is searched.
         self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
+
+    def warn(self, text: str) -> None:
+        """Beside the progress, from now on; empty: no more."""
+        self._warning = text
 
     def _shown(self, show: Callable[[], None]) -> None:
         """A full disk behind a pipe, a terminal that was closed: nothing that concerns the run."""
@@ -98,7 +104,13 @@ class RunConsole:
             self._say_line(record)
 
     def _move_bar(self, record: StepRecord) -> None:
-        self._progress.update(self._bar, completed=record.step, epoch=record.epoch + 1, loss=f"{record.loss:.4f}")
+        self._progress.update(
+            self._bar,
+            completed=record.step,
+            epoch=record.epoch + 1,
+            loss=f"{record.loss:.4f}",
+            warning=self._warning,
+        )
 
     def _say_line(self, record: StepRecord) -> None:
         now = time.perf_counter()
@@ -106,6 +118,7 @@ class RunConsole:
             f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {self._loss_sum / (self._count or 1.0):.4f}   "
             f"{self._samples / (now - self._began):>9,.0f} samples/s"
             + (f"   {self._skipped} steps skipped: gradients were infinite" if self._skipped else "")
+            + (f"   {self._warning}" if self._warning else "")
         )
         self._loss_sum, self._count, self._samples, self._skipped, self._began = 0.0, 0.0, 0, 0, now
 

@@ -28,6 +28,7 @@ class Laps(NamedTuple):
 
     steps: int
     seconds: Sequence[float]  # by phase, of all these steps together
+    waited: float | None = None  # seconds that the host waited for the device meanwhile; None: it is not told
 
     def per_step(self) -> dict[str, float]:
         """Seconds of a step, by the name of each phase that there was."""
@@ -49,6 +50,9 @@ class PhaseClock(Protocol):
 
     def end_backward(self) -> None:
         """After it: the rest was communication that nothing hid."""
+
+    def waited(self, seconds: float) -> None:
+        """The host has waited so long for the device, to read how a step went."""
 
     def next_step(self) -> None:
         """The step is over."""
@@ -72,6 +76,9 @@ class NoClock:
         pass
 
     def end_backward(self) -> None:
+        pass
+
+    def waited(self, seconds: float) -> None:
         pass
 
     def next_step(self) -> None:
@@ -170,6 +177,7 @@ class EventClock(_Clock):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.lost = 0
+        self._waited = 0.0
         # This device's, always: an event without a stream would be recorded on whichever device is current.
         self._stream = torch.cuda.current_stream(device)
         self._ring = [_StepLaps() for _ in range(self._RING)]
@@ -188,6 +196,13 @@ class EventClock(_Clock):
         current.events[current.used].record(self._stream)
         current.phases[current.used] = phase
         current.used += 1
+
+    def waited(self, seconds: float) -> None:
+        self._waited += seconds
+
+    def take(self) -> Laps:
+        waited, self._waited = self._waited, 0.0
+        return super().take()._replace(waited=waited)
 
     def next_step(self) -> None:
         last = self._current.events[self._current.used - 1] if self._current.used else self._current.before

@@ -143,13 +143,15 @@ def torch_memory(device: torch.device) -> Row:
         "memory_peak_gib": "allocated_bytes.all.peak",
         "memory_peak_reserved_gib": "reserved_bytes.all.peak",
     }
-    return {name: round(stats.get(key, 0) / GIB, 3) for name, key in names.items()}
+    row: Row = {name: round(stats.get(key, 0) / GIB, 3) for name, key in names.items()}
+    return {**row, "allocation_retries": stats.get("num_alloc_retries", 0)}
 
 
 class Sampler:
     """Writes a row per device every `every_n_steps`, or every few seconds; one at the start and one at the end."""
 
     SECONDS = 5.0  # between rows where no number of steps was asked for
+    FIRST_SECONDS = 1.0  # after the row of the start: a short run is to have one from its midst
     LEAST_SECONDS = 0.2  # between rows in any case: short steps are not slowed down by being watched
     PATIENCE_SECONDS = 2.0  # at the end, for a driver that does not answer
 
@@ -187,13 +189,15 @@ class Sampler:
 
     def _work(self) -> None:
         try:
+            patience = self.FIRST_SECONDS
             while True:
                 is_last = self._ends
                 self._sample()
                 if is_last:
                     break
                 began = time.monotonic()
-                self._asked.wait(self.SECONDS if self._every is None else None)
+                self._asked.wait(patience if self._every is None else None)
+                patience = self.SECONDS
                 self._asked.clear()
                 spare = began + self.LEAST_SECONDS - time.monotonic()
                 if spare > 0 and not self._ends:

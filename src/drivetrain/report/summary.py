@@ -22,7 +22,7 @@ _FIGURES = {
 
 
 def summary(data: RunData) -> str:
-    parts = [[*part(data)] for part in (_how, _result, _speed, _phases, _devices)]
+    parts = [[*part(data)] for part in (_how, _result, _speed, _phases, _verdict, _devices)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
@@ -110,6 +110,18 @@ def _phases(data: RunData) -> Iterator[str]:
     for name, seconds in phases.items():
         yield f"  {name:<18} {1e3 * seconds:>10.3f} ms {seconds / whole:>7.1%}"
     yield f"  {'together':<18} {1e3 * whole:>10.3f} ms"
+
+
+def _verdict(data: RunData) -> Iterator[str]:
+    """What the doctor found at the end; what it found last, if there was no end."""
+    verdict = data.event("verdict")
+    if not verdict:
+        return
+    yield f"What holds it up, the gravest first (judged on {verdict['steps']} steps)"
+    for finding in verdict["findings"]:
+        yield f"  {finding['kind']}: {finding['words']}"
+        if finding["next_step"]:
+            yield f"    next: {finding['next_step']}"
 
 
 def _devices(data: RunData) -> Iterator[str]:

@@ -25,7 +25,7 @@ def open_books(
     planned: Plan | None = None,
 ) -> Books | NoBooks:
     """Called on every rank: the main one asks the others which GPUs they use."""
-    own, gpus = _gpus(run)
+    own, gpus, processes_here = _gpus(run)
     if folder is None:
         return NoBooks()
     job, settings, division = run.job, run.settings, loader.division
@@ -56,6 +56,11 @@ def open_books(
         gpus=gpus,
         flops_per_sample=flops_per_sample,
         planned={} if planned is None else planned.as_plain(),
+        num_cores=max(1, run.hardware.cpu.num_usable // processes_here),
+        may_add_workers=not loader.source.is_iterable,
+        pins_memory=loader.pins_memory,
+        compiled=run.way.compile_mode is not None,
+        captured=run.way.capture,
     )
     return Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
 
@@ -81,10 +86,14 @@ def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
         tell(NOT_CAPTURED, stepper.why_not)
 
 
-def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...]]:
-    """This rank's GPU, and those of all ranks on this machine. Ranks may count them differently; UUIDs are the same."""
+def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
+    """This rank's GPU; those of all ranks on this machine; and how many ranks those are.
+
+    Ranks may count GPUs differently; UUIDs are the same.
+    """
     indices = [device.index for device in run.devices if device.type == "cuda"]
     own = [gpu for index in indices for gpu in run.hardware.gpus if gpu.index == index]
     told = run.world.gather([socket.gethostname(), [gpu.model_dump(mode="json") for gpu in own]])
-    here = [Gpu.model_validate(facts) for host, found in told for facts in found if host == socket.gethostname()]
-    return own[0] if own else None, tuple({gpu.uuid: gpu for gpu in here}.values())
+    neighbours = [found for host, found in told if host == socket.gethostname()]
+    here = [Gpu.model_validate(facts) for found in neighbours for facts in found]
+    return own[0] if own else None, tuple({gpu.uuid: gpu for gpu in here}.values()), len(neighbours)

@@ -1,0 +1,347 @@
+"""What holds a run up, by figures that were measured, and what to do about it.
+
+A pure function: from what was observed to findings, the gravest first. A gain is an estimate from a model that stands
+here in a line or two; the words say what it assumes, and it is left out where there is nothing to estimate it from.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+NOTABLE = 0.10  # of the time: less is not worth a line
+LEADS = 0.20  # of the time: a run is called after what takes this much and should not
+LOUD = 0.30  # of the time: said while the run goes on
+# Short of these a share says more of how a run starts than of how it goes.
+LEAST_STEPS, LEAST_SECONDS = 20, 0.2
+FEW_STEPS, MANY_SECONDS = 5, 10.0  # long steps: fewer do
+
+# Phases in which the device works for the model. `step` is a whole step that was captured, and cannot be told apart.
+COMPUTE = frozenset({"forward", "backward", "optimizer", "step"})
+
+WAITS_LITTLE = 0.05  # of the time the host waits for the device: then it is the host that sets the pace
+LOW_RATE, BUSY_MEMORY = 0.2, 0.6  # of the peak; of the time in which memory was read or written
+NEARLY_FULL = 0.95  # of the device's memory
+WORTH_IT = 1.05  # a gain below this is not worth advice
+TOLERABLE = 0.05  # of the time, for saves and validations
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Of some steps of a run, on its main process."""
+
+    steps: int
+    phases: Mapping[str, float]  # mean seconds of a step
+    device: str = "cpu"  # or "cuda"
+    precision: str = "fp32"
+    world_size: int = 1
+    num_workers: int = 0
+    num_cores: int = 1  # that this process may use
+    may_add_workers: bool = True
+    pins_memory: bool = False
+    accumulation: int = 1
+    micro_batch: int = 1
+    compiled: bool = False
+    captured: bool = False  # whether steps are run as CUDA graphs, where they can be
+    mfu: float | None = None
+    peak_flops: float | None = None  # FLOP/s, of all devices
+    peak_origin: str = ""
+    waited_seconds: float | None = None  # mean of a step: the host, for the device. None: it is not told
+    busy: float | None = None  # share of the time in which a kernel ran
+    memory_busy: float | None = None  # share of the time in which device memory was read or written
+    memory_held: float | None = None  # share of the device's memory at the peak
+    allocation_retries: int = 0  # in these steps
+    num_saves: int = 0
+    save_seconds: float = 0.0  # mean of a save, from its beginning until it is on the disk
+    save_waits: float = 0.0  # seconds in these steps that a save waited for the one before
+    saves_beside: bool = True
+    num_validations: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.phases.values())
+
+    def share(self, *names: str) -> float:
+        whole = self.step_seconds
+        return sum(self.phases.get(name, 0.0) for name in names) / whole if whole else 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str  # `input-bound`, …, `compute-bound`, `balanced`, `too short`
+    share: float  # of the time
+    words: str  # what was measured
+    next_step: str = ""  # what to do about it; empty if there is nothing to do
+    expected_gain: float | None = None  # how many times as fast, by estimate
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def brief(self) -> str:
+        return f"{self.kind} {self.share:.0%}"
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of one look; there is always one at least."""
+
+    findings: tuple[Finding, ...]
+    steps: int  # that were looked at
+
+    @property
+    def leading(self) -> Finding:
+        return self.findings[0]
+
+    @property
+    def warning(self) -> str:
+        """For the progress line: empty unless something takes far more than it should."""
+        leading = self.leading
+        return leading.brief if leading.kind not in _NO_PROBLEM and leading.share > LOUD else ""
+
+
+def is_enough(steps: int, seconds: float) -> bool:
+    return (steps >= LEAST_STEPS and seconds >= LEAST_SECONDS) or (steps >= FEW_STEPS and seconds >= MANY_SECONDS)
+
+
+def diagnose(seen: Observed) -> Diagnosis:
+    """What takes time that it should not leads if it takes much; otherwise how the device is used does."""
+    seconds = seen.steps * seen.step_seconds
+    if not is_enough(seen.steps, seconds):
+        words = f"{seen.steps} steps in {seconds:.1f} s are too short to judge"
+        return Diagnosis((Finding("too short", 0.0, words),), seen.steps)
+    held_up = sorted(
+        (finding for finding in _hold_ups(seen) if finding.share >= NOTABLE), key=lambda finding: -finding.share
+    )
+    leading = [finding for finding in held_up if finding.share >= LEADS]
+    lesser = [finding for finding in held_up if finding.share < LEADS]
+    return Diagnosis((*leading, *_use(seen, is_led=bool(leading)), *lesser, *_memory_limit(seen)), seen.steps)
+
+
+def _hold_ups(seen: Observed) -> Iterator[Finding]:
+    yield _input(seen)
+    yield _copy(seen)
+    yield _communication(seen)
+    yield _checkpoint(seen)
+    yield _validation(seen)
+    yield from _launch(seen)
+    yield from _retries(seen)
+    for name, seconds in seen.phases.items():
+        if name not in COMPUTE and name not in _TOLD_APART:
+            words = f"{_of_time(seen, name)} goes to {name}"
+            next_step = "let hooks run less often (`every`), or do less" if name == "hooks" else ""
+            yield Finding(f"{name}-bound", seen.share(name), words, next_step, _gain(seen, seconds / 2) or None)
+
+
+_TOLD_APART = frozenset({"data", "copy", "communication", "checkpoint", "validation"})
+_NO_PROBLEM = frozenset({"compute-bound", "bandwidth-bound", "balanced", "too short"})
+
+
+def _input(seen: Observed) -> Finding:
+    """Loading takes L per step. W workers share it beside the rest of the step, r; without workers it stands before it.
+
+    Either way all of it is work for the cores: a step takes max(r, L / W, (L + r) / cores).
+    """
+    whole, waited = seen.step_seconds, seen.phases.get("data", 0.0)
+    rest = whole - waited
+    now = seen.num_workers
+    loading = whole * now if now else waited
+    where = f"with {now} loader process{'es' if now > 1 else ''}" if now else "which the training process loads itself"
+    words = f"waits {_of_time(seen, 'data')} for data, {where}"
+
+    def forecast(workers: int) -> float:
+        return max(rest, loading / workers, (loading + rest) / seen.num_cores)
+
+    cheaper = "make items cheaper: decode beforehand, keep tensors in memory, do less per item or do it on the device"
+    if not seen.may_add_workers:
+        return Finding("input-bound", seen.share("data"), words, f"this data is read in one pass; {cheaper}")
+    candidates = range(now + 1, max(seen.num_cores, now) + 1)
+    best = min((forecast(workers) for workers in candidates), default=whole)
+    gain = whole / best if best else 1.0
+    if gain < WORTH_IT:
+        limit = f"{seen.num_cores} core{'s' if seen.num_cores > 1 else ''}"
+        return Finding("input-bound", seen.share("data"), words, f"more workers would not help on {limit}; {cheaper}")
+    workers = next(workers for workers in candidates if forecast(workers) <= 1.02 * best)
+    left = max(0.0, best - rest) / best
+    still = f", and still waits {left:.0%}" if left >= NOTABLE else ""
+    next_step = (
+        f"--num-workers {workers} (now {now}) gains about {gain:.1f} ×{still}, "
+        f"if loading scales with processes on {seen.num_cores} cores"
+    )
+    return Finding("input-bound", seen.share("data"), words, next_step, gain)
+
+
+def _copy(seen: Observed) -> Finding:
+    """Half the bytes take half the time. Pinned by a process of its own, a batch is copied beside the step before it.
+
+    The pinning is a copy, too, at about the same rate; so a step takes max(rest, copying) at least.
+    """
+    whole, copying = seen.step_seconds, seen.phases.get("copy", 0.0)
+    words = f"waits {_of_time(seen, 'copy')} for batches on their way to the device"
+    gain = _gain(seen, copying / 2)
+    next_step = (
+        f"send fewer bytes: half as many (uint8 images, bf16, int32; converted on the device) gain about {gain:.1f} ×"
+    )
+    if not seen.pins_memory:
+        words += ", from memory that is not pinned"
+        pinned = whole / max(whole - copying, copying, 1e-12)
+        flags = "--pin-memory" if seen.num_workers else "--num-workers 1 --pin-memory"
+        if pinned >= WORTH_IT:
+            next_step = f"{flags} gains about {pinned:.1f} ×, if copies hide behind the step before; or {next_step}"
+            gain = max(gain, pinned)
+    return Finding("copy-bound", seen.share("copy"), words, next_step, gain)
+
+
+def _communication(seen: Observed) -> Finding:
+    """What is not hidden of a reduction takes as long for a global batch of twice the size."""
+    words = (
+        f"waits {_of_time(seen, 'communication')} for gradients of {seen.world_size} processes, or for the slowest of "
+        "them"
+    )
+    whole, waited = seen.step_seconds, seen.phases.get("communication", 0.0)
+    gain = 2 * whole / (2 * whole - waited) if whole else 1.0
+    next_step = (
+        "a faster link, fewer processes, or more work between reductions: a global batch of twice the size gains about "
+        f"{gain:.1f} × per sample, if the job may have it; --bucket-cap-mb decides how early reductions start"
+    )
+    return Finding("communication-bound", seen.share("communication"), words, next_step, gain)
+
+
+def _checkpoint(seen: Observed) -> Finding:
+    """Beside training only the copy is left, unless a save is due before the one before it is done."""
+    waited, every = seen.phases.get("checkpoint", 0.0), seen.steps / max(seen.num_saves, 1)
+    share = seen.share("checkpoint")
+    rest = seen.step_seconds - waited
+    saves = f"{seen.num_saves} save{'' if seen.num_saves == 1 else 's'} of {seen.save_seconds:.2f} s"
+    words = f"waits {_of_time(seen, 'checkpoint')} for checkpoints, {saves}"
+    if not seen.num_saves:
+        return Finding("checkpoint-bound", share, words)
+    if not seen.saves_beside:
+        gain = seen.step_seconds / max(rest, seen.save_seconds / every, 1e-12)
+        next_step = f"leave --no-async-save out: saves beside training gain {gain:.1f} × at most"
+        if gain >= WORTH_IT:
+            return Finding("checkpoint-bound", share, words, next_step, gain)
+    # As rare as brings the wait down to what is tolerable; and no save is due before the last one is done.
+    rarer = ceil(max(share / (1 - share) / TOLERABLE if share < 1 else 2.0, 2.0))
+    if seen.save_waits and rest:
+        rarer = max(2, ceil(seen.save_seconds / (every * rest)))
+        words += ", each due before the last one was done"
+    gain = _gain(seen, waited * (1 - 1 / rarer))
+    next_step = f"--checkpoint-every {round(every) * rarer} (now about {round(every)}) gains about {gain:.1f} ×"
+    return Finding("checkpoint-bound", share, words, next_step, gain)
+
+
+def _validation(seen: Observed) -> Finding:
+    """Half as often takes half of the time."""
+    share, spent = seen.share("validation"), seen.phases.get("validation", 0.0)
+    times = f"{seen.num_validations} time{'' if seen.num_validations == 1 else 's'}"
+    words = f"spends {_of_time(seen, 'validation')} on validation, {times} in {seen.steps} steps"
+    if not seen.num_validations or share >= 1:
+        return Finding("validation-bound", share, words)
+    rarer = max(2, ceil(share / (1 - share) / TOLERABLE))
+    gain = _gain(seen, spent * (1 - 1 / rarer))
+    every = round(seen.steps / seen.num_validations)
+    next_step = f"--valid-every {every * rarer} (now about {every}) gains about {gain:.1f} ×; or fewer held-out samples"
+    return Finding("validation-bound", share, words, next_step, gain)
+
+
+def _launch(seen: Observed) -> Iterator[Finding]:
+    """The host never waited for the device, though the loop reads each step's outcome: so the device waits for it.
+
+    How long, the driver's count of busy time says: what is missing of the phases that compute was spent idle.
+    """
+    if seen.device != "cuda" or seen.waited_seconds is None:
+        return
+    if seen.waited_seconds > WAITS_LITTLE * seen.step_seconds:
+        return
+    idle = seen.share(*COMPUTE) - (seen.busy or 0.0)
+    if idle < NOTABLE:
+        return
+    busy = "" if seen.busy is None else f", which ran kernels {seen.busy:.0%} of the time"
+    words = (
+        f"the host needs all of the {1e3 * seen.step_seconds:.2f} ms of a step to give the device its work and never "
+        f"waits for it{busy}"
+    )
+    ways = []
+    if seen.accumulation > 1:
+        ways.append(f"--batch-size {2 * seen.micro_batch} (half as many launches, the same global batch)")
+    if not seen.captured:
+        ways.append("--capture on")
+    if not seen.compiled:
+        ways.append("--compile")
+    ways.append("a larger global batch, if the job may have it")
+    gain = None if seen.busy is None or idle >= 1 else 1 / (1 - idle)
+    at_most = "" if gain is None else f": {gain:.1f} × at most, which leaves no gap between kernels"
+    yield Finding("launch-bound", idle, words, "; ".join(ways) + at_most, gain)
+
+
+def _retries(seen: Observed) -> Iterator[Finding]:
+    if not seen.allocation_retries or not seen.steps:
+        return
+    words = (
+        f"device memory ran out {seen.allocation_retries} times in {seen.steps} steps: each time the allocator waited "
+        "for the device, gave its cache back and tried again"
+    )
+    yield Finding(
+        "memory-bound", min(1.0, seen.allocation_retries / seen.steps), words, f"{_SMALLER}; {_SEGMENTS}", None
+    )
+
+
+_SMALLER = "a smaller --batch-size (the global batch stays), or --activations recompute"
+_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if sizes vary"
+
+
+def _memory_limit(seen: Observed) -> Iterator[Finding]:
+    if seen.memory_held is not None and seen.memory_held >= NEARLY_FULL and not seen.allocation_retries:
+        words = f"{seen.memory_held:.0%} of the device's memory is held: close to the limit, not slower for it"
+        yield Finding("memory-bound", 0.0, words, f"before it runs out: {_SMALLER}", None)
+
+
+def _use(seen: Observed, *, is_led: bool) -> Iterator[Finding]:
+    """How the device is used while it computes."""
+    share = seen.share(*COMPUTE)
+    if share < 0.5:
+        if not is_led:
+            yield Finding("balanced", share, f"computes {share:.0%} of the time, and nothing else stands out")
+        return
+    if is_led and any(finding.kind == "launch-bound" for finding in _launch(seen)):
+        return  # most of this time the device was idle
+    words = f"computes {share:.0%} of the time"
+    if seen.mfu is None or seen.peak_flops is None:
+        unknown = "" if seen.peak_flops else "; `drivetrain verify --save` measures this device's peak to compare with"
+        yield Finding("compute-bound", share, words + unknown, _faster(seen))
+        return
+    words += f", at {seen.mfu:.0%} of the {seen.peak_origin} peak of {seen.peak_flops / 1e12:,.1f} TFLOP/s"
+    reads = seen.memory_busy
+    if seen.device == "cuda" and seen.mfu < LOW_RATE and reads is not None and reads >= BUSY_MEMORY:
+        words += f", while its memory is busy {reads:.0%}: few operations per byte"
+        yield Finding(
+            "bandwidth-bound", share, words, _faster(seen) or "larger matrix products, fewer passes over data"
+        )
+        return
+    yield Finding("compute-bound", share, words, _faster(seen))
+
+
+def _faster(seen: Observed) -> str:
+    ways = []
+    if seen.device == "cuda" and seen.precision in ("fp32", "tf32"):
+        ways.append("--precision bf16")
+    if not seen.compiled:
+        ways.append("--compile")
+    tries = " and ".join(ways)
+    return f"what is left is the model: {tries} may make it faster; drivetrain plan --measure tries it" if tries else ""
+
+
+def _of_time(seen: Observed, name: str) -> str:
+    """`43 % of the time (6.1 of 14.2 ms a step)`."""
+    part, whole = 1e3 * seen.phases.get(name, 0.0), 1e3 * seen.step_seconds
+    return f"{seen.share(name):.0%} of the time ({part:.3g} of {whole:.3g} ms a step)"
+
+
+def _gain(seen: Observed, saved: float) -> float:
+    """Of a step that takes so many seconds less."""
+    whole = seen.step_seconds
+    return whole / (whole - saved) if whole > saved else 1.0
