@@ -20,7 +20,7 @@ LAYERS = (
     ("step", "validation"),
     ("trainer", "report", "run"),
     ("launch",),
-    ("api", "driving", "evaluation", "planning", "check", "verify"),
+    ("api", "driving", "evaluation", "planning", "benchmarking", "check", "verify"),
     ("recipes", "multi_gpu"),
     ("cli",),
     ("__main__",),

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from drivetrain.api import export as export
     from drivetrain.api import train as train
+    from drivetrain.benchmarking import benchmark_performance as benchmark_performance
     from drivetrain.config import Config as Config
     from drivetrain.config import configure as configure
     from drivetrain.core.errors import ConfigError as ConfigError
@@ -54,6 +55,7 @@ _HOME = {
     "Verdict": "drivetrain.core.hook",
     "Result": "drivetrain.run",
     "evaluate": "drivetrain.evaluation",
+    "benchmark_performance": "drivetrain.benchmarking",
     "train": "drivetrain.api",
     "drive": "drivetrain.driving",
     "Drive": "drivetrain.driving",

@@ -66,6 +66,11 @@ COMMANDS = {
             *("plan.budget_seconds", "plan.file", "plan.cache"),
         ),
     ),
+    "benchmark": Command(
+        "drivetrain.recipes.benchmarking",
+        "What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
+        tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation")),
+    ),
     "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
     "eval": Command(
         "drivetrain.recipes.evaluation",
