@@ -35,7 +35,7 @@ from drivetrain.checkpoint.manifest import (
 )
 from drivetrain.checkpoint.names import draft_name, leftovers_in, set_aside_in, step_name, steps_in, trash_name
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
-from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, encoded
+from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Arrangement, Entry, arranged, encoded
 from drivetrain.core.state import Shard
 from drivetrain.core.value import Value
 from drivetrain.core.world import World
@@ -69,7 +69,7 @@ class _Known(NamedTuple):
     """
 
     layout: Layout
-    names: list[str]  # in the file; empty for a tensor without elements
+    file: Arrangement | None  # None: there is nothing to write
     table: str
 
 
@@ -111,7 +111,9 @@ class Checkpointer:
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Not collective: works out what follows from the layout of these shards, which the first save would do."""
-        self._known = self._tabled(shards)
+        known = self._known = self._tabled(shards)
+        if self._world.size == 1:  # otherwise it takes the tables of all ranks
+            self._merge([known.table], {file_name(0)} if known.file else set())
 
     def save_if_wanted(
         self,
@@ -258,32 +260,28 @@ class Checkpointer:
         known = self._known
         if known is None or known.layout != _layout(shards):
             known = self._known = self._tabled(shards)
-        entries = [
-            Entry(name, CODES[shard.tensor.dtype], tuple(shard.tensor.shape), shard.tensor.detach)
-            for name, shard in zip(known.names, shards, strict=True)
-            if name
-        ]
-        if not entries:
+        if known.file is None:
             return RankReport(table=known.table)
-        written = self._files.write_file(draft / file_name(self._world.rank), encoded(entries))
+        held = [shard.tensor for shard in shards if shard.tensor.numel()]
+        written = self._files.write_file(draft / file_name(self._world.rank), encoded(known.file, held.__getitem__))
         return RankReport(table=known.table, file=StoredFile(size=written.size, sha256=written.sha256))
 
     def _tabled(self, shards: Sequence[Shard]) -> _Known:
         file = file_name(self._world.rank)
         tensors: list[tuple[str, StoredTensor]] = []
-        names: list[str] = []
+        entries: list[Entry] = []
         taken = {RESERVED_NAME}
         for shard in shards:
             code, shape = CODES[shard.tensor.dtype], tuple(shard.tensor.shape)
             parts: tuple[Part, ...] = ()
-            name = ""
             if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still told
                 name = _free_name(shard.key, taken)
                 taken.add(name)
+                entries.append(Entry(name, code, shape))
                 parts = (Part(file=file, name=name, offsets=tuple(shard.offsets), shape=shape),)
-            names.append(name)
             tensors.append((shard.key, StoredTensor(dtype=code, shape=tuple(shard.global_shape), parts=parts)))
-        return _Known(_layout(shards), names, RankTable(tensors=tuple(tensors)).model_dump_json())
+        table = RankTable(tensors=tuple(tensors)).model_dump_json()
+        return _Known(_layout(shards), arranged(entries) if entries else None, table)
 
     def _commit(self, step: int, draft: Path, reports: Sequence[RankReport], meta: Mapping[str, Any]) -> list[str]:
         """On rank 0. From a folder of files to a checkpoint, or back to nothing."""
@@ -313,7 +311,9 @@ class Checkpointer:
     def _whole_tensors(self, reports: Sequence[RankReport]) -> dict[str, StoredTensor]:
         """Each with the parts of all ranks, which have to hold every element once."""
         tables = [report.table for report in reports]
-        files = {file_name(rank) for rank, report in enumerate(reports) if report.file}
+        return self._merge(tables, {file_name(rank) for rank, report in enumerate(reports) if report.file})
+
+    def _merge(self, tables: list[str], files: set[str]) -> dict[str, StoredTensor]:
         merged = self._merged
         if merged is None or merged.tables != tables or merged.files != files:
             tensors = merged_tensors([RankTable.from_json(table).tensors for table in tables])

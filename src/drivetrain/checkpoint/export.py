@@ -1,13 +1,12 @@
 """Out of drivetrain's format: one plain safetensors file that everything else reads."""
 
 import secrets
-from functools import partial
 from pathlib import Path
 
 from drivetrain.checkpoint.checkpoint import Checkpoint
 from drivetrain.checkpoint.errors import CheckpointError
 from drivetrain.checkpoint.files import Files
-from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, encoded
+from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, arranged, encoded
 
 
 def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: str = "") -> Path:
@@ -34,14 +33,14 @@ def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: 
     infos = checkpoint.keys
     if instead:
         names = {instead + name if instead + name in infos else key: name for key, name in names.items()}
-    entries = [
-        Entry(name, CODES[infos[key].dtype], infos[key].shape, partial(checkpoint.read, key))
-        for key, name in names.items()
-    ]
+    keys = list(names)
+    entries = [Entry(names[key], CODES[infos[key].dtype], infos[key].shape) for key in keys]
     files = Files()
     draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
-        files.write_file(draft, encoded(entries, {"format": "pt"}))
+        files.write_file(
+            draft, encoded(arranged(entries, {"format": "pt"}), lambda number: checkpoint.read(keys[number]))
+        )
         files.rename(draft, path)
         files.fsync_folder(path.parent)
     except OSError as error:

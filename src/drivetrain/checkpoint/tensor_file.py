@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,27 +42,37 @@ LARGEST_HEADER_BYTES = 100_000_000  # the library refuses to read a longer one
 RESERVED_NAME = "__metadata__"
 
 
+# Types that numpy has, too, under a name that a memoryview knows: their bytes are had in one call.
+_PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file that is to be written; its data is asked for when its turn comes."""
+    """One tensor of a file that is to be written."""
 
     name: str
     code: str
     shape: tuple[int, ...]
-    load: Callable[[], Tensor]
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.code].itemsize
 
 
-def encoded(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The bytes of a safetensors file, piece by piece."""
+class Arrangement(NamedTuple):
+    """How a file begins, and which tensors follow, by their numbers. It does not depend on what is in them."""
+
+    opening: bytes
+    order: list[int]
+
+
+def arranged(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Arrangement:
     # Wide elements first, as the library does: then each tensor starts at a multiple of its element's size.
-    ordered = sorted(entries, key=lambda entry: -DTYPES[entry.code].itemsize)
+    order = sorted(range(len(entries)), key=lambda number: -DTYPES[entries[number].code].itemsize)
     header: dict[str, Any] = {RESERVED_NAME: dict(metadata)} if metadata else {}
     position = 0
-    for entry in ordered:
+    for number in order:
+        entry = entries[number]
         end = position + entry.num_bytes
         header[entry.name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [position, end]}
         position = end
@@ -73,17 +83,24 @@ def encoded(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None)
             f"{len(entries)} tensors are too many for one file: the table of their names takes {len(text)} bytes",
             remedy="hand them in on more ranks, or under shorter names",
         )
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for entry in ordered:
-        if entry.num_bytes:
-            yield _bytes_of(entry.load())
+    opening = len(text).to_bytes(8, "little") + text
+    return Arrangement(opening, [number for number in order if entries[number].num_bytes])
+
+
+def encoded(arrangement: Arrangement, load: Callable[[int], Tensor]) -> Iterator[memoryview]:
+    """The bytes of a safetensors file, piece by piece. A tensor is asked for by its number when its turn comes."""
+    yield memoryview(arrangement.opening)
+    for number in arrangement.order:
+        yield _bytes_of(load(number))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's elements in order; the host waits for the device here."""
-    on_host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+    on_host = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     if on_host.is_conj() or on_host.is_neg() or not on_host.is_contiguous():
         on_host = on_host.resolve_conj().resolve_neg().contiguous()
+    if on_host.dtype in _PLAIN:
+        return on_host.numpy().data.cast("B")
     return on_host.view(-1).view(torch.uint8).numpy().data
 
 

@@ -4,11 +4,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
+from drivetrain.core.collector import SetAside
 from drivetrain.core.world import World
 from drivetrain.monitor.books import NoBooks
 
 NOTABLE_WAIT_SECONDS = 0.05
+LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough for the collector to matter
 
 State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
 
@@ -34,6 +38,7 @@ class Saves:
         self._best_at: dict[int, int | None] = {}  # which step was the best when one was saved
         self._pins: set[int] = set()
         self._num_problems_told = 0
+        self._aside = SetAside()
         self._pin_best()  # before anything can be pruned
 
     @property
@@ -44,6 +49,8 @@ class Saves:
     def prepare(self) -> None:
         """After a step: refuses what cannot be saved, and gets memory for copies."""
         shards, meta = self._state()
+        if sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor)) >= LARGE_BYTES:
+            self._aside.begin()
         if self._saver is not None:
             self._saver.prepare(shards, meta)
 
@@ -80,6 +87,7 @@ class Saves:
 
     def close(self) -> None:
         """A save of a step that was judged is finished, any other abandoned. After an error, too; raises nothing."""
+        self._aside.end()
         if self._saver is not None:
             self._saver.close()
             self.report()
