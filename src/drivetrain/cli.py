@@ -69,7 +69,7 @@ COMMANDS = {
     "benchmark": Command(
         "drivetrain.recipes.benchmarking",
         "What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
-        tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation")),
+        tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
     ),
     "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
     "eval": Command(

@@ -11,8 +11,8 @@ from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.recipes import with_job
 
 EXAMPLES = (
-    "drivetrain benchmark digits                     forward, backward, optimizer; samples/s; memory; MFU",
-    "drivetrain benchmark train.py --precision bf16  the script's own job, with other settings",
+    "drivetrain benchmark digits                     forward, backward, optimizer, memory, MFU",
+    "drivetrain benchmark train.py --precision bf16  the job of a script, with other settings",
     "drivetrain benchmark digits --json              for a program to read",
 )
 
