@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from drivetrain.data.items import Columns
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.plan.tune import Measurement, Way
-from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
+from drivetrain.step import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
+from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.rates import put_rates_on_device
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
 ROUND_SECONDS = 0.02
@@ -74,7 +76,8 @@ class Probe:
 
     def _measured(self, way: Way, seconds: float) -> Measurement:
         try:
-            return self._run(way, seconds)
+            with own_stream(self._world.device) if way.capture else nullcontext():
+                return self._run(way, seconds)
         except torch.OutOfMemoryError:
             return Measurement(problem="out of memory", out_of_memory=True)
         except MemoryError:
@@ -97,22 +100,36 @@ class Probe:
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
-            called, graphs = None, _num_graphs()
-            if way.compile_mode:
+            called, graphs = None, 0
+            if way.compile_mode:  # to look for the compiler alone takes seconds
+                graphs = _num_graphs()
                 called = torch.compile(model, mode=way.compile_mode)
             optimizer = job.make_optimizer(model)
-            parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called)
+            if way.capture:
+                problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision)
+                if problem:
+                    return Measurement(problem=problem)
+                make_capturable(optimizer)
+                put_rates_on_device(optimizer)
+            average = None if job.ema is None else Average(model, job.ema)
+            parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called, average)
             strategy = SingleStrategy(self._alone)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
+            captured: CapturedStep | None = None
 
             def step(num_micro_steps: int) -> None:
+                if captured is not None:
+                    captured.replay()
+                    return
                 for _ in range(num_micro_steps):
                     strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
                 strategy.step(False)
 
             for _ in range(WARM_STEPS if seconds else 1):
                 step(1)
+            if way.capture:
+                captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
             _wait(device)
             warm = time.perf_counter() - began
             if way.compile_mode and not _was_compiled(model, graphs):

@@ -102,6 +102,7 @@ def measured(
             "data that can only be iterated cannot be measured: its items would be used up",
             remedy="leave --measure out",
         )
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports torch's compiler: the run's time, not ours
     began = time.monotonic()
     cache = PlanCache(cache_folder() / "plans", world.agree(_key(run, model)))
     known = _known(run, cache)
@@ -188,6 +189,8 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
         compile_modes=() if "compile_mode" in pinned else ("default",),
         may_use_channels_last=has_convolutions(model) and "channels_last" not in pinned,
         may_recompute="recompute" not in pinned,
+        may_capture=not _why_not_captured(run),
+        why_not_captured=_why_not_captured(run),
         compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
         compile_share=COMPILE_SHARE[device.type],
         budget_seconds=config.plan.budget_seconds,
@@ -210,6 +213,17 @@ def _other_precisions(run: Setup) -> tuple[Any, ...]:
         return () if run.way.precision == "fp32" else ("fp32",)
     flags = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
     return ("bf16",) if run.way.precision == "fp32" and "AVX512" in flags else ()
+
+
+def _why_not_captured(run: Setup) -> str:
+    """As far as that can be told without an optimizer; the probe knows more, and the run itself most."""
+    if "capture" in run.pinned():
+        return "asked for"
+    if run.world.device.type != "cuda":
+        return f"only CUDA devices replay a step, and this run is on {run.world.device.type}"
+    if run.world.size > 1:
+        return f"{run.world.size} processes share a step, and a replay cannot wait for the others"
+    return "device assertions look at every batch from Python" if run.config.device.assertions else ""
 
 
 def _thread_counts(run: Setup) -> tuple[int, ...]:
@@ -295,6 +309,11 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
             value=way.compile_mode is not None,
             reason=reason("compile", "compile_mode", "as set"),
             alternatives=_alternatives(tuned, "compile_mode"),
+        ),
+        "kernels.capture": Choice(
+            value="on" if way.capture else "off",
+            reason=reason("capture", "capture", _why_not_captured(run) or "as set"),
+            alternatives=_alternatives(tuned, "capture"),
         ),
         "data.channels_last": Choice(
             value="on" if way.channels_last else "off",
