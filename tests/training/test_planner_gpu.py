@@ -64,7 +64,7 @@ def job_of(model: Any = Wide, num_samples: int = 512, global_batch: int = 256, s
 def little_memory() -> Iterator[float]:
     """Two gigabytes for this process."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(2e9 / total)
     yield 2e9
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -210,7 +210,7 @@ def _why_fixed(pinned: set[str], model: nn.Module, device: torch.device) -> str:
 def _other_precisions(run: Setup) -> tuple[Any, ...]:
     """What may turn out faster than the rule's: casting costs small models more than it gains, on a GPU too."""
     if run.world.device.type == "cuda":
-        return () if run.way.precision == "fp32" else ("fp32",)
+        return () if run.way.precision in ("fp32", "tf32") else ("tf32",)
     flags = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
     return ("bf16",) if run.way.precision == "fp32" and "AVX512" in flags else ()
 
