@@ -45,7 +45,7 @@ COMMANDS = {
         (
             *_PLACE,
             "precision",
-            "memory",
+            "memory.activations",
             "batch",
             "distributed.strategy",
             "data.num_workers",
@@ -75,7 +75,7 @@ COMMANDS = {
     "eval": Command(
         "drivetrain.recipes.evaluation",
         "Loss and metrics of a run's weights over its validation set.",
-        (*_PLACE[1:], "precision", "kernels", "memory", "batch.size", "data", "distributed"),
+        (*_PLACE[1:], "precision", "kernels", "memory.activations", "batch.size", "data", "distributed"),
     ),
     "config": Command(
         "drivetrain.config.show",

@@ -22,6 +22,7 @@ FLAGS = {
     "kernels.cudnn_benchmark": ["--cudnn-benchmark"],
     "kernels.capture": ["--capture"],
     "memory.activations": ["--activations"],
+    "memory.gpu_fraction": ["--gpu-memory-fraction"],
     "batch.size": ["--batch-size"],
     "batch.accumulation": ["--accumulation-steps"],
     "budget.epochs": ["--epochs"],
@@ -88,8 +89,8 @@ OBEYED = {
     "eval": [
         name
         for name in FLAGS
-        if name in (*PLACE[1:], "batch.size")
-        or name.startswith(("precision.", "kernels.", "memory.", "data.", "distributed."))
+        if name in (*PLACE[1:], "batch.size", "memory.activations")
+        or name.startswith(("precision.", "kernels.", "data.", "distributed."))
     ],
     "config": list(FLAGS),
 }
@@ -99,7 +100,7 @@ OWN_FLAGS = {
     "config": ["--json"],
     "train": [],
     "eval": ["--json", "--which"],
-    "plan": ["--json", "--measure", "--out"],
+    "plan": ["--for", "--gpu-memory", "--gpus", "--json", "--measure", "--out"],
 }
 
 

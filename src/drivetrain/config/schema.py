@@ -110,6 +110,13 @@ class MemorySection(Section):
         description="keep them for backward, recompute them block by block, or offload them to host memory; "
         "auto recomputes where little memory is free",
     )
+    gpu_fraction: Annotated[float, Flag("gpu-memory-fraction")] = Field(
+        0.9,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="the part of a device's free memory that a plan may use (of the host's, on a CPU)",
+    )
 
 
 class BatchSection(Section):

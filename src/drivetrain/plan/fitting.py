@@ -62,14 +62,15 @@ class Layout(Value):
         line = self.line(needs)
         assert line is not None
         parts = self._parts(needs.held)
-        gathered = self._gathered(needs)
-        beyond = max(0, line.peak_bytes(micro_batch) - self._held(needs))
+        activations = round(line.sample_bytes * micro_batch)
+        # Weights that are cast or gathered for the time of a step, and what backward needs besides.
+        workspace = max(0, line.peak_bytes(micro_batch) - parts.total - activations)
         return MemoryForecast(
             parameters=parts.parameters + parts.buffers,
             gradients=parts.gradients,
             optimizer=parts.optimizer,
-            activations=beyond,
-            workspace=gathered,
+            activations=activations,
+            workspace=workspace,
         )
 
     def _held(self, needs: Needs) -> int:
@@ -138,19 +139,28 @@ class WayOut(Value):
     is_enough: bool
 
 
-def ways_out(needs: Needs, limit_bytes: float, num_gpus: int, *, recomputes: bool = False) -> list[WayOut]:
+def ways_out(
+    needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int = 1, *, recomputes: bool = False
+) -> list[WayOut]:
     """Cheapest first; those that are enough by themselves before those that are not."""
-    found = list(_ways_out(needs, limit_bytes, num_gpus, recomputes))
+    found = list(_ways_out(needs, limit_bytes, num_gpus, micro_batch, recomputes))
     return sorted(found, key=lambda way: not way.is_enough)
 
 
-def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, recomputes: bool) -> Iterator[WayOut]:
+def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int, recomputes: bool) -> Iterator[WayOut]:
     whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
     now = Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
     line = now.line(needs) or needs.keep
-    peak, room = line.peak_bytes(1), limit_bytes * (1 - FRAGMENTATION)
+    peak, room = line.peak_bytes(micro_batch), limit_bytes * (1 - FRAGMENTATION)
+    smaller = line.largest(limit_bytes, micro_batch - 1)
+    if smaller:
+        yield WayOut(
+            what=f"--batch-size {smaller}, or less: the global batch stays",
+            saves_bytes=peak - line.peak_bytes(smaller),
+            is_enough=True,
+        )
     if needs.recompute is not None and not recomputes:
-        saves = peak - needs.recompute.peak_bytes(1)
+        saves = peak - needs.recompute.peak_bytes(micro_batch)
         if saves > 0:
             yield WayOut(
                 what="--activations recompute: computes each block twice, about a third more time",
@@ -166,20 +176,20 @@ def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, recomputes: bool)
             is_enough=True,
         )
     if needs.activation_bytes and not recomputes:
-        saves = min(needs.activation_bytes, beyond)
+        saves = min(needs.activation_bytes * micro_batch, beyond)
         yield WayOut(
             what="--activations offload: keeps them in host memory, at the speed of the bus",
             saves_bytes=saves,
             is_enough=peak - saves <= room,
         )
-    sharded = _smallest_fsdp(needs, limit_bytes, num_gpus)
+    sharded = _smallest_fsdp(needs, limit_bytes, num_gpus, micro_batch)
     if sharded is not None:
         sharded_line = sharded.line(needs)
         assert sharded_line is not None
         also = " and --activations recompute" if sharded.recomputes else ""
         yield WayOut(
             what=f"{sharded.num_gpus} GPUs like this one with FSDP{also}: divides weights, gradients and optimizer",
-            saves_bytes=peak - sharded_line.peak_bytes(1),
+            saves_bytes=peak - sharded_line.peak_bytes(micro_batch),
             is_enough=True,
         )
     if needs.held.optimizer:
@@ -189,41 +199,50 @@ def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, recomputes: bool)
         host = needs.held.optimizer + needs.held.gradients
         yield WayOut(
             what=f"DeepSpeed ZeRO with the optimizer in host memory, which needs {in_words(host)} there; slower steps",
-            saves_bytes=peak - offloaded.peak_bytes(1),
-            is_enough=offloaded.peak_bytes(1) <= room,
+            saves_bytes=peak - offloaded.peak_bytes(micro_batch),
+            is_enough=offloaded.peak_bytes(micro_batch) <= room,
         )
 
 
-def _smallest_fsdp(needs: Needs, limit_bytes: float, more_than: int) -> Layout | None:
+def _smallest_fsdp(needs: Needs, limit_bytes: float, at_least: int, micro_batch: int) -> Layout | None:
     """With how few GPUs like these it fits: twice as many at a time, first without recomputing, then with."""
     number = 2
     while number <= MOST_GPUS:
         for recomputes in (False, True):
             layout = Layout(strategy="fsdp", num_gpus=number, recomputes=recomputes)
-            if number >= more_than and layout.largest(needs, limit_bytes, 1):
+            if number >= at_least and layout.largest(needs, limit_bytes, micro_batch) == micro_batch:
                 return layout
         number *= 2
     return None
 
 
 def does_not_fit(
-    needs: Needs, limit_bytes: float, where: str, how_much: str, num_gpus: int = 1, *, recomputes: bool = False
+    needs: Needs,
+    limit_bytes: float,
+    where: str,
+    how_much: str,
+    num_gpus: int = 1,
+    micro_batch: int = 1,
+    *,
+    recomputes: bool = False,
 ) -> DrivetrainError:
     """What takes how much, by kind and by module, and the ways out. `how_much` says where the limit is from."""
     line = (needs.recompute if recomputes else None) or needs.keep
-    peak, held = line.peak_bytes(1), needs.held
+    peak, held = line.peak_bytes(micro_batch), needs.held
     kinds = {
         "parameters": held.parameters + held.buffers,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
-        "activations": max(0, peak - held.total),
+        "activations": round(line.sample_bytes * micro_batch),
+        "workspace": max(0, peak - held.total - round(line.sample_bytes * micro_batch)),
     }
-    lines = [f"not even one sample at a time fits on {where}: a step needs {in_words(peak)}, and there is {how_much}"]
+    what = "not even one sample at a time fits" if micro_batch == 1 else f"{micro_batch} samples at a time do not fit"
+    lines = [f"{what} on {where}: a step needs {in_words(peak)}, and there is {how_much}"]
     lines += [f"  {kind:<12} {in_words(size):>9}" for kind, size in kinds.items()]
     lines += [f"  weights by module: {_listed(needs.weights)}"] if needs.weights else []
     lines += [f"  activations by module: {_listed(needs.activations)}"] if needs.activations else []
     lines += [f"  {note}" for note in needs.notes]
-    ways = ways_out(needs, limit_bytes, num_gpus, recomputes=recomputes)
+    ways = ways_out(needs, limit_bytes, num_gpus, micro_batch, recomputes=recomputes)
     told = [
         f"{number}. {way.what} (saves {in_words(way.saves_bytes)}{'' if way.is_enough else ', not enough alone'})"
         for number, way in enumerate(ways, 1)

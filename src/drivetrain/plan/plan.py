@@ -43,13 +43,14 @@ class Plan(Value):
     forecast: Forecast
     tried: tuple[Tried, ...] = ()  # what was measured, in that order
     measured: bool = False
+    machine: str = ""  # that it is for, where that is not this one: by rule and memory model
     seconds: float = 0.0  # what planning took
     notes: tuple[str, ...] = ()
 
     def as_plain(self) -> dict[str, Any]:
         """As it is written: values with their reasons, and each way that was tried in a line."""
         return {
-            "planned": "measured on this machine" if self.measured else "by rule",
+            "planned": self._how(),
             "planning_seconds": round(self.seconds, 3),
             "notes": list(self.notes),
             "choices": {
@@ -69,6 +70,11 @@ class Plan(Value):
                 for tried in self.tried
             ],
         }
+
+    def _how(self) -> str:
+        if self.machine:
+            return f"for {self.machine}, by rule and memory model; nothing was measured there"
+        return "measured on this machine" if self.measured else "by rule"
 
     def to_yaml(self) -> str:
         head = f"# The plan for {self.job}. `drivetrain train … --plan` takes this file.\n"

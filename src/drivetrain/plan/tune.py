@@ -332,11 +332,15 @@ class _Search:
         ]
 
     def _held(self, way: Way) -> int:
-        """What a step of this way holds whatever its micro-batch is, counted where one was run."""
+        """What a step of this way holds at all times, counted where one was run.
+
+        Without gradients: those of a step's first micro-batch come while its activations go. To count what is not there
+        would make the bound on larger steps too low.
+        """
         for tried in self._tried:
             found = tried.measurement
             if tried.way.but(micro_batch=0) == way.but(micro_batch=0) and found.peak_bytes:
-                return found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
+                return found.parameter_bytes + found.optimizer_bytes
         return 0
 
     def _line(self, way: Way) -> MemoryModel | None:

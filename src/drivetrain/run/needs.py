@@ -22,6 +22,11 @@ MOST_SAMPLES = 16  # that a step is followed with; beyond, it is a line
 def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int, limit_bytes: float) -> Needs:
     """Of a job whose samples can be asked for by number. Nothing of the model is changed, nor of the data's place."""
     held, notes = _held(job, model)
+    weights = {
+        name: num_bytes(module.parameters(recurse=False))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
     steps = _Steps(job, model, precision)
     keep = _line(steps, held, at_most, limit_bytes, None)
     blocks = repeated_blocks(model)
@@ -36,11 +41,7 @@ def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int,
         recompute=again,
         activation_bytes=smallest.activation_bytes // num_samples,
         block_bytes=max(sizes, default=held.parameters),
-        weights={
-            name: num_bytes(module.parameters(recurse=False))
-            for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        },
+        weights=weights,
         activations={name: size // num_samples for name, size in smallest.module_bytes.items() if size > 0},
         notes=notes,
     )

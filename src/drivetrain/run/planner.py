@@ -21,14 +21,15 @@ from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, key_of_facts
+from drivetrain.plan.fitting import does_not_fit, in_words
 from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
 from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, tune
 from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
+from drivetrain.run.needs import needs_of
 from drivetrain.run.setup import Setup
 
 OnProbe = Callable[[Way, Measurement], None]
 
-MEMORY_FRACTION = 0.9  # of what is free on the device
 LEAST_STEPS = 40  # of a job that is measured: the first look takes two steps
 LEAST_JOB_SECONDS = 5.0
 BUDGET_SHARE = 0.05
@@ -134,7 +135,7 @@ def measured(
         try:
             return tune(run.way, scope, measure, clock)
         except DoesNotFitError as error:
-            raise _does_not_fit(run, model) from error
+            raise _does_not_fit(run, model, scope.memory_limit_bytes, error.tried) from error
         except UnusableError as error:
             raise DrivetrainError(
                 f"a step of this job cannot be run: {error}",
@@ -173,9 +174,9 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
     pinned, on_gpu = run.pinned(), run.world.device.type == "cuda"
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     if on_gpu:
-        limit = torch.cuda.mem_get_info(device)[0] * MEMORY_FRACTION
+        limit = torch.cuda.mem_get_info(device)[0] * config.memory.gpu_fraction
     else:
-        limit = run.hardware.memory.free_bytes * MEMORY_FRACTION
+        limit = run.hardware.memory.free_bytes * config.memory.gpu_fraction
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     may_change_precision = "precision" not in pinned and run.config.kernels.deterministic is False
     return Scope(
@@ -385,17 +386,12 @@ def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
     )
 
 
-def _does_not_fit(run: Setup, model: nn.Module) -> DrivetrainError:
+def _does_not_fit(run: Setup, model: nn.Module, limit_bytes: float, tried: list[Tried]) -> DrivetrainError:
     """What takes how much, and the ways out."""
-    sizes = {
-        name or type(model).__name__: sum(p.numel() * p.element_size() for p in module.parameters())
-        for name, module in model.named_children()
-    }
-    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    told = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in largest)
-    return DrivetrainError(
-        f"not even one sample at a time fits on {run.world.device}: weights take {parameters / 1e9:.2f} GB ({told}), "
-        f"gradients as much again, and AdamW twice as much on top",
-        remedy="--activations recompute or offload, shorter sequences, or several GPUs",
-    )
+    device, fraction = run.world.device, run.config.memory.gpu_fraction
+    failed = [each.way for each in tried if each.measurement.out_of_memory]
+    smallest = min((way.micro_batch for way in failed), default=1)
+    needs = needs_of(run.job, model, run.way.precision, smallest, limit_bytes)
+    how_much = f"{in_words(limit_bytes)} to use ({in_words(limit_bytes / fraction)} free × {fraction:g})"
+    recomputes = any(way.recompute for way in failed)
+    return does_not_fit(needs, limit_bytes, str(device), how_much, run.num_devices, smallest, recomputes=recomputes)

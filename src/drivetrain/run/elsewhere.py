@@ -1,0 +1,133 @@
+"""A plan for a machine that is not here: by the rules and the memory of a step that was followed, nothing measured."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.config import Config
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.hardware import Hardware
+from drivetrain.hardware.catalogue import Machine
+from drivetrain.job import Job
+from drivetrain.plan import Choice, Pins, Settings, choose_settings
+from drivetrain.plan.fitting import Layout, Needs, does_not_fit, first_that_fits, in_words, layouts
+from drivetrain.plan.plan import Forecast, Plan
+from drivetrain.run.measure import couples_samples
+from drivetrain.run.needs import needs_of
+
+ACCURACY = (
+    "memory is that of an eager step, by counting its tensors on shapes alone; compiled steps take less, and what "
+    "kernels take inside themselves is left to the part of the memory that is not used"
+)
+
+
+def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -> Plan:
+    """How the job would be run on so many GPUs of a kind, each choice with its reason."""
+    if job.num_samples is None:
+        raise DrivetrainError(
+            "data that can only be iterated cannot be planned for: its items would be used up",
+            remedy="give data with a length and items by number",
+        )
+    settings = _settings(config, machine, here)
+    num_gpus = len(settings.devices.value)
+    global_batch = job.global_batch or min(settings.effective_batch, job.num_samples)
+    share = -(-global_batch // num_gpus)
+    fraction = config.memory.gpu_fraction
+    limit = machine.gpus()[0].memory_free_bytes * fraction
+    model = _model(job)
+    needs = needs_of(job, model, settings.precision.value, share, limit)
+    layout, micro_batch, why = _laid_out(needs, limit, num_gpus, share, settings, config, model)
+    if layout is None:
+        free = machine.gpus()[0].memory_free_bytes
+        how_much = f"{in_words(limit)} to use ({in_words(free)} × {fraction:g})"
+        raise does_not_fit(needs, limit, str(machine), how_much, num_gpus)
+    return Plan(
+        job=config.run.name or job.name,
+        global_batch=global_batch,
+        num_steps=job.num_steps if job.global_batch else None,
+        choices=_choices(settings, layout, micro_batch, why, share, global_batch, limit),
+        machine=str(machine),
+        forecast=Forecast(memory=layout.forecast(needs, micro_batch)),
+        notes=(
+            f"For {machine}, by rule and memory model; nothing was measured there.",
+            f"{ACCURACY[0].upper()}{ACCURACY[1:]}.",
+            *needs.notes,
+        ),
+    )
+
+
+def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:
+    """By rule. Which devices of this machine may be used says nothing of that one."""
+    there = here.model_copy(update={"accelerator": "cuda", "gpus": machine.gpus(), "links": ()})
+    pins = {**config.pins(), "gpu_mode": "auto", "device": "auto", "device_ids": None}
+    return choose_settings(there, Pins(**pins))
+
+
+def _model(job: Job) -> nn.Module:
+    torch.manual_seed(job.seed)
+    made = job.model if isinstance(job.model, nn.Module) else job.model()
+    if not isinstance(made, nn.Module):
+        raise DrivetrainError(f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module")
+    return made.train()
+
+
+def _laid_out(
+    needs: Needs, limit: float, num_gpus: int, share: int, settings: Settings, config: Config, model: nn.Module
+) -> tuple[Layout | None, int, str]:
+    """The layout, the micro-batch, and why it is that."""
+    pinned = config.batch.size or (-(-share // config.batch.accumulation) if config.batch.accumulation else None)
+    allowed = [layout for layout in layouts(num_gpus) if _is_allowed(layout, settings)]
+    if pinned is not None:
+        size = min(pinned, share)
+        fitting = [layout for layout in allowed if layout.largest(needs, limit, size) >= size]
+        return (fitting[0] if fitting else None), size, "asked for"
+    if couples_samples(model):
+        whole = first_that_fits(needs, limit, num_gpus, share)
+        if whole is not None and whole in allowed:
+            why = "a rank's whole share: samples of a batch influence each other, so its size is part of what is learnt"
+            return whole, share, why
+    for layout in allowed:
+        largest = layout.largest(needs, limit, share)
+        if largest:
+            # As equal as can be, in as few parts as fit.
+            size = -(-share // -(-share // largest))
+            return layout, size, f"the memory model lets up to {largest} of a rank's {share} fit"
+    return None, 0, ""
+
+
+def _is_allowed(layout: Layout, settings: Settings) -> bool:
+    """What the user pinned holds."""
+    if settings.strategy.pinned and layout.strategy != settings.strategy.value:
+        return False
+    return not settings.activations.pinned or layout.recomputes == (settings.activations.value == "recompute")
+
+
+def _choices(
+    settings: Settings, layout: Layout, micro_batch: int, why: str, share: int, global_batch: int, limit: float
+) -> dict[str, Choice[Any]]:
+    num_gpus = len(settings.devices.value)
+    is_whole = layout.strategy in ("single", "ddp")
+    strategy_reason = settings.strategy.reason if is_whole else f"whole copies do not fit: {layout}"
+    recompute_reason = "the cheapest way that fits" if layout.recomputes else f"they fit in {in_words(limit)}"
+    choices: dict[str, Choice[Any]] = {
+        "distributed.strategy": Choice(
+            value=layout.strategy,
+            reason=strategy_reason,
+            alternatives=settings.strategy.alternatives if is_whole else (),
+            pinned=settings.strategy.pinned,
+        ),
+        "precision.dtype": settings.precision,
+        "batch.size": Choice(value=micro_batch, reason=why, pinned=why == "asked for"),
+        "batch.accumulation": Choice(
+            value=-(-share // micro_batch), reason=f"follows: {global_batch} samples per step on {num_gpus} GPU(s)"
+        ),
+        "memory.activations": Choice(
+            value="recompute" if layout.recomputes else "keep",
+            reason="asked for" if settings.activations.pinned else recompute_reason,
+            pinned=settings.activations.pinned,
+        ),
+    }
+    if layout.offloads_optimizer:
+        choices["deepspeed.offload_optimizer"] = Choice(value=True, reason="it does not fit on the GPUs")
+    return choices
