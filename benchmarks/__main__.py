@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import correctness, feed, gpt2, overhead, saving, startup, table, watching
+from benchmarks import correctness, feed, gpt2, overhead, resident, saving, startup, table, watching
 from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "overhead": overhead.measure,
     "gpt2": gpt2.measure,
     "feed": feed.measure,
+    "resident": resident.measure,
     "saving": saving.measure,
     "saving-cpu": saving.measure_on_cpu,
     "watching": watching.measure,

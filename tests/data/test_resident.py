@@ -414,3 +414,26 @@ def test_the_global_generators_stay_where_they_were() -> None:
     resident_of(Numbers(50))
     why_not_resident(source_of(Noisy(9)), default_collate, PLENTY)
     assert draws() == expected
+
+
+@pytest.mark.parametrize("kind", ["tensors", "one channel", "other types", "dictionaries"])
+def test_turned_after_it_was_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan settles on channels-last when the data is there already; and there may be no memory to turn it."""
+    data, samples = KINDS[kind](), torch.tensor([2, 0, 21])
+    turned = resident_of(data)
+    plain = turned.gather(samples)
+    turned.turn(True)
+    expected = resident_of(data, channels_last=True).gather(samples)
+    assert identical(turned.gather(samples), expected)
+    turned.turn(False)
+    assert identical(turned.gather(samples), plain)
+
+    def no_memory(self: Tensor, *args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    late = resident_of(data)
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "permute", no_memory)
+        late.turn(True)
+    assert identical(late.gather(samples), expected)
+    assert identical(late.gather(samples, out=resident_of(data, channels_last=True).gather(samples * 0)), expected)

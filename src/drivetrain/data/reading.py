@@ -39,14 +39,24 @@ class NotResidentError(DrivetrainError):
         super().__init__(reason, remedy="--resident off, or auto, fetches its items batch by batch")
 
 
-def why_not_resident(source: Source, collate: Collate, limit_bytes: float) -> str:
-    """The reason why a data set cannot be resident, as far as a few items tell; empty if nothing speaks against it."""
+class Probed(NamedTuple):
+    """What a few items tell of a data set."""
+
+    why_not: str  # it cannot be resident; empty if nothing speaks against it
+    num_bytes: int | None  # that it takes; None if it cannot be
+
+
+def probed(source: Source, collate: Collate, limit_bytes: float) -> Probed:
     try:
         with global_generators_kept():
-            _Probes(source, collate, limit_bytes)
+            return Probed("", _Probes(source, collate, limit_bytes).num_bytes)
     except NotResidentError as error:
-        return error.message
-    return ""
+        return Probed(error.message, None)
+
+
+def why_not_resident(source: Source, collate: Collate, limit_bytes: float) -> str:
+    """The reason why a data set cannot be resident, as far as a few items tell; empty if nothing speaks against it."""
+    return probed(source, collate, limit_bytes).why_not
 
 
 def make_resident(

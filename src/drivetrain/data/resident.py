@@ -5,7 +5,7 @@ Batches are gathered there, in the order of the sample stream, with the same bit
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Column:
     rows: Tensor
     dtype: torch.dtype
     is_permuted: bool = False
+    turns_late: bool = False  # there was no memory to hold it turned: each batch is
 
     @classmethod
     def empty(cls, num_rows: int, like: Tensor, device: torch.device, *, channels_last: bool) -> "Column":
@@ -53,9 +54,26 @@ class Column:
         found = self.rows.index_select(0, samples)
         if self.is_permuted:
             found = found.permute(_AND_BACK)
-        return found if found.dtype is self.dtype else found.view(self.dtype)
+        found = found if found.dtype is self.dtype else found.view(self.dtype)
+        return in_format(found, True) if self.turns_late else found
+
+    def turned(self, channels_last: bool) -> "Column":
+        """The same, as it lies with channels innermost or not."""
+        if not self.is_permuted and not _turns(self.rows.view(self.dtype), channels_last):
+            return replace(self, turns_late=False)
+        if self.is_permuted == channels_last:
+            return self
+        try:
+            rows = self.rows.permute(_CHANNELS_INNERMOST if channels_last else _AND_BACK).contiguous()
+        except torch.OutOfMemoryError:
+            if not channels_last:
+                raise
+            return replace(self, turns_late=True)
+        return replace(self, rows=rows, is_permuted=channels_last, turns_late=False)
 
     def gather_into(self, out: Tensor, samples: Tensor) -> Tensor:
+        if self.turns_late:
+            return out.copy_(self.gather(samples))
         if len(out) != len(samples):  # torch would make another tensor of it, and leave the given one as it is
             raise ValueError(f"{len(samples)} samples do not go into a batch of {len(out)}")
         as_it_lies = out.view(self.rows.dtype)
@@ -82,10 +100,27 @@ class Resident:
     def __init__(
         self, columns: Sequence[Column], template: Any, device: torch.device, *, channels_last: bool = False
     ) -> None:
-        self.columns, self.device, self.channels_last = tuple(columns), device, channels_last
-        is_plain = all(not column.is_permuted and column.rows.dtype is column.dtype for column in columns)
-        self._plain = [column.rows for column in columns] if is_plain else None
+        self.columns, self.device, self.channels_last = list(columns), device, channels_last
         self._make = _maker(template)
+        self._plain = self._plain_rows()
+
+    def _plain_rows(self) -> list[Tensor] | None:
+        """Where a gathered row is what is wanted as it is."""
+        is_plain = all(
+            column.rows.dtype is column.dtype and not (column.is_permuted or column.turns_late)
+            for column in self.columns
+        )
+        return [column.rows for column in self.columns] if is_plain else None
+
+    def turn(self, channels_last: bool) -> None:
+        """Have batches with channels innermost, or not, from now on; one column after the other, to spare memory."""
+        if channels_last == self.channels_last:
+            return
+        self._plain = None
+        for number in range(len(self.columns)):
+            self.columns[number] = self.columns[number].turned(channels_last)
+        self.channels_last = channels_last
+        self._plain = self._plain_rows()
 
     def __len__(self) -> int:
         return len(self.columns[0].rows)

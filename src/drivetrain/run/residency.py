@@ -26,14 +26,16 @@ class Residency:
         self._wanted, self._num_workers = config.data.resident, config.data.num_workers
         self._device, self._free_host_bytes, self._quiet = device, free_host_bytes, quiet
         self.planned: bool | None = None  # for `auto`: whether what has to be read first is made resident as well
-        self._made: dict[tuple[int, bool], tuple[Any, Resident]] = {}  # with the data set: its id is then nobody else's
+        self._made: dict[int, tuple[Any, Resident]] = {}  # by id, with the data set itself: the id is then its alone
         self._notes: list[str] = []
 
     def of(self, source: Source, collate: Collate, channels_last: bool, num_workers: int) -> Resident | None:
         """None: its items are fetched batch by batch."""
-        key = (id(source.dataset), channels_last)
+        key = id(source.dataset)
         if key in self._made:
-            return self._made[key][1]
+            resident = self._made[key][1]
+            resident.turn(channels_last)  # a plan may settle on the other format after the first look
+            return resident
         limit = self._limit(source, channels_last)
         if limit is None:
             return None

@@ -28,6 +28,7 @@ from drivetrain.data.source import Source, source_of
 from drivetrain.hardware import DeviceManager, Hardware, detect
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Pins, choose_settings
+from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy
@@ -131,6 +132,7 @@ class Setup:
         self.settings = choose_settings(hardware, Pins(**config.pins()))
         self.name = config.run.name or job.name
         self.job = self._settled(job)
+        self.data_path: DataPath | None = None  # by measuring; None: by rule
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
         self.follow(self.by_rule())
@@ -275,6 +277,7 @@ class Setup:
             pin_memory=(pins_memory or self.settings.pin_memory.value) and device.type == "cuda",
             prefetch_factor=self.config.data.prefetch_factor
             or wishes.prefetch_factor
+            or (self.data_path and self.data_path.prefetch_factor)
             or self.settings.prefetch_factor.value
             or 2,
             start=start,
@@ -330,11 +333,13 @@ class Setup:
             loader.close()
 
     def _num_workers(self, source: Source) -> int:
-        """The configuration's; else the handed-in DataLoader's; else none for what is in memory; else by rule."""
+        """The configuration's; else the handed-in DataLoader's; else by measuring; else by rule."""
         if self.config.data.num_workers >= 0:
             return self.config.data.num_workers
         if source.wishes.num_workers is not None:
             return source.wishes.num_workers
+        if self.data_path is not None:
+            return self.data_path.num_workers
         in_memory = isinstance(source.dataset, (TensorDataset, Columns, list, tuple, torch.Tensor))
         return 0 if in_memory else self.settings.num_workers.value
 
