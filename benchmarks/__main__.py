@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import correctness, feed, gpt2, overhead, resident, saving, startup, table, watching
+from benchmarks import correctness, feed, gpt2, moe, overhead, resident, saving, startup, table, watching
 from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "gpt2": gpt2.measure,
     "feed": feed.measure,
     "resident": resident.measure,
+    "moe": moe.measure,
     "saving": saving.measure,
     "saving-cpu": saving.measure_on_cpu,
     "watching": watching.measure,
@@ -44,7 +45,7 @@ CONTESTS = {
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
-NEEDS_A_GPU = {"feed", "gpt2", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
+NEEDS_A_GPU = {"feed", "gpt2", "moe", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly
 from drivetrain.core.loss import LossSum
+from drivetrain.core.micro_step import uncounted
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard
 from drivetrain.core.world import World
@@ -114,6 +115,7 @@ class Drive:
     def __init__(self, setup: Setup, stack: ExitStack) -> None:
         config, job, world = setup.config, setup.job, setup.world
         self._setup, self.world = setup, world
+        self._apart = ExitStack()  # holds what is around the forward of a batch that does not count
         folder = setup.claim()
         if folder is not None:
             stack.callback(folder.close)
@@ -334,11 +336,14 @@ class Drive:
             )
 
     def _enter_forward(self) -> None:
+        if self._micro is not None and not self._micro.weight:
+            self._apart.enter_context(uncounted())
         if self._around_forward is not None:
             self._around_forward.__enter__()
             self._is_inside = True
 
     def _leave_forward(self) -> None:
+        self._apart.close()
         if self._is_inside and self._around_forward is not None:
             self._is_inside = False
             self._around_forward.__exit__(None, None, None)

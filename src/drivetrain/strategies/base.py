@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.loss import LossSum
+from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.moe.balance import Settlement, take_auxiliary
 from drivetrain.strategies.activations import offload
 from drivetrain.strategies.average import Average
 
@@ -48,6 +50,11 @@ class StrategyParts:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @cached_property
+    def mixtures(self) -> Settlement:
+        """The model's mixtures of experts, whose loads are settled with each step."""
+        return Settlement(self.model)
+
+    @cached_property
     def _one(self) -> Tensor:
         return torch.ones((), device=self.trained[0].device)
 
@@ -62,9 +69,10 @@ class StrategyParts:
         return moved
 
     def follow(self) -> None:
-        """Apart from the rest: how far the average moves depends on how many steps there were."""
+        """Apart from the rest: how far the average moves depends on how many steps there were; loads are shared."""
         if self.average is not None:
             self.average.update()
+        self.mixtures.settle()
 
     def move(self, factor: Tensor | float | None) -> tuple[Tensor | None, Tensor | float]:
         """Rescale the reduced gradients, clip them, step the optimizer.
@@ -151,7 +159,11 @@ class CapturableStrategy(Strategy, Protocol):
 
 
 class Objective(nn.Module):
-    """The user's loss as one forward. Its value is sum ÷ the step's samples: what a step's gradient is the sum of."""
+    """The user's loss as one forward. Its value is sum ÷ the step's samples: what a step's gradient is the sum of.
+
+    Auxiliary losses of mixtures of experts, where the user's function has left them, are added to what is
+    differentiated and not to what is recorded.
+    """
 
     def __init__(self, parts: StrategyParts, scale: float) -> None:
         super().__init__()
@@ -161,6 +173,7 @@ class Objective(nn.Module):
         self._around_forward = around_forward(parts)
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.model if parts.called_model is None else parts.called_model,)
+        self._mixtures = parts.mixtures.layers
         self.counts_items = False  # whether the loss counts something other than samples
         self.losses: list[
             tuple[Tensor, float]
@@ -168,18 +181,20 @@ class Objective(nn.Module):
         self.counts: list[Tensor | float] = []  # kept for the record, without computing with them or waiting for them
 
     def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
-        if self._around_forward is None:
-            result = self._loss(self._called[0], batch)
+        if weight:
+            result = self._computed(batch)
         else:
-            with self._around_forward:
-                result = self._loss(self._called[0], batch)
+            with uncounted():
+                result = self._computed(batch)
+        auxiliary = take_auxiliary(self._mixtures) if self._mixtures else None
         if isinstance(result, LossSum):
             self.counts_items = True
             factor = weight * self.scale / step_samples
             if weight:
                 self.losses.append((result.total.detach(), 1.0))
                 self.counts.append(result.count)
-            return result.total * factor
+            total = result.total if auxiliary is None else result.total + auxiliary * result.count
+            return total * factor
         if not isinstance(result, Tensor):
             raise DrivetrainError(
                 f"the loss function returned {type(result).__name__}",
@@ -189,7 +204,15 @@ class Objective(nn.Module):
         if weight:
             self.losses.append((result.detach(), num_samples))
             self.counts.append(num_samples)
+        if auxiliary is not None:
+            result = result + auxiliary
         return result if factor == 1.0 else result * factor
+
+    def _computed(self, batch: Any) -> Any:
+        if self._around_forward is None:
+            return self._loss(self._called[0], batch)
+        with self._around_forward:
+            return self._loss(self._called[0], batch)
 
     def take_tallies(self) -> tuple[list[tuple[Tensor, float]], Tensor | float]:
         """The losses of this process since the last call, and how many items they are over."""
@@ -235,6 +258,7 @@ def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:
     value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
     check_objective(value, model)
     torch.autograd.backward(value)
+    Settlement(model).forget()
     with torch.no_grad():
         for buffer, saved in zip(model.buffers(), before, strict=True):
             buffer.copy_(saved)

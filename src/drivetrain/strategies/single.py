@@ -66,6 +66,7 @@ class SingleStrategy:
     def abandon(self) -> None:
         """The gradients are cleared when the next step begins."""
         self._objective.take_tallies()
+        self.parts.mixtures.forget()
         self._begins = True
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()

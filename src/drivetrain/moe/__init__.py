@@ -1,0 +1,20 @@
+"""Mixtures of experts: a layer for any model, its balance, and how its experts come and go."""
+
+from drivetrain.moe.balance import Settlement, auxiliary_loss, load_metrics, mixtures_in
+from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
+from drivetrain.moe.layer import Balance, MixtureOfExperts
+from drivetrain.moe.load import LoadFigures
+from drivetrain.moe.ways import Way
+
+__all__ = [
+    "Balance",
+    "Dispatcher",
+    "LoadFigures",
+    "LocalDispatcher",
+    "MixtureOfExperts",
+    "Settlement",
+    "Way",
+    "auxiliary_loss",
+    "load_metrics",
+    "mixtures_in",
+]

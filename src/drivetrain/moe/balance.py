@@ -1,0 +1,93 @@
+"""Keeping experts equally busy: a bias on the choice, auxiliary losses, and the step's end where loads are settled."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain.moe.layer import MixtureOfExperts
+
+
+def mixtures_in(model: nn.Module) -> dict[str, MixtureOfExperts]:
+    """The layers of a model that are mixtures of experts, by name; a layer with two names once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | None:
+    """The auxiliary losses of the last forward, to be added to a mean loss; None if there are none.
+
+    It hands them over: a second call finds none. `train` and `drive` add what the loss function has left.
+    """
+    return take_auxiliary(mixtures_in(model).values())
+
+
+def take_auxiliary(layers: Iterable[MixtureOfExperts]) -> Tensor | None:
+    found: Tensor | None = None
+    for layer in layers:
+        losses, layer.tally.losses = layer.tally.losses, []
+        if losses:
+            device = losses[0][0].device
+            mean = torch.stack([value.to(device) for value, _ in losses]).sum() / sum(count for _, count in losses)
+            found = mean if found is None else found + mean.to(found.device)
+    return found
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Layers with equally many slots, settled together: a few kernels for all of them, not for each."""
+
+    layers: tuple[MixtureOfExperts, ...]
+    rates: Tensor
+
+
+class Settlement:
+    """The end of a step for all mixtures of a model: loads over all ranks become known, and biases move."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = list(mixtures_in(model).values())
+        self.layers: Sequence[MixtureOfExperts] = layers
+        kinds = sorted({(layer.num_slots, str(layer.load.device)) for layer in layers})
+        groups = [
+            tuple(layer for layer in layers if (layer.num_slots, str(layer.load.device)) == kind) for kind in kinds
+        ]
+        self._groups = [
+            _Alike(group, torch.tensor([[layer.balance.bias_rate] for layer in group], device=group[0].load.device))
+            for group in groups
+        ]
+
+    def forget(self) -> None:
+        """What was counted since the last step is not part of one."""
+        for layer in self.layers:
+            layer.tally.forget()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Collective where there are several ranks, and the same on all of them. The host does not wait."""
+        for group in self._groups:
+            layers = group.layers
+            load = _over_all_ranks(torch.stack([layer.tally.total(layer.load.device) for layer in layers]))
+            active = torch.stack([layer.router.active for layer in layers])
+            mean = load.sum(1, keepdim=True) / active.sum(1, keepdim=True)
+            moved = group.rates * torch.sign(mean - load) * active
+            torch._foreach_add_([layer.router.bias for layer in layers], list(moved.unbind()))
+            torch._foreach_copy_([layer.load for layer in layers], list(load.unbind()))
+            torch._foreach_zero_([counts for layer in layers for counts in layer.tally.counts.values()])
+        for layer in self.layers:
+            layer.tally.losses.clear()
+
+
+def _over_all_ranks(counts: Tensor) -> Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(counts)
+    return counts
+
+
+def load_metrics(model: nn.Module) -> dict[str, float]:
+    """What the last step's loads say, layer by layer, for the records. The host waits for the device."""
+    return {
+        f"{name}/{figure}" if name else figure: value
+        for name, layer in mixtures_in(model).items()
+        for figure, value in layer.figures().as_dict().items()
+    }

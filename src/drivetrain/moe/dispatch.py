@@ -1,0 +1,70 @@
+"""How tokens get to the experts that were chosen for them, and their results back."""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from drivetrain.moe.experts import Experts
+from drivetrain.moe.router import Routing
+from drivetrain.moe.rows import from_rows, order_of, to_rows
+from drivetrain.moe.ways import Way, WayName, Work, choose_way
+
+
+class Dispatcher(Protocol):
+    """Drop-free: every token reaches each of its experts, whatever the load."""
+
+    def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+        """(tokens, inputs) in the type to compute in -> (tokens, outputs) in the same."""
+
+    def way(self, experts: Experts, num_tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> Way: ...
+
+
+class LocalDispatcher:
+    """All experts are here."""
+
+    def __init__(self, way: Literal["auto"] | WayName = "auto") -> None:
+        self._pinned = way
+        self._known: dict[tuple[int, torch.dtype, torch.device], Way] = {}
+
+    def way(self, experts: Experts, num_tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> Way:
+        if self._pinned != "auto":
+            return Way(self._pinned, "asked for")
+        if torch.compiler.is_compiling():
+            return choose_way(work_of(experts, num_tokens, k, dtype, device))
+        case = (num_tokens, dtype, device)
+        if case not in self._known:
+            self._known[case] = choose_way(work_of(experts, num_tokens, k, dtype, device))
+        return self._known[case]
+
+    def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+        chosen, weights = routing.chosen, routing.weights
+        way = self.way(experts, tokens.shape[0], chosen.shape[1], tokens.dtype, tokens.device).name
+        if way == "dense":
+            return experts.dense(tokens, chosen, weights)
+        order = order_of(chosen, experts.num_slots)
+        rows = to_rows(tokens, order)
+        return from_rows(run_rows(experts, rows, order.ends, way), weights, order)
+
+
+def run_rows(experts: Experts, rows: Tensor, ends: Tensor, way: WayName) -> Tensor:
+    result: Tensor = experts.grouped(rows, ends) if way == "grouped" else _loop(experts, rows, ends)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _loop(experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
+    stops = ends.tolist()  # the host waits here for the routing
+    return experts.loop(rows, [stop - start for start, stop in zip([0, *stops], stops, strict=False)])
+
+
+def work_of(experts: Experts, num_tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> Work:
+    return Work(
+        num_tokens,
+        k,
+        experts.num_slots,
+        experts.weights_per_expert,
+        (experts.num_inputs, experts.num_hidden, experts.num_outputs),
+        dtype,
+        device,
+    )

@@ -1,0 +1,164 @@
+"""The layer: router, experts, what brings one to the other, and the books of who was chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
+from drivetrain.moe.experts import Experts, Kind
+from drivetrain.moe.load import LoadFigures, Tally, count, figures_of, is_recomputing
+from drivetrain.moe.router import Router, Routing, Scores
+from drivetrain.moe.ways import Way, WayName, check_way
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What keeps experts equally busy. 0 turns a part off.
+
+    `bias_rate`: after each step the bias of every expert's choice moves by this much towards the mean load; weights
+    and gradients do not see it. `auxiliary`: the coefficient of experts × Σ load share × mean score (Switch), where the
+    load is that of the whole step before, over all ranks and micro-batches: so it means the same however a step is
+    divided. `z`: the coefficient of the mean square of log Σ exp(logits), which keeps logits small.
+    """
+
+    bias_rate: float = 1e-3
+    auxiliary: float = 0.0
+    z: float = 0.0
+
+
+BALANCE = Balance()
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to the `k` experts that the router prefers; their outputs are summed by the router's weights.
+
+    `hidden` is the width of every expert, or a list with one for each. `num_slots` is room for experts that come later:
+    they take no part until they are active. Nothing is dropped, whatever the load. Inputs are (..., num_inputs).
+    """
+
+    load: Tensor
+    expert_ids: Tensor
+    next_id: Tensor
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_experts: int,
+        hidden: int | Sequence[int],
+        num_outputs: int | None = None,
+        *,
+        k: int = 2,
+        kind: Kind = "mlp",
+        activation: str | None = None,
+        bias: bool | None = None,
+        scores: Scores = "softmax",
+        normalize: bool | None = None,
+        noise: float = 0.0,
+        balance: Balance = BALANCE,
+        num_slots: int | None = None,
+        way: Literal["auto"] | WayName = "auto",
+    ) -> None:
+        super().__init__()
+        widths = [hidden] * num_experts if isinstance(hidden, int) else list(hidden)
+        slots = num_experts if num_slots is None else num_slots
+        _check(num_inputs, num_experts, widths, k, slots)
+        check_way(way)
+        gated = kind == "gated"
+        self.num_slots, self.k, self.balance = slots, k, balance
+        self.router = Router(num_inputs, slots, k, scores=scores, normalize=normalize, noise=noise)
+        self.router.uses_bias = balance.bias_rate > 0
+        self.experts = Experts(
+            num_inputs,
+            widths + [0] * (slots - num_experts),
+            num_outputs or num_inputs,
+            kind=kind,
+            activation=activation or ("silu" if gated else "gelu"),
+            bias=not gated if bias is None else bias,
+        )
+        # Experts that are not there are all zeros: they get no gradient, and decay leaves zeros as they are.
+        with torch.no_grad():
+            self.router.weight[num_experts:] = 0.0
+            self.router.active[num_experts:] = False
+        self.register_buffer("load", torch.zeros(slots, dtype=torch.int64))  # of the last step, over all ranks
+        ids = torch.cat([torch.arange(num_experts), torch.full((slots - num_experts,), -1)])
+        self.register_buffer("expert_ids", ids)  # never given twice; -1 is an empty slot
+        self.register_buffer("next_id", torch.tensor(num_experts))
+        self.tally = Tally(slots)
+        self.tally.on(self.load.device)
+        self.dispatcher: Dispatcher = LocalDispatcher(way)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device.type
+        if not torch.is_autocast_enabled(device):
+            return self._mixed(inputs, self.experts.w_in.dtype)
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):  # grouped products know none, and the router is exact
+            return self._mixed(inputs, dtype)
+
+    def _mixed(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        tokens = inputs.reshape(-1, inputs.shape[-1])
+        routing = self.router(tokens)
+        if self.training:
+            count(self.tally.on(tokens.device), routing.chosen)
+            self._note_losses(routing)
+        result = self.dispatcher(self.experts, tokens.to(dtype), routing)
+        return result.view(*inputs.shape[:-1], result.shape[-1])
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tally.on(self.load.device)  # there before the first forward: a compiled one would notice it appear
+        return self
+
+    def way(self, num_tokens: int, dtype: torch.dtype) -> Way:
+        """How so many tokens would be run when computing in `dtype`, and why; for the plan."""
+        return self.dispatcher.way(self.experts, num_tokens, self.k, dtype, self.experts.w_in.device)
+
+    def figures(self) -> LoadFigures:
+        """How the last step's tokens were spread. The host waits for the device."""
+        ranks = getattr(self.dispatcher, "rank_of_slot", None)
+        num_ranks = getattr(self.dispatcher, "num_ranks", 1)
+        return figures_of(self.load.tolist(), self.router.active.tolist(), ranks, num_ranks)
+
+    def _note_losses(self, routing: Routing) -> None:
+        balance = self.balance
+        if not (balance.auxiliary or balance.z):
+            return
+        total = routing.weights.new_zeros(())
+        if balance.auxiliary:
+            scores = routing.scores
+            if self.router.scores == "sigmoid":
+                scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+            total = total + balance.auxiliary * (scores.sum(0) * self._relative_load().to(scores.dtype)).sum()
+        if balance.z:
+            total = total + balance.z * routing.logits.logsumexp(-1).square().sum()
+        # When a forward is computed again, all has to be computed again, but not noted again.
+        if torch.compiler.is_compiling() or not is_recomputing():
+            self.tally.losses.append((total, routing.logits.shape[0]))
+
+    def _relative_load(self) -> Tensor:
+        """Each expert's share of the last step's tokens × their number: 1 for all before the first step."""
+        active = self.router.active
+        load, tokens = self.load.double(), self.load.sum()
+        return torch.where(tokens > 0, load * active.sum() / tokens.clamp_min(1), active.double())
+
+    def extra_repr(self) -> str:
+        kind, wide = self.experts.kind, self.experts.num_hidden
+        return f"k={self.k}, slots={self.num_slots}, {kind} of width {wide}"
+
+
+def _check(num_inputs: int, num_experts: int, widths: Sequence[int], k: int, slots: int) -> None:
+    problems = [
+        (num_inputs < 1, f"num_inputs is {num_inputs}", "a whole number from 1"),
+        (num_experts < 1, f"num_experts is {num_experts}", "a whole number from 1"),
+        (not 1 <= k <= num_experts, f"k is {k}", f"from 1 to the {num_experts} experts there are"),
+        (len(widths) != num_experts, f"hidden has {len(widths)} widths", f"one for each of {num_experts} experts"),
+        (any(width < 1 for width in widths), f"hidden is {list(widths)}", "widths from 1"),
+        (slots < num_experts, f"num_slots is {slots}", f"at least the {num_experts} experts there are"),
+    ]
+    for is_wrong, what, allowed in problems:
+        if is_wrong:
+            raise DrivetrainError(f"MixtureOfExperts: {what}", remedy=f"give {allowed}")

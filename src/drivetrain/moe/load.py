@@ -1,0 +1,101 @@
+"""How many tokens each expert got: counted while training, once each, and what the counts say."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.micro_step import is_counted
+
+
+class Tally:
+    """What a layer counted since the last step, per device, and the auxiliary losses it has not handed over yet.
+
+    It is no buffer: DDP would overwrite it with rank 0's. At a step's end it is empty, so it is not saved either. The
+    copies that `replicate` makes of a layer share it; a deep copy gets one of its own.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.counts: dict[torch.device, Tensor] = {}
+        self.losses: list[tuple[Tensor, int]] = []  # a sum over tokens, and how many
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self.counts:
+            self.counts[device] = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
+        return self.counts[device]
+
+    def total(self, device: torch.device) -> Tensor:
+        """Over all devices of this process."""
+        here = self.on(device)
+        return here + sum(there.to(device) for other, there in self.counts.items() if other != device)
+
+    def forget(self) -> None:
+        for counts in self.counts.values():
+            counts.zero_()  # in place: what was compiled or captured goes on adding to them
+        self.losses.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self.num_slots)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.num_slots,)
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward: activations that were not kept are computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def count(tally: Tensor, chosen: Tensor) -> None:
+    """Adds up who was chosen, in place. Not for samples at weight 0, and not when a forward is computed again."""
+    if torch.compiler.is_compiling():
+        torch.ops.drivetrain.count_tokens(tally, chosen)  # asks at run time, not once when it is traced
+    else:
+        _count(tally, chosen)
+
+
+def _count(tally: Tensor, chosen: Tensor) -> None:
+    if is_counted() and not is_recomputing():
+        flat = chosen.reshape(-1)
+        tally.scatter_add_(0, flat, torch.ones_like(flat))  # whole numbers: the same in whatever order they are added
+
+
+torch.library.custom_op("drivetrain::count_tokens", _count, mutates_args=("tally",))
+torch.library.register_fake("drivetrain::count_tokens", lambda tally, chosen: None)
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """How evenly a step's tokens were spread over the active experts."""
+
+    max_violation: float  # the fullest expert's load over the mean, less 1: 0 is perfect
+    dead_experts: int  # active, and without a token
+    entropy: float  # of the loads, over that of equal ones: 1 is perfect
+    straggler: float  # the fullest rank's load over the mean of ranks: how long the others wait
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def figures_of(
+    load: Sequence[int], active: Sequence[bool], ranks: Sequence[int] | None = None, num_ranks: int = 1
+) -> LoadFigures:
+    """`ranks` says where each slot's expert lives."""
+    loads = [tokens for tokens, is_active in zip(load, active, strict=True) if is_active]
+    total = sum(loads)
+    if not total:
+        return LoadFigures(0.0, len(loads), 1.0, 1.0)
+    entropy = -sum(tokens / total * math.log(tokens / total) for tokens in loads if tokens)
+    by_rank = [0] * num_ranks
+    for tokens, rank in zip(load, ranks or [0] * len(load), strict=True):
+        by_rank[rank] += tokens
+    return LoadFigures(
+        max_violation=max(loads) * len(loads) / total - 1,
+        dead_experts=loads.count(0),
+        entropy=entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
+        straggler=max(by_rank) * num_ranks / total,
+    )

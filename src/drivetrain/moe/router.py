@@ -1,0 +1,76 @@
+"""Which experts a token goes to, and with what weight: token-choice top-k, in fp32 or better."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drivetrain.core.errors import DrivetrainError
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+class Routing(NamedTuple):
+    chosen: Tensor  # (tokens, k): slots of experts, best first
+    weights: Tensor  # (tokens, k), fp32 or better
+    logits: Tensor  # (tokens, slots): -inf where there is no expert
+    scores: Tensor  # (tokens, slots): 0 where there is no expert
+
+
+class Router(nn.Module):
+    """A linear map from a token to a score for each slot.
+
+    Slots without an active expert are never chosen: their scores are 0, and no gradient reaches their rows. `bias`
+    moves the choice and not the weights; balancing sets it. Noise, in training, is drawn from torch's own generators,
+    which a run keys by step, rank and micro-step.
+    """
+
+    active: Tensor
+    bias: Tensor
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_slots: int,
+        k: int,
+        *,
+        scores: Scores = "softmax",
+        normalize: bool | None = None,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if scores not in ("softmax", "sigmoid"):
+            raise DrivetrainError(f"scores is {scores!r}", remedy="'softmax' or 'sigmoid'")
+        self.k, self.scores, self.noise = k, scores, noise
+        # One expert's weight, normalised, is 1 whatever the router says: it would never learn.
+        self.normalize = k > 1 if normalize is None else normalize
+        self.weight = nn.Parameter(torch.empty(num_slots, num_inputs))
+        bound = num_inputs**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        self.register_buffer("active", torch.ones(num_slots, dtype=torch.bool))
+        self.register_buffer("bias", torch.zeros(num_slots))
+        self.uses_bias = False
+
+    def forward(self, tokens: Tensor) -> Routing:
+        dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.weight.dtype), torch.float32)
+        logits = functional.linear(tokens.to(dtype), self.weight.to(dtype))
+        if self.noise and self.training:
+            logits = logits + self.noise * torch.randn_like(logits)
+        logits = torch.where(self.active, logits, float("-inf"))
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        ranked = torch.where(self.active, scores.detach() + self.bias, float("-inf")) if self.uses_bias else logits
+        chosen = ranked.topk(self.k, -1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalize:
+            total = weights.sum(-1, keepdim=True)
+            if self.scores == "sigmoid":
+                total = total.clamp_min(torch.finfo(dtype).tiny)  # all of them may underflow
+            weights = weights / total
+        return Routing(chosen, weights, logits, scores)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bias = self.bias.float()  # steps of a thousandth vanish in bf16
+        return self

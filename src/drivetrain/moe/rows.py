@@ -1,0 +1,113 @@
+"""From tokens to rows sorted by expert, and back: the two permutations, with backwards that gather instead of adding.
+
+Autograd's own backward of `tokens[index]` adds rows into place one by one, by sorting or with atomics. Each token has
+exactly k rows and their places are known, so both directions are gathers: fast, and the same bits every time.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+
+class Order(NamedTuple):
+    """Where the rows of (token, choice) pairs stand when they are sorted by expert."""
+
+    pairs: Tensor  # (rows): which pair, token × k + choice, stands in this row
+    tokens: Tensor  # (rows): its token
+    places: Tensor  # (pairs): in which row a pair stands
+    ends: Tensor  # (experts), int32: where each expert's rows end
+
+
+def order_of(chosen: Tensor, num_experts: int) -> Order:
+    """Of the experts that each token chose, (tokens, k). Stable: the rows of an expert are in the order of tokens."""
+    flat = chosen.reshape(-1)
+    # Fewer bits to sort by; the values are small.
+    keys, pairs = (flat.to(torch.int16) if num_experts < 2**15 else flat).sort(stable=True)
+    tokens = torch.div(pairs, chosen.shape[1], rounding_mode="floor")
+    places = torch.empty_like(pairs)
+    places[pairs] = torch.arange(pairs.numel(), device=pairs.device)
+    slots = torch.arange(num_experts, device=keys.device, dtype=keys.dtype)
+    ends = torch.searchsorted(keys, slots, right=True, out_int32=True)
+    return Order(pairs, tokens, places, ends)
+
+
+class _ToRows(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order_tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = tokens.shape
+        return tokens.index_select(0, order_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        rows = gradients[0].index_select(0, places)
+        num_tokens, width = ctx.shape
+        return rows.view(num_tokens, places.numel() // max(num_tokens, 1), width).sum(1), None, None
+
+
+class _FromRows(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, pairs, places)
+        per_choice = places.view(weights.shape).unbind(1)
+        # Choice by choice: all of them at once would need k times the output, in the precision of the weights.
+        total = rows.index_select(0, per_choice[0]) * weights[:, :1]
+        for choice, place in enumerate(per_choice[1:], start=1):
+            total = torch.addcmul(total, rows.index_select(0, place), weights[:, choice : choice + 1])
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, pairs, places = ctx.saved_tensors
+        num_choices = weights.shape[1]
+        gradient = gradients[0].index_select(0, torch.div(pairs, num_choices, rounding_mode="floor"))
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            of_pairs = (gradient * rows).sum(1, dtype=weights.dtype)
+            of_weights = of_pairs.index_select(0, places).view(weights.shape)
+        of_rows = gradient * weights.reshape(-1).index_select(0, pairs).unsqueeze(1)
+        return of_rows.to(rows.dtype), of_weights, None, None
+
+
+class _GatedSilu(Function):
+    """silu(gate) × up of one fused tensor. Its backward writes both halves into place instead of joining them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        gate, up = hidden.chunk(2, -1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (hidden,) = ctx.saved_tensors
+        gate, up = hidden.chunk(2, -1)
+        result = torch.empty_like(hidden)
+        of_gate, of_up = result.chunk(2, -1)
+        torch.mul(gradients[0], functional.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=of_gate)
+        return result
+
+
+def to_rows(tokens: Tensor, order: Order) -> Tensor:
+    """A row for each (token, choice), sorted by expert."""
+    result: Tensor = _ToRows.apply(tokens, order.tokens, order.places)  # type: ignore[no-untyped-call]
+    return result
+
+
+def from_rows(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """The weighted sum of each token's rows, added up in the precision of the weights."""
+    result: Tensor = _FromRows.apply(rows, weights, order.pairs, order.places)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gated_silu(hidden: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # it fuses better by itself
+        gate, up = hidden.chunk(2, -1)
+        return functional.silu(gate) * up
+    result: Tensor = _GatedSilu.apply(hidden)  # type: ignore[no-untyped-call]
+    return result
