@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import correctness, feed, gpt2, moe, overhead, resident, saving, startup, table, watching
+from benchmarks import capture, correctness, feed, gpt2, moe, overhead, resident, saving, startup, table, watching
 from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "overhead": overhead.measure,
     "gpt2": gpt2.measure,
     "feed": feed.measure,
+    "capture": capture.measure,
     "resident": resident.measure,
     "moe": moe.measure,
     "saving": saving.measure,
@@ -45,7 +46,7 @@ CONTESTS = {
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
-NEEDS_A_GPU = {"feed", "gpt2", "moe", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
+NEEDS_A_GPU = {"capture", "feed", "gpt2", "moe", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
 
 
 def main() -> None:

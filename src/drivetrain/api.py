@@ -143,7 +143,11 @@ class _Run(Setup):
         if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
             loader.feed.before_copy = lambda: clock.lap(DATA)
         if isinstance(strategy, SingleStrategy) and not why_not_captured:
-            stepper: Stepper = CapturedStepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
+            captured = CapturedStepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
+            if isinstance(loader.feed, ResidentFeed):
+                loader.feed.gathers = False  # the replay does it
+                captured.take_rows(channels_last=self.channels_last)
+            stepper: Stepper = captured
         else:
             stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
             stepper.why_not = why_not_captured if self.way.capture else ""

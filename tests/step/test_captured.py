@@ -46,7 +46,13 @@ class Captures:
         return self.steppers[-1]
 
     def run(self, folder: Path, variant: Variant = BASE, capture: str = "on", **changes: Any) -> Trained:
-        found = run(str(folder), variant, settings={"capture": capture, "monitor_gpu": False}, **changes)
+        settings = changes.pop("settings", {})
+        found = run(
+            str(folder),
+            variant,
+            settings={"capture": capture, "monitor_gpu": False, "auto_optimize": False} | settings,
+            **changes,
+        )
         assert found is not None
         return found
 
@@ -66,13 +72,19 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("variant", "changes"),
-    [(BASE, {"ema": 0.9}), (replace(BASE, kind="transformer", dropout=0.0, steps=14), {})],
-    ids=["dropout, clipping, average, ragged epochs", "counted items"],
+    [
+        (BASE, {"ema": 0.9}),
+        (replace(BASE, kind="transformer", dropout=0.0, steps=14), {}),
+        (replace(BASE, steps=14), {"settings": {"resident": "on"}}),
+    ],
+    ids=["dropout, clipping, average, ragged epochs", "counted items", "resident data"],
 )
 def test_the_same_as_without(captures: Captures, tmp_path: Path, variant: Variant, changes: dict[str, Any]) -> None:
     plain = captures.run(tmp_path / "plain", variant, "off", **changes)
     assert not captures.steppers
     assert_identical(captures.run(tmp_path / "captured", variant, **changes), plain)
+    if "settings" in changes:
+        assert "Rows" in repr([*captures.last._recorded]), "the gathering is recorded, too"
     recorder = captures.recorders[0]
     tails = variant.steps // 4
     # Three steps of each shape are the warm-up; a fourth is recorded and replayed, as are those after it.

@@ -5,8 +5,9 @@ changes something in Python, cannot be replayed, and the run goes on without, wi
 shape that is not rare is recorded, and replayed from there on; rare ones, such as an epoch's last, run as ever.
 
 All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be recorded. What changes from
-step to step reaches a replay through memory: the batch is copied into place, the learning rate is on the device
-(`strategies.rates`), the generators' seeds are read when a replay begins.
+step to step reaches a replay through memory: the batch is copied into place, or of resident data the numbers of its
+samples, which the replay gathers; the learning rate is on the device (`strategies.rates`); the generators' seeds are
+read when a replay begins.
 """
 
 import threading
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
-from drivetrain.data.batch import MicroBatch
+from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place
-from drivetrain.monitor.phases import STEP
+from drivetrain.data.resident import Rows
+from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.step.inputs import NotStaticError, signature, with_tensors
 from drivetrain.step.python_state import State, changes, generators_state, python_state
 from drivetrain.step.stepper import Stepper
@@ -64,7 +66,8 @@ class CapturedStep:
         self._outcome: StepOutcome | None = None
 
         def body() -> None:
-            strategy.backward(objective(batch, num_samples, step_samples or num_samples, weight))
+            data = batch.gather() if isinstance(batch, Rows) else batch
+            strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
             self._outcome = _packed(strategy.move())
 
         try:
@@ -170,6 +173,7 @@ class CapturedStepper(Stepper):
         **options: Any,
     ) -> None:
         super().__init__(strategy, objective, world, seed, **options)
+        self._takes_rows = self._channels_last = False
         put_rates_on_device(strategy.parts.optimizer)
         self._capturable, self._device = strategy, world.device
         self._make_recorder = make_recorder
@@ -190,6 +194,16 @@ class CapturedStepper(Stepper):
         self._shown: _Recorded | None = None  # whose gradients the parameters have
         self._state: State | None = None  # when the first step was recorded
         self._looks_again = False
+
+    def take_rows(self, *, channels_last: bool) -> None:
+        """Batches come as `Rows` of resident data, or from the host as they are; they are gathered or moved here."""
+        self._takes_rows, self._channels_last, self._arrives = True, channels_last, DATA
+
+    def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
+        super().learn(batch.gather() if isinstance(batch, Rows) else self._moved(batch), place, micro)
+
+    def _moved(self, batch: Any) -> Any:
+        return to_device(batch, self._device, channels_last=self._channels_last) if self._takes_rows else batch
 
     def look_again(self) -> None:
         self._looks_again = bool(self._recorded)
@@ -213,6 +227,7 @@ class CapturedStepper(Stepper):
         if self._looks_again:
             self._compare()
         batch = self.begin(place, micro)
+        batch = batch if isinstance(batch, Rows) else self._moved(batch)
         leaves: list[Tensor] = []
         try:
             key = micro.num_samples, place.num_samples, micro.weight, signature(batch, leaves)
@@ -294,7 +309,8 @@ class CapturedStepper(Stepper):
             recorded = _Recorded(make, batch, leaves, before)
         except Exception as error:  # noqa: BLE001  (whatever cannot be recorded can be run)
             self._give_up(f"recording the step failed: {_cause(error)}")
-            return self._run_here(self._begin_again(place, micro), place, micro, stop)
+            self._begin_again(place, micro)
+            return self._run_here(batch, place, micro, stop)
         found = changes(state, self._python_state())
         recorded.take(leaves)
         self._begin_again(place, micro)
@@ -309,11 +325,10 @@ class CapturedStepper(Stepper):
         self._recorded[key] = recorded
         return outcome
 
-    def _begin_again(self, place: Place, micro: MicroBatch) -> Any:
+    def _begin_again(self, place: Place, micro: MicroBatch) -> None:
         """The generators as at the beginning of the step."""
         if self._seeds:
             self._seed_model(self._key_of(place, micro))
-        return micro.batch
 
     def _compare(self) -> None:
         """Hooks ran. What they changed in place is where a replay reads it; anything else needs a new recording."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.data.resident import Rows
+
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -23,6 +25,8 @@ def signature(batch: Any, tensors: list[Tensor]) -> Hashable:
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.stride(), batch.device
     kind = type(batch)
+    if kind is Rows:
+        return kind, id(batch.resident), signature(batch.samples, tensors)
     if kind in _PLAIN:
         return kind, batch  # with its kind: 1, 1.0 and True are equal
     if isinstance(batch, (list, tuple)):
@@ -38,6 +42,8 @@ def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
     """The same structure with these tensors in place of its own."""
     if isinstance(batch, Tensor):
         return next(tensors)
+    if isinstance(batch, Rows):
+        return Rows(batch.resident, next(tensors))
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(with_tensors(value, tensors) for value in batch))
     if isinstance(batch, (list, tuple)):
