@@ -195,7 +195,7 @@ def run_contest(
         order = [name for name in contest.order if not only or name in only]
         for name in dict.fromkeys(only):
             book.forget(name)
-        left = [*order, *(name for name in dict.fromkeys(only) if name not in order)]
+        left = [*order, *(each.name for each in contest.competitors if each.name in only and each.name not in order)]
         warmed = False
         while left:
             spent = time.monotonic() - began

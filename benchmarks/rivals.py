@@ -297,8 +297,9 @@ def by_lightning(
             callbacks=[Timer()],
             **flags,
         )
-        trainer.fit(Module(), loader_of(workload, columns, micro_batch, loader))
-    return watch.measured(micro_batch=micro_batch)
+        source = loader_of(workload, columns, micro_batch, loader)
+        trainer.fit(Module(), source)
+    return watch.measured(micro_batch=micro_batch, loader_workers=source.num_workers)
 
 
 def by_accelerate(workload: Workload, *, micro_batch: int, **flags: Any) -> Measured:
@@ -320,7 +321,7 @@ def by_accelerate(workload: Workload, *, micro_batch: int, **flags: Any) -> Meas
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients and watch.step():
-                return watch.measured(micro_batch=micro_batch)
+                return watch.measured(micro_batch=micro_batch, loader_workers=loader.num_workers)
 
 
 def loader_of(

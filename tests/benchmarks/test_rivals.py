@@ -28,15 +28,16 @@ from benchmarks.rivals import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks import cpu, plan_gpt2, plan_mlp, plan_resnet, whole_job
+from benchmarks import cpu, plan_gpt2, plan_mlp, plan_resnet, rivals, whole_job
 
 STEPS = 8
 TOLD = Circumstances(smoke=True, is_warming=False, known={})
 
 
 @pytest.fixture(autouse=True)
-def switches_as_before() -> Iterator[None]:
+def switches_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Competitors set torch's switches, as a child process may; other tests are not to feel it."""
+    monkeypatch.setattr(rivals, "the_device", lambda: torch.device("cpu"))  # samples are counted in Python
     threads = torch.get_num_threads()
     yield
     as_torch_starts()
@@ -100,43 +101,81 @@ def test_ours_does_the_same_steps() -> None:
     assert sorted(torch.cat(counted.samples)[-56:][:20].tolist()) == list(range(20))
 
 
-def test_loops_by_hand_learn_what_a_plain_loop_learns() -> None:
-    """Accumulated or not, captured or not: the mean over the global batch is what is stepped on."""
-    ends: list[list[Tensor]] = []
-    for loop in (
-        lambda work: by_hand(work, micro_batch=3, precision="fp32"),
-        lambda work: by_hand(work, micro_batch=8, precision="fp32"),
-        captured,
-    ):
-        kept: list[nn.Module] = []
+def weights_after(loop: Callable[[Workload], Measured], num_steps: int) -> list[Tensor]:
+    """Of a network whose epoch is one step, so that the order does not matter."""
+    kept: list[nn.Module] = []
 
-        def model(kept: list[nn.Module] = kept) -> nn.Module:
-            torch.manual_seed(1)
-            kept.append(nn.Linear(1, 2).double())
-            return kept[-1]
+    def model() -> nn.Module:
+        kept.append(linear())
+        return kept[-1]
 
-        work = Workload(
+    loop(
+        Workload(
             model=model,
             loss=lambda network, batch: functional.cross_entropy(network(batch[0]), batch[1]),
-            # One epoch is one step, so that the order does not matter.
-            data=lambda: (torch.linspace(-1, 1, 8, dtype=torch.float64).view(8, 1), torch.arange(8) % 2),
+            data=lambda: (INPUTS, LABELS),
             global_batch=8,
-            pace=Pace(1, 1, 4),
+            pace=Pace(1, 1, num_steps - 1),
             learning_rate=0.1,
         )
-        loop(work)  # type: ignore[operator]
-        ends.append([parameter.detach() for parameter in kept[-1].parameters()])
+    )
+    return [parameter.detach().cpu() for parameter in kept[-1].parameters()]
+
+
+INPUTS, LABELS = torch.linspace(-1, 1, 8, dtype=torch.float64).view(8, 1), torch.arange(8) % 2
+
+
+def linear() -> nn.Module:
     torch.manual_seed(1)
-    reference = nn.Linear(1, 2).double()
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    inputs, labels = work.data()
-    for _ in range(5):
+    return nn.Linear(1, 2).double()
+
+
+def expected_after(num_steps: int) -> list[Tensor]:
+    network = linear()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    for _ in range(num_steps):
         optimizer.zero_grad()
-        functional.cross_entropy(reference(inputs), labels).backward()
+        functional.cross_entropy(network(INPUTS), LABELS).backward()
         optimizer.step()
-    for end in ends:
-        for mine, expected in zip(end, reference.parameters(), strict=True):
-            torch.testing.assert_close(mine, expected.detach(), rtol=1e-9, atol=1e-9)
+    return [parameter.detach() for parameter in network.parameters()]
+
+
+HAND: dict[str, Callable[[Workload], Measured]] = {
+    "accumulated": lambda work: by_hand(work, micro_batch=3, precision="fp32"),
+    "at once": lambda work: by_hand(work, micro_batch=8, precision="fp32"),
+    "captured": captured,
+}
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_loops_by_hand_learn_what_a_plain_loop_learns(name: str) -> None:
+    for mine, expected in zip(weights_after(HAND[name], 5), expected_after(5), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_a_graph_does_what_its_steps_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps warm up before the capture; after it each replay is a step."""
+    monkeypatch.setattr(rivals, "the_device", lambda: torch.device("cuda"))
+    for mine, expected in zip(weights_after(captured, 50), expected_after(53), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_graph_takes_all_samples_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of an epoch is shorter, and has its own graph: what is seen in an epoch adds up to all there is."""
+    monkeypatch.setattr(rivals, "the_device", lambda: torch.device("cuda"))
+    seen = torch.zeros(20, device="cuda")
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        seen.index_add_(0, batch[0].long().flatten(), torch.ones(len(batch[0]), device="cuda"))
+        return functional.cross_entropy(network(batch[0]), batch[1])
+
+    work = replace(Counted().work, loss=loss, pace=Pace(3, 3, 3))
+    captured(work)
+    # Four epochs of three steps, after three warm-up steps of each size.
+    assert int(seen.sum()) == 4 * 20 + 3 * (8 + 4)
+    assert int(seen.min()) >= 4
 
 
 def test_the_stopwatch_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
