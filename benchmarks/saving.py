@@ -3,6 +3,9 @@
 `saving` is GPT-2 124M with AdamW in bf16 on a GPU: 1.5 GB per checkpoint. `saving-cpu` is a network of 8 million
 weights on the CPU, 100 MB per checkpoint, where the thread that writes takes its share of the cores. A step is long
 enough for a save to end before the next one is due; were it not, the next would wait, and `waited` would say so.
+
+Of each save beside training a line is printed: the longest gap between two micro-steps after it, and what both threads
+were doing then.
 """
 
 import json
@@ -20,6 +23,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from benchmarks import gpt2
+from benchmarks.threads import Threads
 from drivetrain import Job
 from drivetrain.api import train
 from drivetrain.checkpoint import Shard
@@ -28,9 +32,9 @@ from drivetrain.config import configure
 
 ROUNDS = 2
 EVERY = 20
-STEPS = 60
 WARM_UP = 5
-WAYS = {"beside training": True, "waiting": False}
+BESIDE = "beside training"
+RUNS = ((BESIDE, True, 80), ("waiting", False, 40), (BESIDE, True, 80))  # in this order; with the steps of each
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -44,7 +48,7 @@ def measure() -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, gpt2.VOCABULARY, (num_samples, gpt2.CONTEXT + 1), generator=generator)
     data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    settings = {"gpu_mode": "single_gpu", "precision": "bf16", "batch_size": gpt2.BATCH}
+    settings = {"gpu_mode": "single_gpu", "precision": "bf16", "batch_size": gpt2.BATCH, "capture": "off"}
     return {
         **_both_ways_to_copy(),
         **_compare(gpt2.Gpt2, gpt2.loss_of, data, gpt2.BATCH * micro_batches, micro_batches, settings),
@@ -112,32 +116,56 @@ def _compare(
     settings: dict[str, Any],
 ) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {}
-    for _ in range(ROUNDS):
-        for way, beside in WAYS.items():
-            marks: list[float] = []
+    for way, beside, num_steps in RUNS:
+        marks: list[float] = []
 
-            def timed_loss(network: nn.Module, batch: Any, marks: list[float] = marks) -> Tensor:
-                marks.append(time.perf_counter())
-                return loss(network, batch)
+        def timed_loss(network: nn.Module, batch: Any, marks: list[float] = marks) -> Tensor:
+            marks.append(time.perf_counter())
+            return loss(network, batch)
 
-            with tempfile.TemporaryDirectory() as folder:
-                job = Job(
-                    name="saving",
-                    model=model,
-                    data=data,
-                    loss=timed_loss,
-                    optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
-                    global_batch=global_batch,
-                    max_steps=STEPS,
-                    checkpoint_every=EVERY,
-                    keep_last=1,
-                )
-                config = configure(output_dir=folder, async_save=beside, **settings)
-                train(job, config, quiet=True)
-                events = _checkpoints(Path(folder) / "saving" / "events.jsonl")
-            for name, value in _figures(marks[-STEPS * micro_batches :: micro_batches], events):
-                samples.setdefault(f"{way}: {name}", []).append(value)
+        with tempfile.TemporaryDirectory() as folder, Threads() as threads:
+            job = Job(
+                name="saving",
+                model=model,
+                data=data,
+                loss=timed_loss,
+                optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
+                global_batch=global_batch,
+                max_steps=num_steps,
+                checkpoint_every=EVERY,
+                keep_last=1,
+            )
+            # How a step is run is fixed: what is compared is saving.
+            config = configure(
+                output_dir=folder, async_save=beside, compile=False, auto_optimize=False, report=False, **settings
+            )
+            train(job, config, quiet=True)
+            events = _checkpoints(Path(folder) / "saving" / "events.jsonl")
+        marks = marks[-num_steps * micro_batches :]
+        for name, value in _figures(marks[::micro_batches], events, num_steps):
+            samples.setdefault(f"{way}: {name}", []).append(value)
+        if beside:
+            samples.setdefault(f"{way}: longest extra time between micro-steps around a save (ms)", []).extend(
+                _gaps(marks, micro_batches, num_steps, threads)
+            )
     return samples
+
+
+def _gaps(marks: list[float], micro_batches: int, num_steps: int, threads: Threads) -> list[float]:
+    """Of each save; and a line about it."""
+    gaps = [(after - before, before) for before, after in pairwise(marks)]
+    usual = statistics.median(gap for gap, _ in gaps[WARM_UP * micro_batches : (EVERY - 1) * micro_batches])
+    found = []
+    for number, saved in enumerate(range(EVERY, num_steps, EVERY)):
+        after = gaps[saved * micro_batches - 1 : (saved + EVERY) * micro_batches - 1]
+        longest, began = max(after)
+        found.append(1e3 * (longest - usual))
+        which = "first" if number == 0 else "later"
+        print(
+            f"  {which} save, of step {saved}: longest gap {found[-1]:.1f} ms more than the usual {1e3 * usual:.1f}, "
+            f"{began - after[0][1]:.3f} s after it began; then {threads.between(began, began + longest)}"
+        )
+    return found
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:
@@ -145,17 +173,17 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "checkpoint"]
 
 
-def _figures(starts: list[float], events: list[dict[str, Any]]) -> list[tuple[str, float]]:
+def _figures(starts: list[float], events: list[dict[str, Any]], num_steps: int) -> list[tuple[str, float]]:
     """Of one run. A step lasts from its first forward to the next step's, with all that is done between them."""
     steps = [after - before for before, after in pairwise(starts)]
     usual = statistics.median(steps[WARM_UP : EVERY - 1])
     figures = [("usual step (ms)", usual * 1e3)]
-    for saved in range(EVERY, STEPS, EVERY):
+    for saved in range(EVERY, num_steps, EVERY):
         extra = [1e3 * (seconds - usual) for seconds in steps[saved - 1 : saved - 1 + EVERY]]
         figures.append(("longest extra time of a step around a save (ms)", max(extra)))
         figures.append(("extra time of all steps until the next save (ms)", sum(extra)))
     for event in events:
-        if event["step"] < STEPS:
+        if event["step"] < num_steps:
             figures.append(("until it is on the disk (ms)", 1e3 * event["seconds"]))
             if "waited_seconds" in event:
                 figures.append(("copying (ms)", 1e3 * (event["stalled_seconds"] - event["waited_seconds"])))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, CheckpointError, Files, Shard, background
+from drivetrain.checkpoint import checkpointer as checkpointer_module
 from drivetrain.checkpoint.files import Written
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.core.world import World
@@ -368,3 +369,35 @@ def test_the_side_group_is_made_once_and_closed_with_the_world(gloo_pool: GlooPo
     assert gloo_pool.run(groups_of_a_world, world=2) == [(True, False, 2, 1)] * 2
     alone = World()
     assert alone.aside() is alone
+
+
+def test_the_first_save_works_out_nothing_that_was_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a save does beside training takes the interpreter from it."""
+    calls: list[str] = []
+    for name in ("merged_tensors", "parts_problem", "arranged"):
+        original = getattr(checkpointer_module, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original) -> Any:
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(checkpointer_module, name, counted)
+    shards = [
+        Shard.whole("a", torch.arange(6.0)),
+        Shard.whole("empty", torch.zeros(0)),
+        Shard.whole("b", torch.ones(2)),
+    ]
+    saver = BackgroundSaver(Checkpointer(tmp_path / "checkpoints", World()), World())
+    saver.prepare(shards, {})
+    assert saver._thread is not None
+    saver._thread.join()
+    assert calls == ["arranged", "merged_tensors", "parts_problem"]
+    saver.begin(1, shards, {})
+    saver.judged()
+    saver.finish()
+    assert len(calls) == 3
+    found = Checkpoint.latest_in(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.read("a").tolist() == list(range(6))
+    assert found.read("b").tolist() == [1, 1]
+    assert found.read("empty").shape == (0,)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import random
 import subprocess
@@ -427,3 +428,24 @@ def test_exported_weights_start_another_run(tmp_path: Path) -> None:
     (event,) = events(tmp_path / "second", "weights taken")
     assert sorted(event["taken"]) == sorted(load_file(path))
     assert Checkpoint.latest_in(tmp_path / "second" / "suite" / "checkpoints") is not None
+
+
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_a_large_run_sets_objects_aside_for_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_badly: bool
+) -> None:
+    monkeypatch.setattr("drivetrain.run.saves.LARGE_BYTES", 1)
+    counts: list[int] = []
+
+    def looking(model: Any, batch: Any) -> Tensor:
+        counts.append(gc.get_freeze_count())
+        if ends_badly and len(counts) == 5:
+            raise KeyError("planted")
+        return vector_loss(model, batch)
+
+    variant = replace(BASE, steps=6)
+    with pytest.raises(KeyError) if ends_badly else contextlib.nullcontext():
+        run(str(tmp_path), variant, loss=looking)
+    assert counts[0] == 0
+    assert counts[-1] > 10_000
+    assert gc.get_freeze_count() == 0
