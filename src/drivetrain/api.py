@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -108,7 +107,8 @@ class _Run(Setup):
         division = Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, world.size)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
-        model, optimizer, called = self.dressed(built)
+        model, optimizer = self.dressed(built)
+        called_loss = self.called_loss()
         taken = None
         if checkpoint is None and job.init_from is not None:
             taken = take_weights(job.init_from, model, world)
@@ -117,13 +117,15 @@ class _Run(Setup):
         first = loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(loader.fingerprint, world)
         offloads = self.settings.activations.value == "offload"
-        parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called, average, offloads)
+        parts = StrategyParts(
+            model, job.loss, optimizer, job.clip_norm, precision, None, called_loss, average, offloads
+        )
         trial = Trial(to_device(first.batch, world.device, channels_last=self.channels_last), first.num_samples)
         watches = self.config.watch.log_every != 0
         flops = 0
-        if watches and called is not None:
+        if watches and called_loss is not None:
             flops = count_apart(parts.loss, model, trial.batch, precision.around_forward())
-        counts = watches and world.is_main and called is None
+        counts = watches and world.is_main and called_loss is None
         draws, (flops_here, objective) = what_draws(
             lambda: counted(lambda: strategy.prepare(parts, trial), counts), world.device
         )
@@ -164,7 +166,7 @@ class _Run(Setup):
             def report(context: StepContext, metrics: dict[str, float], seconds: float) -> None:
                 books.metrics(context.step, context.epoch, metrics, seconds)
 
-            validation = self._validation(division, average, model if called is None else called, report)
+            validation = self._validation(division, average, report)
             if validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
                 validation.load_state_dict(checkpoint.meta["validation"])
             if taken is not None:
@@ -218,11 +220,10 @@ class _Run(Setup):
         self,
         division: Division,
         average: Average | None,
-        called: Any,
         report: Callable[[StepContext, dict[str, float], float], None],
     ) -> Validation | None:
         job = self.job
         if job.valid is None:
             return None
         validator = self.validator(division.micro_batch)
-        return Validation(validator, job.validate_every, job.best, job.early_stopping, average, called, report)
+        return Validation(validator, job.validate_every, job.best, job.early_stopping, average, report)

@@ -93,11 +93,13 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     batches = list(_on_device(setup, loader, place))
     meter = peak_meter(device)
     meter.reset()
-    model, optimizer, called = setup.model()
+    model, optimizer = setup.dressed(setup.build())
     flops = count_apart(job.loss, model, batches[0].batch, precision.around_forward()) / batches[0].num_samples
     strategy = setup.make_strategy()
     offloads = setup.settings.activations.value == "offload"
-    parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called, None, offloads)
+    parts = StrategyParts(
+        model, job.loss, optimizer, job.clip_norm, precision, None, setup.called_loss(), None, offloads
+    )
     draws, objective = what_draws(
         lambda: strategy.prepare(parts, Trial(batches[0].batch, batches[0].num_samples)), device
     )

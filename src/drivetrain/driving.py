@@ -139,7 +139,9 @@ class Drive:
             taken = take_weights(job.init_from, model, world)
         average = None if job.ema is None else Average(model, job.ema)
         offloads = setup.settings.activations.value == "offload"
-        parts = StrategyParts(model, _as_computed, optimizer, job.clip_norm, self._precision, called, average, offloads)
+        parts = StrategyParts(
+            model, _as_computed, optimizer, job.clip_norm, self._precision, called, None, average, offloads
+        )
         # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
         self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
         self._strategy = setup.make_strategy(broadcast_buffers=False)

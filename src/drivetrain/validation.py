@@ -139,7 +139,6 @@ class Validation:
         best: Aim,
         early_stopping: EarlyStopping | None,
         average: Average | None,
-        called: Callable[..., Any],
         report: Callable[[StepContext, dict[str, float], float], None],
     ) -> None:
         self.every = every
@@ -148,13 +147,13 @@ class Validation:
         self.best_value = math.nan
         self.stopped_because = ""
         self._validator, self._best, self._early_stopping = validator, best, early_stopping
-        self._average, self._called, self._report = average, called, report
+        self._average, self._report = average, report
         self._patience = _Patience(early_stopping) if early_stopping else None
 
     def __call__(self, context: StepContext) -> Verdict:
         began = time.perf_counter()
         with self._average.in_place() if self._average else nullcontext():
-            self.latest = self._validator.measure(context.model, self._called)
+            self.latest = self._validator.measure(context.model)
         self._report(context, self.latest, time.perf_counter() - began)
         value = _picked(self.latest, self._best)
         is_best = self._best.is_better(value, self.best_value)

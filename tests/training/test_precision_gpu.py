@@ -148,7 +148,8 @@ def test_less_memory_for_activations(tmp_path: Path, how: str) -> None:
     )
     peaks, losses = [], []
     for name in ("keep", how):
-        config = configure(output_dir=tmp_path / name, gpu_mode="single_gpu", precision="fp32", activations=name)
+        settings = {"gpu_mode": "single_gpu", "precision": "fp32", "resident": "off"}
+        config = configure(output_dir=tmp_path / name, activations=name, **settings)
         result = train(job, config, quiet=True)
         events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
         memory = [event for event in events if event["event"] == "memory"]

@@ -32,6 +32,7 @@ from drivetrain.plan.tune import Measurement, Way
 from drivetrain.step import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.compiling import compiled
 from drivetrain.strategies.rates import put_rates_on_device
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
@@ -103,7 +104,7 @@ class Probe:
             called, graphs = None, 0
             if way.compile_mode:  # to look for the compiler alone takes seconds
                 graphs = _num_graphs()
-                called = torch.compile(model, mode=way.compile_mode)
+                called = compiled(job.loss, way.compile_mode)
             optimizer = job.make_optimizer(model)
             if way.capture:
                 problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision)
@@ -112,7 +113,7 @@ class Probe:
                 make_capturable(optimizer)
                 put_rates_on_device(optimizer)
             average = None if job.ema is None else Average(model, job.ema)
-            parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, called, average)
+            parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, None, called, average)
             strategy = SingleStrategy(self._alone)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
@@ -132,7 +133,7 @@ class Probe:
                 captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
             _wait(device)
             warm = time.perf_counter() - began
-            if way.compile_mode and not _was_compiled(model, graphs):
+            if way.compile_mode and not _was_compiled(job.loss, graphs):
                 return Measurement(problem="nothing was compiled")
             one = _timed(lambda: step(1), device, seconds)
             count = -(-share // way.micro_batch)
@@ -304,11 +305,11 @@ def _num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _was_compiled(model: nn.Module, graphs_before: int) -> bool:
+def _was_compiled(loss: Any, graphs_before: int) -> bool:
     """In this probe, or by an earlier one whose code is used again."""
     if _num_graphs() > graphs_before:
         return True
-    code = getattr(type(model).forward, "__code__", None)
+    code = getattr(loss, "__code__", None)
     return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 

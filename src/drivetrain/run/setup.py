@@ -35,6 +35,8 @@ from drivetrain.run.sharing import refuse_strategy
 from drivetrain.step import own_stream, why_not_captured
 from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
 from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.base import LossFunction
+from drivetrain.strategies.compiling import compiled
 from drivetrain.validation import Validator
 
 SOURCE = "source.json"
@@ -349,7 +351,9 @@ class Setup:
 
     def model(self) -> tuple[nn.Module, Optimizer, Any]:
         """The model as it is run, its optimizer, and what the loss function calls in its place if it is compiled."""
-        return self.dressed(self.build())
+        model, optimizer = self.dressed(self.build())
+        called = None if self.way.compile_mode is None else torch.compile(model, mode=self.way.compile_mode)
+        return model, optimizer, called
 
     def build(self) -> nn.Module:
         """The model on its device, as the user made it."""
@@ -361,7 +365,7 @@ class Setup:
             )
         return made.to(self.world.device).train()
 
-    def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer, Any]:
+    def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
         """A model that was built, made ready for the way that is followed."""
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -376,9 +380,11 @@ class Setup:
                     "no repeated blocks were found in the model, so there is nothing to recompute block by block",
                     remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
                 )
-        optimizer = self.job.make_optimizer(model)
-        called = None if self.way.compile_mode is None else torch.compile(model, mode=self.way.compile_mode)
-        return model, optimizer, called
+        return model, self.job.make_optimizer(model)
+
+    def called_loss(self) -> LossFunction | None:
+        """What is called in place of the loss function where it is compiled, with the model inside."""
+        return None if self.way.compile_mode is None else compiled(self.job.loss, self.way.compile_mode)
 
     def meta(self, division: Division) -> dict[str, Any]:
         return {

@@ -38,6 +38,7 @@ class StrategyParts:
     clip_norm: float | None = None
     precision: Precision = FP32_ON_CPU
     called_model: Callable[..., Any] | None = None  # what the loss function gets: the model, or it compiled
+    called_loss: LossFunction | None = None  # what is called in its place: it compiled, with the model inside
     average: Average | None = None
     offloads_activations: bool = False
 
@@ -169,7 +170,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = parts.model
         self.scale = scale  # undoes the averaging of whatever reduces the gradients
-        self._loss = parts.loss
+        self._loss = parts.called_loss or parts.loss
         self._around_forward = around_forward(parts)
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.model if parts.called_model is None else parts.called_model,)

@@ -1,0 +1,24 @@
+"""The loss function and the model inside it, compiled as one.
+
+The loss alone can take as much time and memory as several layers: over a large vocabulary its input is the largest
+tensor of the step. Compiled together with the model, it is fused into what makes that input.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.loss import LossSum
+from drivetrain.strategies.base import LossFunction
+
+
+def compiled(loss: LossFunction, mode: str) -> LossFunction:
+    if inspect.isfunction(loss) or inspect.ismethod(loss):
+        return torch.compile(loss, mode=mode)
+
+    def call(model: Any, batch: Any) -> Tensor | LossSum:
+        return loss(model, batch)
+
+    return torch.compile(call, mode=mode)
