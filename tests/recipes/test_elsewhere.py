@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from drivetrain import DrivetrainError, Job
 from drivetrain.cli import main
@@ -15,6 +16,7 @@ from drivetrain.core.precision import Precision
 from drivetrain.hardware.catalogue import machine_named, machine_of_memory
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.simulate import simulate
+from drivetrain.planning import plan
 from drivetrain.run.elsewhere import plan_elsewhere
 from drivetrain.run.needs import needs_of
 from tests.hardware_fixtures import load
@@ -118,6 +120,25 @@ def test_nothing_fits() -> None:
     assert "weights by module: blocks 1.1 MB" in told
     assert "activations by module: blocks" in told
     assert "remedy: cheapest first:\n    1. " in told
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_what_runs_out_of_memory_here_is_explained(tmp_path: Path, is_followed: bool) -> None:
+    """A step that runs out of memory where it is measured; on shapes alone it can be followed, or not even there."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if not (is_followed and isinstance(batch, FakeTensor)):
+            raise torch.OutOfMemoryError("out of memory")
+        return model(batch).square().mean()
+
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, gpu_memory_fraction=1e-4, batch_size=8)
+    with pytest.raises(DrivetrainError) as caught:
+        plan(make_job(loss=loss), config, measure=True)
+    told = str(caught.value)
+    assert "8 samples at a time do not fit on cpu: a step needs " in told
+    assert "free × 0.0001)" in told
+    assert ("activations by module: blocks" in told) is is_followed
+    assert ("activations are not known" in told) is not is_followed
 
 
 def test_what_is_pinned_holds() -> None:

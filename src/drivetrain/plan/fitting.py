@@ -149,6 +149,7 @@ def ways_out(
 
 def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int, recomputes: bool) -> Iterator[WayOut]:
     whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
+    recomputes = recomputes and needs.recompute is not None
     now = Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
     line = now.line(needs) or needs.keep
     peak, room = line.peak_bytes(micro_batch), limit_bytes * (1 - FRAGMENTATION)

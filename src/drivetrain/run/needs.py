@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision, PrecisionName
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
-from drivetrain.plan.fitting import Needs
+from drivetrain.plan.fitting import Needs, does_not_fit, in_words
 from drivetrain.plan.held import Held, count_held, forecast_held, num_bytes
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
 from drivetrain.plan.simulate import Simulated, simulate
@@ -45,6 +46,30 @@ def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int,
         activations={name: size // num_samples for name, size in smallest.module_bytes.items() if size > 0},
         notes=notes,
     )
+
+
+def explained(
+    job: Job,
+    model: nn.Module,
+    precision: PrecisionName,
+    where: str,
+    free_bytes: float,
+    fraction: float,
+    *,
+    num_devices: int = 1,
+    micro_batch: int = 1,
+    recomputes: bool = False,
+) -> DrivetrainError:
+    """Why so many samples at a time do not fit: what takes how much, and the ways out."""
+    limit = free_bytes * fraction
+    try:
+        needs = needs_of(job, model, precision, micro_batch, limit)
+    except Exception:  # noqa: BLE001  (what is known of the weights is told, whatever keeps a step from being followed)
+        held, notes = _held(job, model)
+        line = MemoryModel(fixed_bytes=held.total, sample_bytes=0.0)
+        needs = Needs(held=held, keep=line, notes=(*notes, "activations are not known: a step could not be followed"))
+    how_much = f"{in_words(limit)} to use ({in_words(free_bytes)} free × {fraction:g})"
+    return does_not_fit(needs, limit, where, how_much, num_devices, micro_batch, recomputes=recomputes)
 
 
 def _held(job: Job, model: nn.Module) -> tuple[Held, tuple[str, ...]]:

@@ -21,11 +21,10 @@ from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, key_of_facts
-from drivetrain.plan.fitting import does_not_fit, in_words
 from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
 from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, tune
 from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
-from drivetrain.run.needs import needs_of
+from drivetrain.run.needs import explained
 from drivetrain.run.setup import Setup
 
 OnProbe = Callable[[Way, Measurement], None]
@@ -135,7 +134,7 @@ def measured(
         try:
             return tune(run.way, scope, measure, clock)
         except DoesNotFitError as error:
-            raise _does_not_fit(run, model, scope.memory_limit_bytes, error.tried) from error
+            raise _does_not_fit(run, model, error.tried) from error
         except UnusableError as error:
             raise DrivetrainError(
                 f"a step of this job cannot be run: {error}",
@@ -173,16 +172,12 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
     config, device = run.config, run.world.device
     pinned, on_gpu = run.pinned(), run.world.device.type == "cuda"
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
-    if on_gpu:
-        limit = torch.cuda.mem_get_info(device)[0] * config.memory.gpu_fraction
-    else:
-        limit = run.hardware.memory.free_bytes * config.memory.gpu_fraction
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     may_change_precision = "precision" not in pinned and run.config.kernels.deterministic is False
     return Scope(
         rank_samples=run.rank_samples,
         remaining_samples=run.rank_samples * num_steps,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=_free_bytes(run) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(pinned, model, device),
         precisions=_other_precisions(run) if may_change_precision else (),
         least_precision_gain=0.03 if on_gpu else LEAST_GAIN_OF_BF16,
@@ -386,12 +381,22 @@ def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
     )
 
 
-def _does_not_fit(run: Setup, model: nn.Module, limit_bytes: float, tried: list[Tried]) -> DrivetrainError:
+def _does_not_fit(run: Setup, model: nn.Module, tried: list[Tried]) -> DrivetrainError:
     """What takes how much, and the ways out."""
-    device, fraction = run.world.device, run.config.memory.gpu_fraction
     failed = [each.way for each in tried if each.measurement.out_of_memory]
-    smallest = min((way.micro_batch for way in failed), default=1)
-    needs = needs_of(run.job, model, run.way.precision, smallest, limit_bytes)
-    how_much = f"{in_words(limit_bytes)} to use ({in_words(limit_bytes / fraction)} free × {fraction:g})"
-    recomputes = any(way.recompute for way in failed)
-    return does_not_fit(needs, limit_bytes, str(device), how_much, run.num_devices, smallest, recomputes=recomputes)
+    return explained(
+        run.job,
+        model,
+        run.way.precision,
+        str(run.world.device),
+        _free_bytes(run),
+        run.config.memory.gpu_fraction,
+        num_devices=run.num_devices,
+        micro_batch=min((way.micro_batch for way in failed), default=1),
+        recomputes=any(way.recompute for way in failed),
+    )
+
+
+def _free_bytes(run: Setup) -> int:
+    device = run.world.device
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

@@ -30,6 +30,7 @@ from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
+from drivetrain.run.needs import explained
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.step import own_stream, why_not_captured
@@ -363,7 +364,13 @@ class Setup:
             raise DrivetrainError(
                 f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
             )
-        return made.to(self.world.device).train()
+        try:
+            return made.to(self.world.device).train()
+        except torch.OutOfMemoryError as error:
+            free, fraction = torch.cuda.mem_get_info(self.world.device)[0], self.config.memory.gpu_fraction
+            raise explained(
+                self.job, made, self.way.precision, str(self.world.device), free, fraction, num_devices=self.num_devices
+            ) from error
 
     def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
         """A model that was built, made ready for the way that is followed."""
