@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain import LossSum
 from drivetrain.core.precision import Precision
-from drivetrain.core.records import Reading
+from drivetrain.core.records import PinnedSlots, Reading, StepOutcome
 from drivetrain.core.world import World
 from drivetrain.step import CapturedStep, CapturedStepper, CudaRecorder, make_capturable, own_stream
 from drivetrain.step import captured as captured_module
@@ -215,10 +215,11 @@ def test_what_cannot_be_replayed_is_run_as_ever(
         assert f"{Path(__file__).name}:" in why_not(tmp_path / "captured"), "it says where"
 
 
-def unnoticed_wait(model: nn.Module, batch: Any) -> Tensor:
-    """A wait that torch does not notice: the recording itself fails, in the middle of a step."""
+def waits_when_recorded(model: nn.Module, batch: Any) -> Tensor:
+    """What the warm-up cannot notice: the recording itself fails, in the middle of a step, and is invalid then."""
     loss = vector_loss(model, batch)
-    torch.cuda.current_stream().synchronize()
+    if torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
     return loss
 
 
@@ -226,8 +227,8 @@ def unnoticed_wait(model: nn.Module, batch: Any) -> Tensor:
 def test_a_recording_that_fails_costs_nothing_but_itself(tmp_path: Path, precision: str) -> None:
     variant = replace(BASE, dropout=0.3, save_every=10)
     settings = {"precision": precision}
-    plain = trained(tmp_path / "plain", OFF | settings, variant, loss=unnoticed_wait)
-    failed = trained(tmp_path / "failed", ON | settings, variant, loss=unnoticed_wait)
+    plain = trained(tmp_path / "plain", OFF | settings, variant, loss=waits_when_recorded)
+    failed = trained(tmp_path / "failed", ON | settings, variant, loss=waits_when_recorded)
     assert "recording the step failed" in why_not(tmp_path / "failed")
     assert_identical(failed, plain)
     # Nothing of it is left: the next run captures, and draws as it should.
@@ -265,7 +266,7 @@ def test_a_replay_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refusing(original: Any) -> Any:
         def call(*arguments: Any) -> Any:
             replays.append(1)
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error" if len(replays) > 6 else "default")
             try:
                 return original(*arguments)
             finally:
@@ -277,6 +278,21 @@ def test_a_replay_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Reading, "__init__", refusing(Reading.__init__))
     trained(tmp_path, ON | {"precision": "fp16"}, replace(BASE, dropout=0.3), ema=0.9)
     assert len(replays) > 150
+
+
+def test_readings_under_way_share_nothing() -> None:
+    device, slots = torch.device("cuda", torch.cuda.current_device()), PinnedSlots()
+
+    def reading(value: float) -> Reading:
+        outcome = StepOutcome([(torch.tensor(value, device=device), 2.0)], 4.0, 0.0, torch.tensor(value, device=device))
+        return Reading(outcome, device, slots)
+
+    first, second = reading(1.0), reading(2.0)
+    assert first.values() == (2.0, 4.0, 0.0, 1.0, 0.0)
+    third = reading(3.0)  # where the first was
+    assert second.values()[0] == 4.0
+    assert third.values()[0] == 6.0
+    assert first.values()[0] == 2.0
 
 
 def test_a_probe_of_a_captured_step() -> None:

@@ -1,14 +1,18 @@
 """Each reason for which a step cannot be captured, told before the first of them."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from drivetrain.config import configure
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
 from drivetrain.data.items import Draws
+from drivetrain.driving import drive
 from drivetrain.step import make_capturable, why_not_captured
 
 # A device that need not be there: nothing is put on it.
@@ -97,6 +101,13 @@ def test_otherwise_nothing_stands_in_the_way(changes: dict[str, Any]) -> None:
 def test_a_parameter_elsewhere() -> None:
     world = World(device=GPU)
     assert "not on cuda:0" in why_not_captured(world, "single", adam(), Precision("bf16", "cuda"))
+
+
+def test_a_loop_of_ones_own_is_not_captured(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", capture="on")
+    with pytest.raises(ConfigError, match="in a loop of one's own Python runs it"):
+        drive(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2)] * 4, max_steps=1, config=config)
 
 
 def test_every_group_is_made_capturable() -> None:
