@@ -43,6 +43,7 @@ def test_the_table_for_four_gpus(gigabytes: float, micro_batch: int, accumulatio
     [
         ("cpu-2core", "single", "fp32", 4, 64, 256),
         ("4x-l4", "ddp", "bf16", 16, 4, 256),
+        ("h200", "single", "bf16", 16, 16, 256),
         ("8x-a100-80gb", "ddp", "bf16", 16, 2, 256),
         ("2x-rtx3090", "ddp", "bf16", 16, 8, 256),
         ("mixed-3090-1080", "ddp", "fp16", 4, 32, 256),
@@ -57,6 +58,16 @@ def test_what_each_machine_gets(
     assert settings.micro_batch.value == micro_batch
     assert settings.accumulation.value == accumulation
     assert settings.effective_batch == effective
+
+
+@pytest.mark.parametrize("machine", names())
+def test_data_parallel_only_where_it_is_asked_for(machine: str) -> None:
+    hardware = load(machine)
+    by_rule = choose_settings(hardware).strategy
+    assert by_rule.value == ("ddp" if len(hardware.gpus) > 1 else "single")
+    assert not by_rule.pinned
+    asked = choose_settings(hardware, Pins(strategy="data_parallel")).strategy
+    assert (asked.value, asked.pinned) == ("data_parallel", True)
 
 
 def test_the_oldest_gpu_decides_the_precision_and_is_named() -> None:
