@@ -27,6 +27,7 @@ class Command:
     module: str
     summary: str
     obeys: tuple[str, ...]  # sections and fields of the configuration; flags of others are refused by name
+    here: str = ""  # the module whose `run` does it in this process, where the command's own returns None
 
     def load(self) -> ModuleType:
         return import_module(self.module)
@@ -71,7 +72,17 @@ COMMANDS = {
         "What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
         tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
     ),
-    "train": Command("drivetrain.recipes", "Trains a recipe.", tuple(SECTIONS)),
+    "train": Command(
+        "drivetrain.launch.training",
+        "Trains a recipe, a job or a script, on every GPU here.",
+        tuple(SECTIONS),
+        here="drivetrain.recipes",
+    ),
+    "launch": Command(
+        "drivetrain.launch.command",
+        "Starts a script on every GPU here, or on several machines; watches it, and says why it failed.",
+        ("run.output_dir", "distributed.skip_preflight"),
+    ),
     "eval": Command(
         "drivetrain.recipes.evaluation",
         "Loss and metrics of a run's weights over its validation set.",
@@ -103,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="in_plain_letters")
     try:
-        return _dispatch(words)
+        return dispatch(words)
     except DrivetrainError as error:
         print(f"drivetrain: {error}", file=sys.stderr)
         return error.exit_code
@@ -116,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _dispatch(words: list[str]) -> int:
+def dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -137,8 +148,13 @@ def _dispatch(words: list[str]) -> int:
     from_file, more = from_yaml(parsed.config_file) if parsed.config_file is not None else ([], [])
     machine = cache(detect)
     resolved = resolve([from_file, parsed.given], [*problems, *more], machine)
-    run: Callable[..., int] = module.run
-    return run(module.Options(**parsed.options), resolved)
+    run: Callable[..., int | None] = module.run
+    options = module.Options(**parsed.options)
+    code = run(options, resolved)
+    if code is None:
+        inner = import_module(COMMANDS[name].here)
+        code = int(inner.run(inner.Options(target=options.target), resolved))
+    return code
 
 
 def flag_parser(name: str, module: ModuleType) -> FlagParser:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, StepContext, Verdict
 from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
+from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.loader import Loader, MicroBatch
@@ -195,6 +196,7 @@ class Trainer:
         asked = time.perf_counter()
         total, count, stop, norm, skipped = enqueued.reading.values()
         self._stepper.clock.waited(time.perf_counter() - asked)
+        supervision.step(place.step + 1)
         self.stopped_early |= stop > 0
         loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
         if not math.isfinite(loss):

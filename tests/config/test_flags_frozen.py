@@ -51,6 +51,7 @@ FLAGS = {
     "distributed.static_graph": ["--static-graph"],
     "distributed.gradient_as_bucket_view": ["--gradient-as-bucket-view"],
     "distributed.sync_batchnorm": ["--sync-batchnorm"],
+    "distributed.skip_preflight": ["--skip-preflight"],
     "compile.enabled": ["--compile"],
     "compile.mode": ["--compile-mode"],
     "plan.auto_optimize": ["--auto-optimize"],
@@ -81,6 +82,7 @@ OBEYED = {
     ],
     "verify": PLACE,
     "train": list(FLAGS),
+    "launch": ["run.output_dir", "distributed.skip_preflight"],
     "plan": [
         name
         for name in FLAGS
@@ -94,11 +96,17 @@ OBEYED = {
     ],
     "config": list(FLAGS),
 }
+LAUNCH_FLAGS = [
+    *("--num-processes", "--num-gpus", "--gpu-ids", "--cpu", "--share-gpus", "--nodes", "--node-rank"),
+    *("--main-address", "--main-port", "--interface", "--max-restarts", "--tail-ranks", "--log-dir", "--bind"),
+    *("--join-seconds", "--node-seconds", "--stop-seconds"),
+]
 OWN_FLAGS = {
     "check": ["--json"],
     "verify": ["--json", "--only", "--quick", "--save", "--time-limit-seconds"],
     "config": ["--json"],
-    "train": [],
+    "train": LAUNCH_FLAGS,
+    "launch": LAUNCH_FLAGS,
     "eval": ["--json", "--which"],
     "plan": ["--for", "--gpu-memory", "--gpus", "--json", "--measure", "--out"],
 }

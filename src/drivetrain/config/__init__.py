@@ -1,7 +1,7 @@
 """The one typed configuration: fields in `schema`, names in `settings`, files in `sources`, checks in `resolve`."""
 
 from drivetrain.config.resolve import Resolved, configure, resolve, value_problem
-from drivetrain.config.schema import Allowed, Config, Flag, Positional
+from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest
 from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Setting, nearest, normal, settings_of
 from drivetrain.config.sources import Given, from_yaml
 
@@ -15,6 +15,7 @@ __all__ = [
     "Given",
     "Positional",
     "Resolved",
+    "Rest",
     "Setting",
     "configure",
     "from_yaml",

@@ -83,16 +83,20 @@ class FlagParser:
         used_elsewhere: Mapping[str, Sequence[str]] | None = None,
         examples: Sequence[str] = (),
     ) -> None:
-        self._options = settings_of(options)
+        self._options = tuple(setting for setting in settings_of(options) if not setting.is_rest)
+        self._rest = next((setting for setting in settings_of(options) if setting.is_rest), None)
         self._used_elsewhere = used_elsewhere or {}
         sections = dict.fromkeys(setting.section for setting in settings)
         self._known: dict[str, Setting | None] = {"config": None, "help": None}
         self._known |= {name: setting for setting in settings for name in setting.names}
         self._known |= {normal(setting.flag): setting for setting in self._options if not setting.is_positional}
+        positionals = [option.field.upper() for option in self._options if option.is_positional]
         self._parser = _Parser(
             prog=prog,
             usage=" ".join(
-                [prog, *(option.field.upper() for option in self._options if option.is_positional), "[flags]"]
+                [prog, "[flags]", *positionals, f"[{self._rest.field.upper()}]"]
+                if self._rest is not None
+                else [prog, *positionals, "[flags]"]
             ),
             description=summary,
             epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else None,
@@ -129,6 +133,9 @@ class FlagParser:
 
     def parse(self, argv: Sequence[str]) -> ParsedFlags:
         parsed = ParsedFlags()
+        if self._rest is not None:
+            end = self._first_positional(argv) + 1
+            argv, parsed.options[self._rest.field] = argv[:end], tuple(argv[end:])
         tokens = self._one_spelling(argv, parsed.problems)
         namespace = argparse.Namespace(record=[])
         try:
@@ -142,6 +149,19 @@ class FlagParser:
             )
         self._sort_out(namespace.record, parsed)
         return parsed
+
+    def _first_positional(self, argv: Sequence[str]) -> int:
+        """Where the flags end and what they are for begins: its own flags, which follow, are not ours."""
+        place = 0
+        while place < len(argv) and argv[place].startswith("-"):
+            name, equals, _ = argv[place].partition("=")
+            key = normal(name)
+            setting = self._known.get(key)
+            following = argv[place + 1].lower() if place + 1 < len(argv) else ""
+            is_switch = key in ("help", "h") or key.startswith("no-") or (setting is not None and setting.is_bool)
+            takes_next = not equals and (following in _BOOLEAN_WORDS if is_switch else bool(following))
+            place += 2 if takes_next else 1
+        return place
 
     def _add(self, group: argparse._ArgumentGroup, setting: Setting) -> None:
         names = [setting.flag, *(f"--{name}" for name in setting.names if f"--{name}" != setting.flag)]

@@ -20,6 +20,10 @@ class Positional:
     """Marks the field of a command's options that is given without a flag."""
 
 
+class Rest:
+    """Marks the field of a command's options that takes every word after the first positional one, as it is."""
+
+
 class Allowed:
     """What a text field takes, in words, where the type alone does not say it."""
 
@@ -239,6 +243,9 @@ class DistributedSection(Section):
     )
     sync_batchnorm: Annotated[bool, Flag("sync-batchnorm")] = Field(
         False, description="batch statistics over all ranks; needs GPUs"
+    )
+    skip_preflight: Annotated[bool, Flag("skip-preflight")] = Field(
+        False, description="do not compare the ranks and try their connections before the model is made"
     )
 
 

@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from drivetrain.config.schema import Allowed, Config, Flag, Positional
+from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest
 
 
 def normal(name: str) -> str:
@@ -30,6 +30,7 @@ class Setting:
     info: FieldInfo
     aliases: tuple[str, ...]
     is_positional: bool = False
+    is_rest: bool = False
 
     @property
     def flag(self) -> str:
@@ -159,8 +160,8 @@ def settings_of(model: type[BaseModel], section: str = "") -> tuple[Setting, ...
     for field, info in model.model_fields.items():
         aliases = tuple(name for item in info.metadata if isinstance(item, Flag) for name in item.names)
         own_name = f"{section}.{field}" if section else (aliases[0] if aliases else field)
-        positional = any(isinstance(item, Positional) for item in info.metadata)
-        found.append(Setting(own_name, section, field, info, aliases, positional))
+        positional, rest = (any(isinstance(item, mark) for item in info.metadata) for mark in (Positional, Rest))
+        found.append(Setting(own_name, section, field, info, aliases, positional, rest))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ tensors, never pickled objects.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.launchers import Place, find_place
 
 
 class World:
@@ -45,11 +46,12 @@ class World:
         init_method: str | None = None,
         timeout_seconds: float = 600,
     ) -> "World":
-        """Join the world that `RANK`, `WORLD_SIZE` and `LOCAL_RANK` describe; without them, a world of one.
+        """Join the world that the launcher's environment describes; without a launcher, a world of one.
 
         Local ranks take the devices in turn. A process group that is there already is used as it is.
         """
-        rank, size, local_rank, local_size = (_number(name, default) for name, default in _ENVIRONMENT)
+        place = cls.detect()
+        rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
         joined_here = not dist.is_initialized()
         if not joined_here:
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -59,6 +61,7 @@ class World:
         if size == 1:
             return cls(device=device)
         if joined_here:
+            os.environ.update(place.environment)  # torch reads these, and so does what users call
             dist.init_process_group(
                 # NCCL refuses two ranks on one GPU; gloo takes them.
                 backend or ("nccl" if device.type == "cuda" and local_size <= len(devices) else "gloo"),
@@ -70,6 +73,11 @@ class World:
         world = cls(rank, size, local_rank, device, dist.group.WORLD)
         world._owns_group = joined_here
         return world
+
+    @staticmethod
+    def detect(environ: Mapping[str, str] | None = None) -> Place:
+        """Who started this process, and its place among the others. Joins nothing."""
+        return find_place(environ)
 
     @property
     def is_main(self) -> bool:
@@ -148,15 +156,3 @@ class World:
 
 # Between two words of a writer lie the slowest rank's file and a step. A rank that dies is noticed at once.
 _ASIDE_TIMEOUT = timedelta(hours=1)
-_ENVIRONMENT = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise DrivetrainError(
-            f"the environment variable {name} is {text!r}, not a number",
-            remedy=f"unset {name}, or let a launcher set it",
-        ) from None

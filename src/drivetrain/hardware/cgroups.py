@@ -44,6 +44,13 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     return MemoryLimit(least.total_bytes, max(0, min(limit.free_bytes for limit in limits)), least.version)
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """How often the kernel has killed for want of memory in these groups. Only a rise of it means anything."""
+    v1 = (_stat(group / "memory.oom_control") for group in _groups(root, "memory"))
+    v2 = (_stat(group / "memory.events") for group in _groups(root, None))
+    return sum(stat.get("oom_kill", 0) for stat in (*v1, *v2))
+
+
 def _groups(root: Path, controller: str | None) -> Iterator[Path]:
     """Folders of this process's group and those above it, from the inside out; controller None means cgroup v2."""
     memberships = _memberships(root)

@@ -1,11 +1,13 @@
 """The books of a run that is set up: on its main process, and nothing on the others."""
 
 import socket
+from dataclasses import asdict
 from math import ceil
 
 from rich.markup import escape
 
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.supervision import supervision
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.monitor.books import Books, NoBooks, RunFacts, RunPlan
@@ -26,6 +28,7 @@ def open_books(
 ) -> Books | NoBooks:
     """Called on every rank: the main one asks the others which GPUs they use."""
     own, gpus, processes_here = _gpus(run)
+    supervision.tell("resumed", step=resumed_from)
     if folder is None:
         return NoBooks()
     job, settings, division = run.job, run.settings, loader.division
@@ -62,7 +65,10 @@ def open_books(
         compiled=run.way.compile_mode is not None,
         captured=run.way.capture,
     )
-    return Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
+    books = Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
+    if run.preflight is not None:
+        books.event("preflight", **asdict(run.preflight))
+    return books
 
 
 def tell_notes(loader: Loader, books: Books | NoBooks) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
 from drivetrain.core.collector import SetAside
+from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.monitor.books import NoBooks
 
@@ -108,6 +109,7 @@ class Saves:
     def _tell(self, step: int, error: CheckpointError | None, seconds: dict[str, float]) -> None:
         best = self._best_at.pop(step, None)
         if error is None:
+            supervision.tell("checkpoint", step=step)
             self._unpin_all_but(best)
             self._books.event("checkpoint", step=step, best=best == step, **seconds)
         else:

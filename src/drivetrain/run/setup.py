@@ -19,6 +19,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
+from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import feed_for
@@ -31,6 +32,8 @@ from drivetrain.plan import Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
 from drivetrain.run.needs import explained
+from drivetrain.run.launched import obey_launcher, unused_gpus
+from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.step import own_stream, why_not_captured
@@ -82,6 +85,7 @@ def target_of_run() -> str:
 def note_end(finished: bool) -> None:
     """How the run that ended last in this process ended; asked for by whoever ran a script."""
     _ended[0] = finished
+    supervision.tell("end", finished=finished)
 
 
 def last_one_finished() -> bool:
@@ -98,12 +102,15 @@ class Setup:
 
     path: Path  # of the run's folder, once it is claimed
     strategy: str  # its name, once it is chosen
+    preflight: Preflight | None = None  # what it found, where there was one
 
     @classmethod
     def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
         """Find the devices and join the world, which the caller closes."""
         _runs[0] += 1
         config = config or _command_line.get() or Config()
+        place = World.detect()
+        config, notes = obey_launcher(config, place)
         hardware = detect(config.run.output_dir)
         devices = DeviceManager(hardware, config.device.mode, config.device.device, config.device.ids).devices
         world = World.join(
@@ -113,7 +120,13 @@ class Setup:
             timeout_seconds=config.distributed.timeout_seconds,
         )
         try:
-            return cls(job, config, hardware, world, devices, quiet=quiet or config.watch.quiet or not world.is_main)
+            quiet = quiet or config.watch.quiet or not world.is_main
+            notes.append(unused_gpus(place, devices, config.distributed.strategy, target_of_run()))
+            for note in filter(None, () if quiet else notes):
+                print(f"drivetrain: {note}", file=sys.stderr)
+            setup = cls(job, config, hardware, world, devices, quiet=quiet)
+            setup.try_the_road()
+            return setup
         except BaseException:
             world.close()
             raise
@@ -228,6 +241,13 @@ class Setup:
         product = micro * (accumulation or (1 if size else self.settings.accumulation.value)) * self.num_devices
         return min(product, job.num_samples or product) if size is None and accumulation is None else product
 
+    def try_the_road(self) -> None:
+        """Whether the ranks mean the same run and reach each other, before anything large is made."""
+        if is_wanted(self.config, self.world):
+            timeout = self.config.distributed.timeout_seconds
+            job = self.job.identity()
+            self.preflight = preflight(self.world, self.config, self.hardware, job, target_of_run(), timeout)
+
     def claim(self) -> RunFolder | None:
         """Rank 0 claims the folder; what it finds wrong is raised on all ranks."""
         folder, answer = None, None
@@ -242,6 +262,7 @@ class Setup:
         if "message" in answer:
             raise DrivetrainError(answer["message"], remedy=answer["remedy"])
         self.path = Path(answer["path"])
+        supervision.run(answer["path"])
         return folder
 
     def compilation(self) -> str:

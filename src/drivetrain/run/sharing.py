@@ -17,7 +17,7 @@ def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -
         raise _problem(asked, message, "auto, ddp here", "use ddp, or start the script with plain python")
     if world.size == 1 and asked == "ddp":
         message = "ddp is several processes, and this is the only one"
-        remedy = "start it with torchrun --nproc-per-node N, or under SLURM; or leave --parallel-strategy out"
+        remedy = "start it with `drivetrain launch`, torchrun or srun; or leave --parallel-strategy out"
         raise _problem(asked, message, "auto, single, data_parallel here", remedy)
     if asked == "data_parallel" and len(devices) < 2:
         message = f"data_parallel shares batches between GPUs, and there is only {devices[0]} to use"

@@ -1,0 +1,200 @@
+"""Who started this process, and its place among the others: read from the environment, without torch.
+
+Each launcher has variables of its own. The first whose mark is there is believed; what it says is checked, because a
+rank that is wrong about its place hangs all others.
+"""
+
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from drivetrain.core.errors import DrivetrainError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a job."""
+
+    launcher: str  # `python`, `drivetrain`, `torchrun`, `accelerate`, `deepspeed`, `srun`, `mpirun`
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    main_address: str = ""  # empty: nobody said, and one process needs none
+    main_port: int = 0
+    settings: tuple[tuple[str, str], ...] = ()  # what the launcher was told that a run may obey
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The standard names, which torch and most scripts read."""
+        names = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size,
+        }
+        main = {"MASTER_ADDR": self.main_address, "MASTER_PORT": self.main_port} if self.main_address else {}
+        return {name: str(value) for name, value in {**names, **main}.items()}
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How a launcher calls the four numbers, and the variable by which it is known."""
+
+    launcher: str
+    mark: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...] = ()  # what is the same on all ranks of a job, and of no other
+
+
+_STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# `accelerate launch` and `deepspeed` may use torchrun below; they come first, so that they are called by their name.
+_TABLE = (
+    _Names("drivetrain", "DRIVETRAIN_LAUNCHED", *_STANDARD),
+    _Names("accelerate", "ACCELERATE_MIXED_PRECISION", *_STANDARD),
+    _Names("deepspeed", "CROSS_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+    _Names("torchrun", "TORCHELASTIC_RUN_ID", *_STANDARD),
+    _Names("torchrun", "RANK", *_STANDARD),  # or anything else that speaks torch's own variables
+    _Names(
+        "srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+    _Names(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Names(
+        "mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE", ("PMI_ID", "MPIEXEC_ID"),
+    ),
+    _Names(
+        "mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+        ("PMI_ID", "HYDI_CONTROL_FD", "PMI_PORT"),
+    ),
+)  # fmt: skip
+_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_CPU")
+
+
+def find_place(environ: Mapping[str, str] | None = None) -> Place:
+    """This process's place; without a launcher, a world of one under plain `python`."""
+    environ = os.environ if environ is None else environ
+    for names in _TABLE:
+        if environ.get(names.mark):
+            place = _read(names, environ)
+            if place.launcher == "accelerate":
+                told = tuple((name, environ[name]) for name in _ACCELERATE if environ.get(name))
+                place = replace(place, settings=told)
+            return _with_main(place, names, environ)
+    return Place("python")
+
+
+def _read(names: _Names, environ: Mapping[str, str]) -> Place:
+    if names.launcher == "accelerate" and not environ.get("RANK"):
+        return Place("accelerate")  # one process: it sets no ranks
+    numbers = {name: _number(name, environ) for name in (names.rank, names.size)}
+    rank, size = numbers[names.rank], numbers[names.size]
+    missing = [name for name, value in numbers.items() if value is None]
+    if rank is None or size is None:
+        raise DrivetrainError(
+            f"{names.mark} says that {names.launcher} started this process, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set",
+            remedy=f"unset {names.mark}, or let a launcher set all of {names.rank}, {names.size}",
+        )
+    local_rank = _number(names.local_rank, environ)
+    local_size = _tasks_on(names, environ) if names.launcher == "srun" else _number(names.local_size, environ)
+    if not 0 <= rank < size:
+        raise DrivetrainError(
+            f"the environment says rank {rank} ({names.rank}) of {size} ({names.size})",
+            remedy="ranks go from 0 to the number of processes less 1; let a launcher set both",
+        )
+    # Where only the two are given, all ranks are taken to be here; more ranks than devices is checked where they are.
+    return Place(
+        names.launcher,
+        rank,
+        size,
+        rank if local_rank is None and local_size is None else local_rank or 0,
+        size if local_size is None and local_rank is None else local_size or 1,
+    )
+
+
+def _tasks_on(names: _Names, environ: Mapping[str, str]) -> int | None:
+    """`2(x3),1` means: two tasks on each of three nodes, one on the fourth."""
+    counts = []
+    for part in environ.get(names.local_size, "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found:
+            counts += [int(found[1])] * int(found[2] or 1)
+    node = _number("SLURM_NODEID", environ) or 0
+    return counts[node] if node < len(counts) else None
+
+
+def _with_main(place: Place, names: _Names, environ: Mapping[str, str]) -> Place:
+    """Where the ranks meet: as the environment says, or where this launcher lets it be known."""
+    if place.size == 1 and not environ.get("MASTER_ADDR"):
+        return place
+    address = environ.get("MASTER_ADDR") or _main_address(place, environ)
+    port = _number("MASTER_PORT", environ)
+    if port is None and names.job:
+        job = " ".join(environ.get(name, "") for name in names.job)
+        port = 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 12000
+    if port is None:
+        raise DrivetrainError(
+            f"{place.launcher} started {place.size} processes, but MASTER_PORT does not say where they meet",
+            remedy="set MASTER_PORT to the same free port on all nodes, or start them with `drivetrain launch`",
+        )
+    return replace(place, main_address=address, main_port=port)
+
+
+def _main_address(place: Place, environ: Mapping[str, str]) -> str:
+    if place.launcher == "srun":
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+        if (_number("SLURM_STEP_NUM_NODES", environ) or 1) == 1:
+            return LOOPBACK
+        first = first_host(hosts)
+        # Names of nodes need not be names of hosts; the node that started the step mostly is the first.
+        return first if first and resolves(first) else environ.get("SLURM_LAUNCH_NODE_IPADDR") or first
+    if place.local_size == place.size:
+        return LOOPBACK
+    raise DrivetrainError(
+        f"{place.launcher} started {place.size} processes on several nodes, but not where rank 0 is (MASTER_ADDR)",
+        remedy="mpirun -x MASTER_ADDR=<address of the first node> (MPICH: -genv MASTER_ADDR <address>)",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of SLURM's compressed list: `n[08-10,12],gpu3` begins with n08."""
+    found = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    return f"{found[1]}{found[2] or ''}{found[3] or ''}" if found else ""
+
+
+def resolves(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            return False
+    return True
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise DrivetrainError(
+            f"the environment variable {name} is {text!r}, not a number",
+            remedy=f"unset {name}, or let a launcher set it",
+        ) from None

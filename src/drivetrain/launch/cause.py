@@ -1,0 +1,227 @@
+"""Why a job ended: of all that failed, what failed first by itself; its class, and what to do about it."""
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+EXCEPTION = "exception"
+DEVICE_MEMORY = "out of memory (device)"
+HOST_MEMORY = "out of memory (host)"
+SIGNAL = "signal"
+TIMEOUT = "timeout"
+NODE_LOST = "node lost"
+LEFT_EARLY = "left early"
+EXIT = "exit"
+REFUSED = "refused"  # in words of ours: the input is wrong, and trying again does not help
+
+# What a rank says when another is gone. Of gloo, of NCCL, of the store.
+_LOST_A_PEER = re.compile(
+    r"connection (was )?(closed|reset) by (remote )?peer|connection reset|broken pipe|connection refused|socket closed"
+    r"|failed to (recv|send), got|(recv|send)Value ?failed|remote process exited|remote process has|ncclRemoteError"
+    r"|communicator was aborted|pair closure|client socket has failed to connect|connection was likely closed"
+    r"|Rank \d+ (successfully|failed to pass)|lost connection|Unable to connect|peer closed",
+    re.IGNORECASE,
+)
+_WAITED_IN_VAIN = re.compile(
+    r"timed out|time ?out|did not answer within|wait timeout after",
+    re.IGNORECASE,
+)
+_FROM_COLLECTIVES = re.compile(
+    r"Dist(Backend|Network|Store)?Error|gloo|nccl|ProcessGroup|c10d|TCPStore|collective|monitoredBarrier|torch.distributed",
+    re.IGNORECASE,
+)
+_DEVICE_MEMORY = re.compile(r"CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED|OutOfMemoryError")
+_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|MemoryError")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank that failed, or one node that is gone."""
+
+    kind: str
+    rank: int | None
+    node: int
+    host: str
+    pid: int | None
+    headline: str
+    traceback: str = ""
+    remedy: str = ""
+    step: int = 0
+    exit_code: int | None = None
+    signal: str = ""
+    exception: str = ""
+    follows: bool = False  # from the failure of another rank, by its looks
+    at: float = 0.0  # when, on the clock of the supervisor that decides
+    log: str = ""
+
+    @property
+    def where(self) -> str:
+        if self.rank is None:
+            return f"node {self.node} ({self.host})"
+        pid = f", pid {self.pid}" if self.pid else ""
+        return f"rank {self.rank} (node {self.node}, {self.host}{pid})"
+
+    @property
+    def is_ours_to_retry(self) -> bool:
+        """Whether the same start can go better: not where the input is wrong, nor where a rank left of its own."""
+        return self.kind not in (REFUSED, LEFT_EARLY)
+
+    def resembles(self, other: "Failure") -> bool:
+        """The same error at the same step: it would come a third time."""
+        by_itself = self.kind in (EXCEPTION, DEVICE_MEMORY, EXIT)
+        return by_itself and (self.kind, self.exception, self.step) == (other.kind, other.exception, other.step)
+
+
+def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
+    """Of what a worker told of its exception."""
+    kind, message, trace = str(error["type"]), str(error["message"]), str(error["traceback"])
+    first_line = message.splitlines()[0] if message else ""
+    exception = f"{kind}: {first_line}" if first_line else kind
+    common: dict[str, Any] = {"exception": exception, "step": int(error.get("step", 0)), "exit_code": 1, **place}
+    if error.get("expected"):
+        follows = bool(_LOST_A_PEER.search(message))
+        return Failure(
+            REFUSED, headline=message, remedy=str(error.get("remedy", "")), follows=follows, **common
+        )  # fmt: skip
+    origin = str(error.get("origin") or f"{kind}: {message}")
+    if _DEVICE_MEMORY.search(f"{kind}: {message}"):
+        remedy = "a smaller --batch-size (the global batch stays), --activations recompute, or more GPUs"
+        return Failure(DEVICE_MEMORY, headline=exception, traceback=trace, remedy=remedy, **common)
+    if _HOST_MEMORY.search(f"{kind}: {message}"):
+        return Failure(HOST_MEMORY, headline=exception, traceback=trace, remedy=_LESS_HOST_MEMORY, **common)
+    is_collective = bool(_FROM_COLLECTIVES.search(f"{origin}\n{trace}"))
+    if is_collective and _LOST_A_PEER.search(origin):
+        remedy = "another rank went away; its own log may say why"
+        return Failure(EXCEPTION, headline=exception, traceback=trace, remedy=remedy, follows=True, **common)
+    if is_collective and _WAITED_IN_VAIN.search(origin):
+        remedy = "a rank did not come; a slow save or a long data step can be allowed with --timeout-seconds"
+        return Failure(TIMEOUT, headline=exception, traceback=trace, remedy=remedy, follows=True, **common)
+    return Failure(EXCEPTION, headline=exception, traceback=trace, remedy=_remedy_of(kind), **common)
+
+
+def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any) -> Failure:
+    """Of a worker that ended without a word: by a signal, or with a code of its own. `said` is the end of its log."""
+    if code < 0:
+        name = _signal_name(-code)
+        common = {"signal": name, "exit_code": 128 - code, "traceback": said, **place}
+        if -code == signal.SIGKILL and out_of_memory:
+            headline = "the kernel killed it: the memory of this machine or of its control group was used up"
+            return Failure(HOST_MEMORY, headline=headline, remedy=_LESS_HOST_MEMORY, **common)
+        if -code in (signal.SIGKILL, signal.SIGTERM):
+            headline = f"ended by {name}, which came from outside"
+            remedy = "somebody or a scheduler killed it; `dmesg` tells if it was the kernel, for want of memory"
+            return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
+        headline = f"crashed with {name}"
+        remedy = "native code crashed; the Python lines it was at stand above"
+        return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
+    headline = f"ended with exit code {code} and without an exception"
+    return Failure(
+        EXIT, headline=headline, remedy="the script called sys.exit or os._exit; its output stands above",
+        exit_code=code, traceback=said, **place,
+    )  # fmt: skip
+
+
+def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
+    """The failure that the others follow from.
+
+    What a rank did by itself comes before what it suffered, then the earlier before the later. `left` are ranks that
+    ended with code 0: if all others only suffered, the first to leave is the cause.
+    """
+    by_itself = [failure for failure in failures if not failure.follows]
+    if by_itself:
+        lost = [failure for failure in by_itself if failure.kind == NODE_LOST]
+        # Workers of a node that went away are killed by their own supervisor: that is no cause of anything.
+        return min([failure for failure in by_itself if failure.kind != NODE_LOST] or lost, key=lambda one: one.at)
+    if left:
+        return min(left, key=lambda one: one.at)
+    return min(failures, key=lambda one: one.at)
+
+
+def left_early(**place: Any) -> Failure:
+    return Failure(
+        LEFT_EARLY,
+        headline="ended with exit code 0 while other ranks were still at work",
+        remedy="every rank has to run the same steps: look for a return, exit or break that only some ranks reach",
+        exit_code=0,
+        **place,
+    )
+
+
+def never_came(waiting: Failure, stack: str, **place: Any) -> Failure:
+    """The others waited for this rank in a collective, and it is still alive."""
+    return Failure(
+        TIMEOUT,
+        headline=f"did not come to a collective that rank {waiting.rank} waited for ({waiting.exception})",
+        traceback=f"it was at:\n{stack}" if stack else "",
+        remedy="every rank has to run the same steps; where it is only slow, --timeout-seconds",
+        **place,
+    )
+
+
+def node_lost(node: int, host: str, why: str, at: float) -> Failure:
+    remedy = "look at that machine and the network between; then start the same command again: it goes on from there"
+    return Failure(NODE_LOST, None, node, host, None, headline=why, remedy=remedy, at=at)
+
+
+def in_words(cause: Failure, attempt: int, others: Sequence[Failure] = ()) -> str:
+    """The last lines on the screen: traceback, class, remedy."""
+    at = f" after step {cause.step}" if cause.step else ""
+    again = f", attempt {attempt + 1}" if attempt else ""
+    lines = [f"drivetrain: {cause.where} failed first{at}{again}"]
+    if cause.traceback:
+        lines += [f"  | {line}" for line in cause.traceback.rstrip().splitlines()]
+    if cause.kind == REFUSED or not cause.traceback.rstrip().endswith(cause.headline):
+        lines += [f"  {line}" for line in cause.headline.splitlines()]
+    if cause.log:
+        lines.append(f"  log:    {cause.log}")
+    also = sorted({one.rank for one in others if one.rank is not None and one.rank != cause.rank})
+    if also:
+        lines.append(f"  then:   rank{'s' if len(also) > 1 else ''} {', '.join(map(str, also))}")
+    lines.append(f"  cause:  {cause.kind}")
+    if cause.remedy:
+        lines.append(f"  remedy: {cause.remedy}")
+    return "\n".join(lines)
+
+
+def as_json(cause: Failure, attempt: int, others: Sequence[Failure], when: str) -> str:
+    document = {
+        "cause": cause.kind,
+        **_without(asdict(cause), "kind", "follows", "at"),
+        "attempt": attempt,
+        "time": when,
+        "others": [
+            _without(asdict(replace(one, traceback=one.traceback[-2000:])), "at") for one in others if one != cause
+        ],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def from_wire(facts: Mapping[str, Any]) -> Failure:
+    return Failure(**facts)
+
+
+_LESS_HOST_MEMORY = "fewer --num-workers, fewer processes on this machine, or a larger memory limit"
+_REMEDIES = {
+    "ModuleNotFoundError": "install it into the environment of this Python on every node",
+    "FileNotFoundError": "check the path; on several nodes the file has to be there on each",
+    "PermissionError": "check the permissions of that path",
+    "torch.AcceleratorError": "run once with CUDA_LAUNCH_BLOCKING=1: the error is then raised where it happens",
+}
+
+
+def _remedy_of(kind: str) -> str:
+    return _REMEDIES.get(kind, "mend the line above; then start the same command again: it goes on from the last save")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _without(facts: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name not in names}

@@ -1,0 +1,37 @@
+"""`drivetrain launch SCRIPT`: an unchanged script on every GPU here, or on several machines."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from drivetrain.config import Positional, Resolved, Rest
+from drivetrain.hardware import detect
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.start import start
+
+EXAMPLES = (
+    "drivetrain launch train.py --lr 0.1            every GPU here; what follows the script is the script's",
+    "drivetrain launch --gpu-ids 0,1 train.py       these two",
+    "drivetrain launch --cpu --num-processes 2 train.py",
+    "drivetrain launch --nodes 2 --node-rank 0 --main-address 10.0.0.1 train.py    on the first of two machines",
+    "drivetrain launch --nodes 2 --node-rank 1 --main-address 10.0.0.1 train.py    on the second",
+)
+
+
+class Options(LaunchOptions):
+    script: Annotated[Path, Positional()] = Field(description="a Python file; flags of ours stand before it")
+    arguments: Annotated[tuple[str, ...], Rest()] = Field((), description="for the script, as they are")
+
+
+def run(options: Options, resolved: Resolved) -> int:
+    words = ("script", str(options.script), *options.arguments)
+    config = resolved.config
+    return start(
+        words,
+        options.script,
+        options,
+        detect(config.run.output_dir),
+        config.run.output_dir,
+        skip_preflight=config.distributed.skip_preflight,
+    )

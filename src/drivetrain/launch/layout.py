@@ -1,0 +1,170 @@
+"""How many processes this machine starts, on which devices, cores and interface; refused where it cannot work."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.launchers import LOOPBACK
+from drivetrain.hardware import Hardware
+from drivetrain.launch.binding import choose_cores, numa_cores
+from drivetrain.launch.network import (
+    interface_names,
+    interface_of,
+    interface_towards,
+    loopback_interface,
+    resolve_address,
+)
+from drivetrain.launch.options import LaunchOptions
+
+# A user who set one of these knows better.
+_THREADS = "OMP_NUM_THREADS"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One machine's part of a job."""
+
+    nodes: int
+    node_rank: int
+    main_address: str  # numbers, not a name
+    main_port: int
+    num_processes: int
+    environment: dict[str, str]  # the same for all processes here
+    cores: tuple[tuple[int, ...], ...]  # per local rank; empty: not bound
+    notes: tuple[str, ...]  # what was chosen, in words
+
+
+def make_layout(options: LaunchOptions, hardware: Hardware, environ: Mapping[str, str] | None = None) -> Layout:
+    environ = os.environ if environ is None else environ
+    problems: list[Problem] = []
+    gpus = _gpus(options, hardware, problems)
+    num_processes = _num_processes(options, len(gpus), problems)
+    node_rank, address = _nodes(options, problems)
+    if problems:
+        raise ConfigError(problems)
+    address = LOOPBACK if options.nodes == 1 else resolve_address(address)
+    interface, how = _interface(options, node_rank, address)
+
+    environment, notes = {}, []
+    if options.cpu or not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif len(gpus) < len(hardware.gpus):
+        uuids = [hardware.gpus[index].uuid for index in gpus]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+    if _THREADS not in environ:
+        threads = max(1, hardware.cpu.num_usable // num_processes)
+        environment[_THREADS] = str(threads)
+        notes.append(f"{threads} thread{'s' if threads > 1 else ''} each")
+    if interface and not any(name in environ for name in _INTERFACES):
+        environment |= dict.fromkeys(_INTERFACES, interface)
+        notes.append(f"interface {interface}{how}")
+    near = [hardware.gpus[gpus[rank % len(gpus)]].numa_node for rank in range(num_processes)] if gpus else []
+    cores = choose_cores(options.bind, num_processes, near, numa_cores())
+    if any(cores):
+        notes.append(f"bound to {min(map(len, cores))} cores each")
+    return Layout(
+        nodes=options.nodes,
+        node_rank=node_rank,
+        main_address=address,
+        main_port=options.main_port,
+        num_processes=num_processes,
+        environment=environment,
+        cores=tuple(map(tuple, cores)),
+        notes=tuple(notes),
+    )
+
+
+def _problem(flag: str, message: str, value: object, allowed: str = "", remedy: str = "") -> Problem:
+    return Problem(flag, message, value, "command line", allowed, remedy)
+
+
+def _gpus(options: LaunchOptions, hardware: Hardware, problems: list[Problem]) -> list[int]:
+    """Indices of the GPUs to use; none means the CPU."""
+    here = list(range(len(hardware.gpus))) if hardware.accelerator in ("cuda", "rocm") else []
+    asked = [
+        flag
+        for flag, value in (("--cpu", options.cpu), ("--num-gpus", options.num_gpus), ("--gpu-ids", options.gpu_ids))
+        if value
+    ]
+    if len(asked) > 1:
+        problems.append(
+            _problem(asked[1], f"stands beside {asked[0]}: both choose the devices", None, remedy="keep one")
+        )
+        return []
+    words = f"{len(here)} GPU{'s' if len(here) > 1 else ''} {'are' if len(here) > 1 else 'is'} visible" if here else (
+        "no GPU is visible"
+    )  # fmt: skip
+    if options.cpu:
+        return []
+    if options.num_gpus is not None:
+        if options.num_gpus > len(here):
+            remedy = f"--num-gpus {len(here)}, or `drivetrain check`" if here else "--cpu, or `drivetrain check`"
+            problems.append(
+                _problem("--num-gpus", f"asks for {options.num_gpus}: {words}", options.num_gpus, "", remedy)
+            )
+        return here[: options.num_gpus]
+    if options.gpu_ids is not None:
+        ids = options.gpu_ids
+        missing = sorted({index for index in ids if index not in here})
+        if missing:
+            allowed = f"0 to {here[-1]}" if here else ""
+            problems.append(
+                _problem("--gpu-ids", f"there is no GPU {', '.join(map(str, missing))}: {words}", ids, allowed,
+                         "`drivetrain check` lists them")
+            )  # fmt: skip
+        elif len(set(ids)) < len(ids):
+            problems.append(_problem("--gpu-ids", f"{list(ids)} names a GPU twice", ids, remedy="name each once"))
+        return list(ids)
+    return here
+
+
+def _num_processes(options: LaunchOptions, num_gpus: int, problems: list[Problem]) -> int:
+    number = options.num_processes or num_gpus or 1
+    if num_gpus and number > num_gpus and not options.share_gpus and not problems:
+        problems.append(
+            _problem(
+                "--num-processes",
+                f"{number} processes for {num_gpus} GPU{'s' if num_gpus > 1 else ''}: each needs one of its own",
+                number,
+                f"1 to {num_gpus}",
+                f"--num-processes {num_gpus}; or --share-gpus (slow, over gloo); or --cpu",
+            )
+        )
+    return number
+
+
+def _nodes(options: LaunchOptions, problems: list[Problem]) -> tuple[int, str]:
+    if options.nodes == 1:
+        if options.node_rank or options.main_address:
+            flag = "--node-rank" if options.node_rank else "--main-address"
+            problems.append(_problem(flag, "one machine takes part", None, remedy="say how many with --nodes"))
+        return 0, LOOPBACK
+    missing = [
+        flag
+        for flag, value in (("--node-rank", options.node_rank), ("--main-address", options.main_address))
+        if value is None
+    ]
+    for flag in missing:
+        example = "10.0.0.1, the same on every machine" if flag == "--main-address" else "0 on the main machine"
+        problems.append(_problem(flag, f"is missing: --nodes {options.nodes} needs it", None, "", f"{flag} {example}"))
+    if options.node_rank is not None and options.node_rank >= options.nodes:
+        problems.append(
+            _problem("--node-rank", f"is {options.node_rank} of {options.nodes}", options.node_rank,
+                     f"0 to {options.nodes - 1}", "each machine has its own, counted from 0")
+        )  # fmt: skip
+    return options.node_rank or 0, options.main_address or ""
+
+
+def _interface(options: LaunchOptions, node_rank: int, address: str) -> tuple[str, str]:
+    """The interface that workers talk over, and how it was found."""
+    if options.interface is not None:
+        if options.interface not in interface_names():
+            names = ", ".join(interface_names())
+            raise ConfigError([_problem("--interface", "there is no such interface", options.interface, names)])
+        return options.interface, ""
+    if options.nodes == 1:
+        return loopback_interface(), ""
+    found = interface_of(address) if node_rank == 0 else interface_towards(address)
+    return found, f" (towards {address})" if found else ""

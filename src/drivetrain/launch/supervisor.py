@@ -1,0 +1,362 @@
+"""Starts the workers, watches them, starts them again while that makes sense, and says why it ended.
+
+The world is fixed: every attempt has all ranks of all machines, or does not begin. Every attempt has a store of its
+own. Time is measured with the monotonic clock only. On several machines this is the main one; `follower` is the others.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.launch.cause import (
+    LEFT_EARLY,
+    NODE_LOST,
+    SIGNAL,
+    TIMEOUT,
+    Failure,
+    as_json,
+    first_cause,
+    from_wire,
+    in_words,
+    left_early,
+    never_came,
+    node_lost,
+)
+from drivetrain.launch.crew import Crew, Event, Start, Task
+from drivetrain.launch.guard import Guard
+from drivetrain.launch.layout import Layout
+from drivetrain.launch.logs import RankLogs
+from drivetrain.launch.network import listen_on
+from drivetrain.launch.nodes import Nodes
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.signals import hearing
+
+TICK_SECONDS = 0.1
+# After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only
+# suffered, for the one that did it.
+UNAWARE_SECONDS, LEAVING_SECONDS, CULPRIT_SECONDS = 1.0, 3.0, 10.0
+GONE_SECONDS = 10.0  # killed processes are gone sooner; a machine that cannot say so is lost
+REJOIN_SECONDS = 30.0  # a machine whose connection broke may come back
+OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without progress
+
+
+@dataclass
+class _Attempt:
+    """What is known of one attempt."""
+
+    number: int
+    world_size: int
+    failures: list[Failure] = field(default_factory=list)
+    left: dict[int, Failure] = field(default_factory=dict)  # ranks that ended well, and when
+    interrupted: set[int] = field(default_factory=set)
+    ended: dict[int, bool] = field(default_factory=dict)  # ranks whose run ended, and whether it is finished
+    nodes_gone: set[int] = field(default_factory=set)  # whose workers have all ended
+    stacks: dict[int, str] = field(default_factory=dict)
+    step: int = 0
+    checkpoint: int = 0
+
+    @property
+    def ranks_out(self) -> set[int]:
+        told = {failure.rank for failure in self.failures if failure.rank is not None}
+        return {*self.left, *self.interrupted, *told}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    cause: Failure | None = None
+    ended_well: bool = False  # all ranks did, by themselves
+    others: tuple[Failure, ...] = ()
+
+
+class Supervisor:
+    """`run` returns the exit code."""
+
+    def __init__(
+        self, task: Task, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
+    ) -> None:
+        self._task, self._layout, self._options, self._output_dir = task, layout, options, output_dir
+        self._code = code
+        self._run_folder: Path | None = None
+        self._first_logs = output_dir / "launch" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+        self._best_step = self._best_checkpoint = 0
+        self._outside_in_a_row = 0
+        self._before: Failure | None = None
+
+    def run(self) -> int:
+        self._nodes = Nodes(self._layout, self._output_dir, self._code, self._options.node_seconds)
+        self._guard = Guard()
+        try:
+            with hearing() as wish:
+                self._wish = wish
+                code, words = self._run()
+            self._nodes.tell("end", code=code, words=words)
+            _say(words)
+            return code
+        except DrivetrainError as error:
+            self._nodes.tell("refuse", message=error.message, remedy=error.remedy)
+            raise
+        finally:
+            self._nodes.close()
+            self._guard.close()
+
+    def _run(self) -> tuple[int, str]:
+        """The exit code, and the last words for the screen of every machine."""
+        missing = self._nodes.gather(self._options.join_seconds, self._wish.has_come)
+        if self._wish.has_come():
+            return self._wish.exit_code, f"drivetrain: {self._wish.name} before anything was started"
+        if missing:
+            raise self._not_here(missing)
+        number = 0
+        while True:
+            attempt = _Attempt(number, self._layout.num_processes + sum(self._sizes))
+            outcome = self._attempt(attempt)
+            cause = outcome.cause
+            finished = outcome.ended_well and all(attempt.ended.values()) and not attempt.interrupted
+            if self._wish.has_come() and not finished:
+                return self._wish.exit_code, self._stopped_in_words(attempt, cause)
+            if cause is None:
+                return (0, "") if finished else (130, "")
+            self._write_crash(cause, outcome.others, attempt, last=False)
+            why_not = self._why_not_again(cause, attempt)
+            if not why_not and (missing := self._nodes.gather(REJOIN_SECONDS, self._wish.has_come)):
+                why_not = f"node {', '.join(map(str, missing))} did not come back within {REJOIN_SECONDS:g} s"
+            if why_not:
+                path = self._write_crash(cause, outcome.others, attempt, last=True)
+                words = in_words(cause, number, outcome.others)
+                again = "" if why_not == "-" else f"  not started again: {why_not}\n"
+                head, _, tail = words.partition("\n")
+                return _exit_code(
+                    cause
+                ), f"{head}\n{again}{tail.replace('  cause:', f'  report: {path}{os.linesep}  cause:')}"
+            number += 1
+            _say(
+                f"drivetrain: {cause.where} failed first"
+                + (f" after step {cause.step}" if cause.step else "")
+                + f" ({cause.kind}: {cause.headline.splitlines()[0]}).\n  Starting again from "
+                + (f"the checkpoint of step {self._best_checkpoint}" if self._best_checkpoint else "the beginning")
+                + f", restart {number} of {self._options.max_restarts}"
+            )
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [node.num_processes for _, node in sorted(self._nodes.here.items())]
+
+    def _attempt(self, attempt: _Attempt) -> _Outcome:
+        layout = self._layout
+        # Bound here and handed to rank 0: no other process can take the port in between, and nothing listens elsewhere.
+        store = listen_on(layout.main_address, 0, "the ranks cannot meet")
+        try:
+            start = Start(attempt.number, 0, attempt.world_size, layout.main_address, store.getsockname()[1])
+            first = layout.num_processes
+            for _, node in sorted(self._nodes.here.items()):
+                facts = {"world_size": start.world_size, "store_port": start.store_port}
+                node.channel.send({"do": "start", "attempt": attempt.number, "first_rank": first, **facts})
+                first += node.num_processes
+            logs = RankLogs(self._log_folder(), attempt.number, self._options.tail_ranks)
+            crew = Crew(self._task, layout, start, logs, self._guard, store)
+        finally:
+            store.close()  # rank 0 has its own; when it dies, the others notice
+        try:
+            return self._watch(attempt, crew)
+        finally:
+            crew.close()
+
+    def _watch(self, attempt: _Attempt, crew: Crew) -> _Outcome:
+        failed_at: float | None = None
+        stopping_at: float | None = None
+        while True:
+            self._listen(attempt, crew, TICK_SECONDS)
+            now = time.monotonic()
+            if self._wish.has_come() and stopping_at is None:
+                stopping_at = now
+                self._nodes.tell("stop")
+                crew.stop()
+            if stopping_at is not None and (self._wish.at_once or now - stopping_at > self._options.stop_seconds):
+                self._end_all(attempt, crew)
+                return _Outcome()
+            if attempt.failures or (stopping_at is not None and attempt.interrupted):
+                failed_at = failed_at or now
+                if self._is_settled(attempt, crew, now - failed_at):
+                    cause = self._find_cause(attempt, crew) if attempt.failures else None
+                    self._end_all(attempt, crew)
+                    return _Outcome(cause, others=tuple(attempt.failures))
+            elif len(attempt.nodes_gone) == self._layout.nodes:
+                return _Outcome(ended_well=True)
+
+    def _listen(self, attempt: _Attempt, crew: Crew, seconds: float) -> None:
+        for event in crew.poll(seconds):
+            self._take(attempt, crew, 0, event)
+        for node, message in self._nodes.poll():
+            self._take(attempt, crew, node, message)
+        for lost, why in self._nodes.lost():
+            attempt.failures.append(node_lost(lost.rank, lost.host, why, time.monotonic()))
+            attempt.nodes_gone.add(lost.rank)
+
+    def _take(self, attempt: _Attempt, crew: Crew, node: int, event: Event) -> None:
+        kind, rank = event.get("event"), int(event.get("rank", -1))
+        place: dict[str, Any] = {
+            "rank": rank,
+            "node": node,
+            "host": self._host(node),
+            "pid": None,
+            "at": time.monotonic(),
+        }
+        if kind == "step":
+            attempt.step = max(attempt.step, event["step"])
+        elif kind == "resumed":
+            self._best_step = max(self._best_step, event["step"])
+            self._best_checkpoint = max(self._best_checkpoint, event["step"])
+        elif kind == "checkpoint":
+            attempt.checkpoint = max(attempt.checkpoint, event["step"])
+        elif kind == "run":
+            if self._run_folder is None:
+                Path(event["folder"], "crash.json").unlink(missing_ok=True)  # of an earlier start
+            self._run_folder = Path(event["folder"])
+            if self._options.log_dir is None:
+                crew.logs.move(self._run_folder / "logs")
+        elif kind == "end":
+            attempt.ended[rank] = bool(event["finished"])
+        elif kind == "failure":
+            failure = from_wire(event["failure"])
+            attempt.failures.append(replace(failure, at=time.monotonic() - event["age"]))
+        elif kind == "left":
+            attempt.left[rank] = left_early(**place)
+            if self._run_folder is not None and attempt.step and rank not in attempt.ended:
+                attempt.failures.append(attempt.left[rank])  # others of its run are still at it
+        elif kind == "interrupted":
+            attempt.interrupted.add(rank)
+            if not self._wish.has_come():
+                headline = "ended by SIGINT, which came from outside"
+                attempt.failures.append(Failure(SIGNAL, headline=headline, signal="SIGINT", **place))
+        elif kind == "stack":
+            attempt.stacks[rank] = event["text"]
+        elif kind == "gone":
+            attempt.nodes_gone.add(node)
+        elif kind == "stop wanted":
+            self._wish.hear(int(event["signal"]))
+
+    def _is_settled(self, attempt: _Attempt, crew: Crew, seconds: float) -> bool:
+        """Whether all that belongs to a failure was heard."""
+        if len(attempt.nodes_gone) == self._layout.nodes:
+            return True
+        if not attempt.failures or any(failure.kind == NODE_LOST for failure in attempt.failures):
+            return seconds > LEAVING_SECONDS
+        everyone_knows = len(attempt.ranks_out) == attempt.world_size
+        if all(failure.follows for failure in attempt.failures):
+            waited = any(failure.kind == TIMEOUT for failure in attempt.failures)
+            return everyone_knows or seconds > (LEAVING_SECONDS if waited else CULPRIT_SECONDS)
+        return seconds > (LEAVING_SECONDS if everyone_knows else UNAWARE_SECONDS)
+
+    def _find_cause(self, attempt: _Attempt, crew: Crew) -> Failure:
+        cause = first_cause(attempt.failures, list(attempt.left.values()))
+        silent = sorted(set(range(attempt.world_size)) - attempt.ranks_out)
+        if cause.kind == TIMEOUT and cause.follows and silent:
+            rank = silent[0]
+            node = self._node_of(rank)
+            place = {"rank": rank, "node": node, "host": self._host(node), "pid": None, "step": cause.step}
+            return never_came(cause, self._stack_of(rank, attempt, crew), at=cause.at, **place)
+        if cause.rank is not None and cause.node == 0:
+            cause = replace(cause, log=str(crew.logs.path(cause.rank)))  # it may have moved since
+        return cause
+
+    def _stack_of(self, rank: int, attempt: _Attempt, crew: Crew) -> str:
+        if self._node_of(rank) == 0:
+            return crew.stack_of(rank)
+        self._nodes.tell("stack", rank=rank)
+        deadline = time.monotonic() + 2.0
+        while rank not in attempt.stacks and time.monotonic() < deadline:
+            self._listen(attempt, crew, TICK_SECONDS)
+        return attempt.stacks.get(rank, "")
+
+    def _node_of(self, rank: int) -> int:
+        first = self._layout.num_processes
+        if rank < first:
+            return 0
+        for number, node in sorted(self._nodes.here.items()):
+            first += node.num_processes
+            if rank < first:
+                return number
+        return self._layout.nodes - 1
+
+    def _end_all(self, attempt: _Attempt, crew: Crew) -> None:
+        """No worker of this attempt is left anywhere, or its machine is cut off and will have ended it itself."""
+        self._nodes.tell("kill")
+        crew.kill()
+        deadline = time.monotonic() + GONE_SECONDS
+        while len(attempt.nodes_gone) < self._layout.nodes and time.monotonic() < deadline:
+            self._listen(attempt, crew, TICK_SECONDS)
+
+    def _why_not_again(self, cause: Failure, attempt: _Attempt) -> str:
+        """Why the job is not started again; `-` where nobody would ask; empty if it is."""
+        limit = self._options.max_restarts
+        made_progress = attempt.checkpoint > self._best_checkpoint or attempt.step > self._best_step
+        self._best_checkpoint = max(self._best_checkpoint, attempt.checkpoint)
+        self._best_step = max(self._best_step, attempt.step)
+        before, self._before = self._before, cause
+        from_outside = cause.kind == NODE_LOST or (cause.kind == SIGNAL and cause.signal in ("SIGKILL", "SIGTERM"))
+        self._outside_in_a_row = 0 if made_progress else self._outside_in_a_row + from_outside
+        if not cause.is_ours_to_retry or limit == 0:
+            return "-"
+        if attempt.number >= limit:
+            return f"{limit} restart{'s' if limit > 1 else ''} of --max-restarts are used up"
+        if before is not None and cause.resembles(before):
+            return "the same error at the same step came twice"
+        if made_progress or (from_outside and self._outside_in_a_row <= OUTSIDE_AT_MOST):
+            return ""
+        return "no step was made since the last start" if attempt.number or self._run_folder else "-"
+
+    def _log_folder(self) -> Path:
+        if self._options.log_dir is not None:
+            return self._options.log_dir
+        return self._first_logs if self._run_folder is None else self._run_folder / "logs"
+
+    def _write_crash(self, cause: Failure, others: tuple[Failure, ...], attempt: _Attempt, *, last: bool) -> Path:
+        """In the log folder of the attempt; and of the one that ended the job, where its run is."""
+        logs = self._log_folder()
+        folder = (self._run_folder or logs) if last else logs / f"attempt-{attempt.number}"
+        path = folder / "crash.json"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(as_json(cause, attempt.number, others, datetime.now(UTC).isoformat()), encoding="utf-8")
+        return path
+
+    def _stopped_in_words(self, attempt: _Attempt, cause: Failure | None) -> str:
+        saved = self._best_checkpoint if attempt.checkpoint == 0 else attempt.checkpoint
+        words = f"drivetrain: stopped by {self._wish.name}"
+        if self._wish.at_once:
+            words += " at once, without saving"
+        elif cause is not None and cause.kind != LEFT_EARLY and not cause.follows and cause.kind != SIGNAL:
+            words = f"{in_words(cause, attempt.number)}\n{words} while it failed"
+        if saved:
+            words += f"; the checkpoint of step {saved} is saved, and the same command goes on from there"
+        return words
+
+    def _not_here(self, missing: list[int]) -> DrivetrainError:
+        layout = self._layout
+        return DrivetrainError(
+            f"node {', '.join(map(str, missing))} of {layout.nodes} did not come to "
+            f"{layout.main_address}:{layout.main_port} within {self._options.join_seconds:g} s",
+            remedy=f"run the same command there with --node-rank {missing[0]} --main-address {layout.main_address} "
+            f"--main-port {layout.main_port}; a firewall must let that port through",
+        )
+
+    def _host(self, node: int) -> str:
+        return socket.gethostname() if node == 0 else self._nodes.host(node)
+
+
+def _exit_code(cause: Failure) -> int:
+    code = cause.exit_code
+    return code if code is not None and 0 < code < 256 else 1
+
+
+def _say(words: str) -> None:
+    if words:
+        sys.stdout.flush()
+        print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""`drivetrain train TARGET`: in this process where one device is used, else in one process per GPU."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from drivetrain.config import Config, Positional, Resolved
+from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.launchers import find_place
+from drivetrain.hardware import Hardware, detect
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.start import start
+
+EXAMPLES = (
+    "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
+    "drivetrain train digits --epochs 5 --seed 1    other values",
+    "drivetrain train gpt --data book.txt           a small language model on a text of your own",
+    "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
+    "drivetrain train train.py --batch-size 32      a script that calls dt.train",
+    "drivetrain train digits --cpu --num-processes 2           on two processes",
+    "torchrun --nproc-per-node 2 -m drivetrain train digits    the same under another launcher",
+)
+
+
+class Options(LaunchOptions):
+    target: Annotated[str, Positional()] = Field(
+        description="a recipe (digits, gpt, …), `module:function` that returns a dt.Job, or a script"
+    )
+
+
+def run(options: Options, resolved: Resolved) -> int | None:
+    """None: here, in this process."""
+    given = options.model_fields_set - {"target"}
+    place = find_place()
+    if place.launcher == "drivetrain":
+        return None  # started by the lines below; the flags are those of the whole job
+    if place.size > 1 and given:
+        flag = f"--{sorted(given)[0].replace('_', '-')}"
+        message = f"{place.launcher} started {place.size} processes already"
+        raise ConfigError([Problem(flag, message, None, "command line", remedy=f"leave it out, or {place.launcher}")])
+    if place.size > 1:
+        return None
+    config = resolved.config
+    hardware = detect(config.run.output_dir)
+    options = _with_devices(options, config)
+    if not given and _num_devices(options, config, hardware) < 2:
+        return None
+    target = options.target
+    script = Path(target) if target.endswith(".py") else None
+    words = ("command", "train", target, *_flags(resolved))
+    return start(
+        words, script, options, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
+    )
+
+
+def _flags(resolved: Resolved) -> list[str]:
+    """The configuration as flags, wherever each value came from; workers get none of those about starting them."""
+
+    def text(value: object) -> str:
+        if isinstance(value, (list, tuple)):
+            return ",".join(map(text, value))
+        return "auto" if value is None else str(value)
+
+    return [f"--{name}={text(given.value)}" for name, given in resolved.origins.items()]
+
+
+def _with_devices(options: Options, config: Config) -> Options:
+    """The configuration may choose devices, too; workers read it themselves, counted from the same visible ones."""
+    cpu = options.cpu or config.device.mode == "cpu" or config.device.device == "cpu"
+    number = options.num_processes
+    if number is None and options.num_gpus is None and options.gpu_ids is None and config.device.ids is not None:
+        number = len(config.device.ids)
+    return options.model_copy(update={"cpu": cpu, "num_processes": number})
+
+
+def _num_devices(options: Options, config: Config, hardware: Hardware) -> int:
+    """How many processes a plain `drivetrain train` would start."""
+    if options.cpu or hardware.accelerator not in ("cuda", "rocm") or config.device.mode == "single_gpu":
+        return 1
+    if config.distributed.strategy in ("single", "data_parallel") or config.device.device != "auto":
+        return 1
+    return len(config.device.ids or hardware.gpus)

@@ -1,0 +1,183 @@
+"""The first lines of every worker: bound to its supervisor's life, it runs the script and tells how that ended.
+
+Loads nothing heavy before the script does: a script may set variables that torch reads when it is imported.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.supervision import supervision
+
+STORE_FD = "DRIVETRAIN_STORE_FD"
+SUPERVISOR_PID = "DRIVETRAIN_SUPERVISOR_PID"
+CORES = "DRIVETRAIN_CORES"
+STACKS = "DRIVETRAIN_STACKS"
+STACK_SIGNAL = signal.SIGRTMIN + 7  # asks for the stack of every thread; no library is known to use it
+_PR_SET_PDEATHSIG = 1
+_LONGEST_TRACE = 32_000
+_store: list[Any] = []  # of this process, kept as long as it lives
+
+
+def main() -> NoReturn:
+    """`python -c "from drivetrain.launch.worker import main; main()" script FILE …` or `… command train …`."""
+    _live_with_the_supervisor()
+    cores = os.environ.get(CORES, "")
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    stacks = os.environ.get(STACKS, "")
+    if stacks:
+        faulthandler.register(STACK_SIGNAL, file=_append_to(stacks), all_threads=True)
+    faulthandler.enable()
+    # A signal to save and stop may come while torch is still being imported; Python would die of USR1.
+    signal.signal(signal.SIGTERM, _stop)
+    supervision.tell("ready", pid=os.getpid())
+    kind, *words = sys.argv[1:]
+    sys.exit(_guarded(kind, words))
+
+
+def _guarded(kind: str, words: list[str]) -> int:
+    try:
+        _serve_store_later()
+        if kind == "script":
+            _run_script(words)
+            return 0
+        dispatch = import_module("drivetrain.cli").dispatch
+        return int(dispatch(words))
+    except SystemExit as leaving:
+        code = leaving.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        return code if isinstance(code, int) else int(code is not None)
+    except KeyboardInterrupt:
+        supervision.tell("interrupted")
+        return 130
+    except BaseException as error:  # noqa: BLE001  (whatever ended the script is the news)
+        _tell_error(error)
+        return error.exit_code if isinstance(error, DrivetrainError) else 1
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _run_script(words: list[str]) -> None:
+    """As `python script.py` does: in the module `__main__`, with the script's folder first on the path."""
+    path = words[0]
+    sys.argv[:] = words
+    sys.path[0] = str(Path(path).absolute().parent)
+    code = compile(Path(path).read_bytes(), path, "exec")
+    module = sys.modules["__main__"].__dict__
+    for name in [name for name in module if not name.startswith("__")]:
+        del module[name]
+    module.update({"__name__": "__main__", "__file__": path, "__spec__": None, "__cached__": None})
+    exec(code, module)
+
+
+def _serve_store_later() -> None:
+    """On rank 0: the store where ranks meet, as soon as the script loads what would look for it.
+
+    All ranks, this one too, come as clients (TORCHELASTIC_USE_AGENT_STORE), whatever script runs.
+    """
+    descriptor = os.environ.pop(STORE_FD, "")
+    if descriptor:
+        sys.meta_path.insert(0, _StoreFinder(int(descriptor)))
+
+
+class _StoreFinder(MetaPathFinder):
+    """Sees the import of torch's rendezvous, once, and starts the store after it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "torch.distributed.rendezvous":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_serve(module: Any) -> None:
+                load(module)
+                _serve_store(self._descriptor)
+
+            spec.loader.exec_module = load_and_serve  # type: ignore[method-assign]
+        return spec
+
+
+def _serve_store(descriptor: int) -> None:
+    """On the socket that the supervisor bound: it listens on that address and no other."""
+    from torch._C._distributed_c10d import TCPStore
+
+    with socket.socket(fileno=os.dup(descriptor)) as listening:
+        host, port = listening.getsockname()[:2]
+    _store.append(TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor))
+
+
+def _live_with_the_supervisor() -> None:
+    """The kernel kills this process when the supervisor dies, however that happens; `guard` its children."""
+    parent = int(os.environ.pop(SUPERVISOR_PID, "0"))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent and os.getppid() != parent:
+        os._exit(1)  # it died before the line above
+
+
+def _append_to(path: str) -> Any:
+    return Path(path).open("a", encoding="utf-8")  # as long as the process lives
+
+
+def _tell_error(error: BaseException) -> None:
+    is_ours = isinstance(error, DrivetrainError)
+    message, remedy = (error.message, error.remedy) if isinstance(error, DrivetrainError) else (str(error)[:4000], "")
+    supervision.tell(
+        "error",
+        type=_qualified(type(error)),
+        message=message,
+        remedy=remedy,
+        expected=is_ours,  # in words for users: no traceback needed
+        origin=_origin(error),
+        traceback=_trace(error)[-_LONGEST_TRACE:],
+        step=supervision.last_step,
+        at=time.monotonic(),  # one clock for all processes of a machine
+    )
+
+
+def _origin(error: BaseException) -> str:
+    """The exception that began it: one that is raised on the way out hides it, but does not explain it."""
+    seen = {id(error)}
+    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
+        error = earlier
+        seen.add(id(error))
+    return f"{_qualified(type(error))}: {str(error)[:2000]}"
+
+
+def _qualified(kind: type) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _trace(error: BaseException) -> str:
+    """Without the frames of this file, which are nobody's fault."""
+    return "".join(traceback.format_exception(type(error), error, _below_here(error.__traceback__)))
+
+
+def _below_here(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,53 @@
+"""What follows from who started this process: settings of another launcher, and GPUs that nobody uses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from drivetrain.config import Config
+from drivetrain.core.launchers import Place
+
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+
+
+def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
+    """The configuration with what `accelerate launch` was told, where nothing else was; and what to say of it."""
+    told = dict(place.settings)
+    changes: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+
+    def settle(section: str, field: str, value: Any, own: Any, is_free: bool, spelled: str) -> None:
+        if is_free:
+            changes.setdefault(section, {})[field] = value
+            notes.append(f"{spelled} of accelerate launch is obeyed")
+        elif own != value:
+            notes.append(f"{spelled} of accelerate launch is not obeyed: {section}.{field} is {own} here")
+
+    wished = told.get("ACCELERATE_MIXED_PRECISION", "no")
+    if wished in _PRECISIONS:  # `no` is also what it says when nobody said anything
+        is_free = config.precision.dtype == "auto" and config.precision.mixed is None
+        own = "fp32" if config.precision.mixed is False else config.precision.dtype
+        settle("precision", "dtype", _PRECISIONS[wished], own, is_free, f"mixed precision {wished}")
+    elif wished != "no":
+        notes.append(f"mixed precision {wished} of accelerate launch is not known here: see --precision")
+    steps = told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps.isdecimal() and int(steps) > 1:
+        own_steps = config.batch.accumulation
+        settle("batch", "accumulation", int(steps), own_steps, own_steps is None, f"accumulation over {steps} steps")
+    if told.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+        own_mode = config.device.mode
+        is_free = own_mode == "auto" and config.device.device == "auto"
+        settle("device", "mode", "cpu", own_mode, is_free, "use of the CPU")
+    if not changes:
+        return config, notes
+    sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
+    return config.model_copy(update=sections), notes
+
+
+def unused_gpus(place: Place, devices: Sequence[torch.device], strategy: str, target: str) -> str:
+    """What to say where one process was started by hand and several GPUs are there; empty elsewhere."""
+    if place.size > 1 or place.launcher == "drivetrain" or len(devices) < 2 or strategy in ("data_parallel", "single"):
+        return ""
+    command = f"drivetrain launch {target}" if target.endswith(".py") else f"drivetrain train {target or 'TARGET'}"
+    return f"{len(devices)} GPUs are here, and one process uses one: {devices[0]}. To use all: {command}"

@@ -1,0 +1,158 @@
+"""Every launcher's environment, as it was seen or as its source sets it, and what is read from it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain import DrivetrainError
+from drivetrain.core.launchers import Place, find_place, first_host
+
+MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+STANDARD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MAIN}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node-that-is-not[07-08]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-1@1",
+}
+TWO_HERE = ("127.0.0.1", None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "numbers", "main"),
+    [
+        ({}, "python", (0, 1, 0, 1), ("", 0)),
+        ({"DRIVETRAIN_LAUNCHED": "1", **STANDARD}, "drivetrain", (3, 4, 1, 2), ("10.0.0.1", 29500)),
+        ({"TORCHELASTIC_RUN_ID": "none", **STANDARD}, "torchrun", (3, 4, 1, 2), ("10.0.0.1", 29500)),
+        (STANDARD, "torchrun", (3, 4, 1, 2), ("10.0.0.1", 29500)),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "bf16", **STANDARD},
+            "accelerate",
+            (3, 4, 1, 2),
+            ("10.0.0.1", 29500),
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate", (0, 1, 0, 1), ("", 0)),
+        (
+            {
+                **MAIN,
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "LOCAL_SIZE": "2",
+                "CROSS_RANK": "1",
+                "CROSS_SIZE": "2",
+            },
+            "deepspeed",
+            (3, 4, 1, 2),
+            ("10.0.0.1", 29500),
+        ),
+        (SRUN, "srun", (3, 4, 1, 2), ("10.0.0.1", None)),
+        ({**SRUN, **MAIN}, "srun", (3, 4, 1, 2), ("10.0.0.1", 29500)),
+        (
+            {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"},
+            "srun",
+            (3, 4, 1, 4),
+            TWO_HERE,
+        ),
+        (OPEN_MPI, "mpirun", (1, 2, 1, 2), TWO_HERE),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "mpirun",
+            (1, 2, 1, 2),
+            TWO_HERE,
+        ),
+        (
+            {
+                "MV2_COMM_WORLD_RANK": "0",
+                "MV2_COMM_WORLD_SIZE": "2",
+                "MV2_COMM_WORLD_LOCAL_RANK": "0",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "mpirun",
+            (0, 2, 0, 2),
+            TWO_HERE,
+        ),
+        # `sbatch` without `srun`: a shell of one process, whatever the job has.
+        ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "python", (0, 1, 0, 1), ("", 0)),
+        ({"RANK": "1", "WORLD_SIZE": "2", **MAIN}, "torchrun", (1, 2, 1, 2), ("10.0.0.1", 29500)),
+    ],
+)
+def test_the_table(
+    environ: dict[str, str], launcher: str, numbers: tuple[int, ...], main: tuple[str, int | None]
+) -> None:
+    place = find_place(environ)
+    assert place.launcher == launcher
+    assert (place.rank, place.size, place.local_rank, place.local_size) == numbers
+    assert place.main_address == main[0]
+    if main[1] is None:  # made from the job's own number: the same for all its ranks, another for another job
+        assert 20000 <= place.main_port < 32000
+        assert find_place({**environ}).main_port == place.main_port
+    else:
+        assert place.main_port == main[1]
+
+
+def test_another_step_of_a_job_meets_elsewhere() -> None:
+    ports = {find_place({**SRUN, "SLURM_STEP_ID": str(step)}).main_port for step in range(20)}
+    assert len(ports) > 15
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE is not set"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **MAIN}, "rank 2 (RANK) of 2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", **MAIN}, "rank -1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT does not say"),
+        ({"DRIVETRAIN_LAUNCHED": "1"}, "RANK and WORLD_SIZE are not set"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "several nodes"),
+    ],
+)
+def test_half_an_environment_is_an_error(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(DrivetrainError) as caught:
+        find_place(environ)
+    assert words in str(caught.value)
+    assert "remedy" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("n1", "n1"), ("n[1-3]", "n1"), ("gpu[08,10-12]", "gpu08"), ("a,b[1-2]", "a"), ("r[1-2]-x,c", "r1-x"), ("", "")],
+)
+def test_the_first_of_slurms_list(nodelist: str, first: str) -> None:
+    assert first_host(nodelist) == first
+
+
+def test_the_environment_reads_back() -> None:
+    place = Place("torchrun", 3, 4, 1, 2, "10.0.0.1", 29500)
+    assert find_place(place.environment) == place
+
+
+def test_torchrun_itself(tmp_path: Path) -> None:
+    """The real one: two processes, each finds its place."""
+    script = tmp_path / "where.py"
+    script.write_text(
+        "from drivetrain.core.launchers import find_place\n"
+        "place = find_place()\n"
+        "print(f'{place.launcher} {place.rank} of {place.size}, {place.local_rank} of {place.local_size}\\n', end='')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ)
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0 of 2, 0 of 2", "torchrun 1 of 2, 1 of 2"], done.stderr

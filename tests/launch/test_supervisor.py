@@ -1,0 +1,314 @@
+"""The supervisor with scripts that need no torch: quick, and everything it does is the real thing."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import are_gone, environment, launch, launching, script, wait_for
+
+RANK = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
+
+
+def test_the_environment_and_the_arguments(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        RANK + "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'NODE_RANK']\n"
+        "import json, helper\n"
+        "facts = {name: os.environ[name] for name in names}\n"
+        "facts |= {'port': int(os.environ['MASTER_PORT']), 'argv': sys.argv, 'main': __name__, 'file': __file__}\n"
+        "facts |= {'cores': sorted(os.sched_getaffinity(0)), 'gpus': os.environ['CUDA_VISIBLE_DEVICES']}\n"
+        "facts |= {'threads': os.environ['OMP_NUM_THREADS'], 'interface': os.environ['GLOO_SOCKET_IFNAME']}\n"
+        "facts |= {'torch': 'torch' in sys.modules, 'secret': os.environ.get('DRIVETRAIN_TOKEN')}\n"
+        "open(f'facts-{rank}', 'w').write(json.dumps(facts))\n"
+        "print('hello from', rank)\n",
+    )
+    script(tmp_path, "", "helper.py")  # beside the script, as with plain python
+    done = launch(tmp_path, "--tail-ranks", "all", str(job), "--num-processes", "9", "-x", OMP_NUM_THREADS="3")
+    assert done.code == 0, done.err
+    facts = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in (0, 1)]
+    for rank, found in enumerate(facts):
+        assert (found["RANK"], found["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"], found["NODE_RANK"]) == ("2", "2", "0")
+        assert found["argv"] == [str(job), "--num-processes", "9", "-x"]  # the script's, not ours
+        assert (found["main"], found["file"], found["MASTER_ADDR"]) == ("__main__", str(job), "127.0.0.1")
+        assert (found["gpus"], found["threads"], found["interface"]) == ("", "3", "lo")
+        assert found["torch"] is False  # nothing heavy before the script
+        assert found["secret"] is None
+    assert facts[0]["port"] == facts[1]["port"] > 0
+    assert sorted(done.out.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
+
+
+def test_cores_are_shared_out(tmp_path: Path) -> None:
+    job = script(tmp_path, RANK + "open(f'cores-{rank}', 'w').write(repr(sorted(os.sched_getaffinity(0))))\n")
+    assert launch(tmp_path, "--bind", "cores", str(job)).code == 0
+    first, second = (set(eval((tmp_path / f"cores-{rank}").read_text())) for rank in (0, 1))
+    mine = os.sched_getaffinity(0)
+    if len(mine) > 1:
+        assert first | second == mine
+        assert not first & second
+
+
+def test_the_first_to_fail_is_named_last(tmp_path: Path) -> None:
+    """Rank 2 fails by itself; the others only lose it, and one of them says so earlier."""
+    job = script(
+        tmp_path,
+        RANK + "def collective():\n"
+        "    raise RuntimeError('[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9')\n"
+        "if rank == 2:\n"
+        "    time.sleep(0.3)\n"
+        "    {}['the key that is missing']\n"
+        "if rank == 0:\n"
+        "    collective()\n"
+        "time.sleep(60)\n",
+    )
+    done = launch(tmp_path, str(job), num_processes=3)
+    assert done.code == 1
+    assert done.seconds < 30
+    lines = done.last_lines
+    assert lines[-1].startswith("  remedy: ")
+    assert lines[-2] == "  cause:  exception"
+    assert "  | KeyError: 'the key that is missing'" in lines
+    assert sum("Traceback" in line for line in lines) == 1
+    assert not any("Connection closed" in line for line in lines)
+    (crash,) = (tmp_path / "runs" / "launch").glob("*/crash.json")
+    found = json.loads(crash.read_text())
+    assert (found["cause"], found["rank"], found["node"]) == ("exception", 2, 0)
+    assert "job.py" in found["traceback"]
+    assert [other["rank"] for other in found["others"]] == [0]
+    assert "Connection closed by peer" in next(crash.parent.glob("*/rank-0.log")).read_text()  # nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "words", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "signal", "ended by SIGKILL, which came from outside", 137),
+        ("import faulthandler; faulthandler._sigsegv()", "signal", "crashed with SIGSEGV", 139),
+        ("sys.stderr.write('the disk is gone\\n'); sys.exit(3)", "exit", "the disk is gone", 3),
+        ("raise MemoryError", "out of memory (host)", "MemoryError", 1),
+        ("import nothing_like_this", "exception", "No module named 'nothing_like_this'", 1),
+        ("sys.exit('in words')", "exit", "in words", 1),
+    ],
+)
+def test_the_class_of_the_cause(tmp_path: Path, line: str, cause: str, words: str, code: int) -> None:
+    job = script(tmp_path, RANK + f"if rank == 1:\n    {line}\ntime.sleep(60)\n")
+    done = launch(tmp_path, "--max-restarts", "0", str(job))
+    assert done.code == code
+    assert f"  cause:  {cause}" in done.last_lines[-2:]
+    assert any(words in line for line in done.last_lines), done.err
+    assert "rank 1" in done.err
+
+
+def test_a_crash_in_native_code_shows_the_python_lines(tmp_path: Path) -> None:
+    job = script(tmp_path, RANK + "def deep():\n    import faulthandler; faulthandler._sigsegv()\ndeep()\n")
+    done = launch(tmp_path, "--max-restarts", "0", str(job), num_processes=1)
+    assert "in deep" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no such script"),
+        ("x = 1\nif x\n    pass\n", "line 2: expected ':'"),
+        ("x = '\0'", "null bytes"),
+    ],
+)
+def test_a_script_that_cannot_run_is_said_once(tmp_path: Path, text: str | None, words: str) -> None:
+    job = tmp_path / "job.py" if text is None else script(tmp_path, text)
+    done = launch(tmp_path, str(job), num_processes=3)
+    assert done.code in (1, 2)
+    assert done.err.count(words) == 1
+    assert len(done.last_lines) <= 4, done.err
+    assert "remedy" in done.last_lines[-1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_that_all_ranks_have_is_said_once(tmp_path: Path) -> None:
+    done = launch(tmp_path, str(script(tmp_path, "import nothing_like_this\n")), num_processes=3)
+    assert done.err.count("Traceback") == 1
+    assert done.err.count("ModuleNotFoundError") == 1
+    assert "Traceback" not in done.out
+
+
+def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
+    """It ends well; the others then lose it. The one that left is the cause."""
+    job = script(
+        tmp_path,
+        RANK + "if rank == 1:\n    sys.exit(0)\ntime.sleep(1)\n"
+        "raise RuntimeError('[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9')\n",
+    )
+    done = launch(tmp_path, str(job))
+    assert done.code == 1
+    assert "rank 1" in done.err.splitlines()[1]
+    assert "ended with exit code 0 while other ranks were still at work" in done.err
+    assert done.last_lines[-2] == "  cause:  left early"
+
+
+def test_a_rank_that_never_comes_is_shown_with_its_stack(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        RANK + "def at_the_wrong_place():\n    time.sleep(100)\n"
+        "if rank == 1:\n    at_the_wrong_place()\n"
+        "time.sleep(0.5)\n"
+        "raise RuntimeError('[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 500ms for recv')\n",
+    )
+    done = launch(tmp_path, "--max-restarts", "0", str(job))
+    assert done.code == 1
+    assert "rank 1" in done.err
+    assert "in at_the_wrong_place" in done.err
+    assert done.last_lines[-2] == "  cause:  timeout"
+
+
+PIDS = (
+    RANK + "import subprocess\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+    "open(f'.pids-{rank}', 'w').write(f'{os.getpid()} {child.pid}')\n"
+    "os.rename(f'.pids-{rank}', f'pids-{rank}')\n"
+    "time.sleep(100)\n"
+)
+
+
+def pids_of(folder: Path) -> list[int]:
+    return [int(pid) for rank in (0, 1) for pid in wait_for(folder / f"pids-{rank}").split()]
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, whole_group: bool) -> None:
+    """Workers, and their children; also where its whole group is killed, as a shell's kill does."""
+    with launching(tmp_path, str(script(tmp_path, PIDS))) as process:
+        pids = pids_of(tmp_path)
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGKILL)
+        process.wait()
+        assert are_gone(pids) == []
+
+
+def test_nothing_outlives_a_failure(tmp_path: Path) -> None:
+    text = PIDS.replace("time.sleep(100)\n", "") + "time.sleep(1 if rank else 100)\nraise ValueError\n"
+    with launching(tmp_path, str(script(tmp_path, text))) as process:
+        pids = pids_of(tmp_path)
+        assert process.wait(60) == 1
+        assert are_gone(pids) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_ends_everything_with_one_message(tmp_path: Path, number: signal.Signals) -> None:
+    with launching(tmp_path, str(script(tmp_path, PIDS))) as process:
+        pids = pids_of(tmp_path)
+        began = time.monotonic()
+        os.killpg(process.pid, number)  # as a terminal does
+        out, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 15
+        assert process.returncode == 128 + number
+        assert are_gone(pids) == []
+    assert "Traceback" not in out + err
+    assert err.rstrip().splitlines()[-1] == f"drivetrain: stopped by {number.name}"
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    deaf = PIDS.replace("time.sleep(100)\n", "") + (
+        "signal.signal(signal.SIGINT, lambda *_: open(f'asked-{rank}', 'w').write('x'))\n"
+        "open(f'ready-{rank}', 'w').write('x')\n"
+        "while True: time.sleep(1)\n"
+    )
+    with launching(tmp_path, str(script(tmp_path, deaf))) as process:
+        pids = pids_of(tmp_path)
+        for rank in (0, 1):
+            wait_for(tmp_path / f"ready-{rank}")
+        process.send_signal(signal.SIGINT)
+        wait_for(tmp_path / "asked-0")
+        time.sleep(0.5)
+        assert process.poll() is None  # it waits for them to save
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 10
+        assert process.returncode == 130
+        assert are_gone(pids) == []
+    assert "at once" in err.rstrip().splitlines()[-1]
+
+
+def test_ctrl_c_before_a_worker_is_up(tmp_path: Path) -> None:
+    with launching(tmp_path, str(script(tmp_path, "import time; time.sleep(100)\n"))) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "runs").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_restarts_need_progress(tmp_path: Path) -> None:
+    """A script that tells nothing of its steps fails once; killed from outside, it is started again a few times."""
+    count = "open(f'count-{rank}', 'a').write('x')\n"
+    job = script(tmp_path, RANK + count + "raise ValueError('the same')\n")
+    done = launch(tmp_path, str(job), num_processes=1)
+    assert done.code == 1
+    assert (tmp_path / "count-0").read_text() == "x"
+
+    (tmp_path / "count-0").unlink()
+    job = script(tmp_path, RANK + count + "os.kill(os.getpid(), signal.SIGKILL)\n")
+    done = launch(tmp_path, "--max-restarts", "2", str(job), num_processes=1)
+    assert done.code == 137
+    assert (tmp_path / "count-0").read_text() == "xxx"
+    assert "not started again: 2 restarts of --max-restarts are used up" in done.err
+
+
+def test_no_file_says_what_no_rank_said(tmp_path: Path) -> None:
+    """A job that goes well leaves its logs, and nothing on the screen but what rank 0 printed."""
+    done = launch(tmp_path, str(script(tmp_path, RANK + "print('from', rank)\n")))
+    assert (done.code, done.out) == (0, "from 0\n")
+    logs = sorted((tmp_path / "runs" / "launch").glob("*/attempt-0/rank-*.log"))
+    assert [path.read_text() for path in logs] == ["from 0\n", "from 1\n"]
+    assert not list((tmp_path / "runs").rglob("crash.json"))
+
+
+def test_the_supervisor_does_not_load_torch(tmp_path: Path) -> None:
+    job = script(tmp_path, "print('ran')\n")
+    code = (
+        "import sys; from drivetrain.cli import main\n"
+        f"code = main(['launch', '--cpu', '--output-dir', {str(tmp_path / 'runs')!r}, {str(job)!r}])\n"
+        "print(code, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment()
+    )
+    assert done.stdout == "ran\n0 []\n", done.stderr
+
+
+def test_a_port_that_is_taken_on_several_nodes(tmp_path: Path) -> None:
+    job = script(tmp_path, "")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--nodes", "2", "--node-rank", "0", "--main-address", "127.0.0.1", "--main-port", port]
+        done = launch(tmp_path, *flags, str(job))
+    assert done.code == 1
+    assert f"port {port} of 127.0.0.1 is taken by process {os.getpid()}" in done.err
+    assert "remedy" in done.last_lines[-1]
+
+
+def test_a_node_that_does_not_come(tmp_path: Path) -> None:
+    job = script(tmp_path, "")
+    flags = ["--nodes", "2", "--node-rank", "0", "--main-address", "127.0.0.1", "--join-seconds", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    done = launch(tmp_path, *flags, "--main-port", port, str(job))
+    assert done.code == 1
+    assert f"node 1 of 2 did not come to 127.0.0.1:{port} within 1 s" in done.err
+    assert "--node-rank 1" in done.last_lines[-1]
+
+
+def test_only_the_monotonic_clock_is_read() -> None:
+    """A wall clock that jumps changes nothing if nobody looks at it. Only names of folders and reports may."""
+    folder = Path(__file__).parents[2] / "src" / "drivetrain" / "launch"
+    for path in folder.glob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert "time.time" not in line, path
+            if "datetime.now" in line:
+                assert "isoformat" in line or "Ymd" in line.replace("%", "").replace(":", ""), (path, line)
