@@ -37,16 +37,6 @@ RECIPES = {
     "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
 }
 
-EXAMPLES = (
-    "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
-    "drivetrain train digits --epochs 5 --seed 1    other values",
-    "drivetrain train gpt --data book.txt           a small language model on a text of your own",
-    "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
-    "drivetrain train train.py --batch-size 32      a script that calls dt.train",
-    "torchrun --nproc-per-node 2 -m drivetrain train digits    on two processes",
-)
-
-
 class Options(BaseModel):
     target: Annotated[str, Positional()] = Field(
         description=f"a recipe ({', '.join(RECIPES)}), `module:function` that returns a dt.Job, or a script"
