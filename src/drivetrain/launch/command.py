@@ -11,11 +11,11 @@ from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start
 
 EXAMPLES = (
-    "drivetrain launch train.py --lr 0.1            every GPU here; what follows the script is the script's",
-    "drivetrain launch --gpu-ids 0,1 train.py       these two",
+    "drivetrain launch train.py --lr 0.1         every GPU; what follows the script is the script's",
+    "drivetrain launch --gpu-ids 0,1 train.py    these two",
     "drivetrain launch --cpu --num-processes 2 train.py",
-    "drivetrain launch --nodes 2 --node-rank 0 --main-address 10.0.0.1 train.py    on the first of two machines",
-    "drivetrain launch --nodes 2 --node-rank 1 --main-address 10.0.0.1 train.py    on the second",
+    "drivetrain launch --nodes 2 --node-rank 0 --main-address 10.0.0.1 train.py   the main machine",
+    "drivetrain launch --nodes 2 --node-rank 1 --main-address 10.0.0.1 train.py   the second",
 )
 
 

@@ -37,6 +37,7 @@ RECIPES = {
     "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
 }
 
+
 class Options(BaseModel):
     target: Annotated[str, Positional()] = Field(
         description=f"a recipe ({', '.join(RECIPES)}), `module:function` that returns a dt.Job, or a script"
