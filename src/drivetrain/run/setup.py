@@ -31,8 +31,8 @@ from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
-from drivetrain.run.needs import explained
 from drivetrain.run.launched import obey_launcher, unused_gpus
+from drivetrain.run.needs import explained
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy
