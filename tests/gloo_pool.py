@@ -60,7 +60,7 @@ class GlooPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")  # readable by this user only
         self._stores = itertools.count()
         self._store = ""

@@ -16,7 +16,6 @@ from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
 from drivetrain.data.items import what_draws
 from drivetrain.data.orders import refuse_unequal_orders
-from drivetrain.hardware import assert_on_device
 from drivetrain.job import Job
 from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.memory import watch_memory
@@ -39,6 +38,7 @@ from drivetrain.run import (
     take_weights,
     tell_capture,
     tell_notes,
+    tell_sharding,
     write_down,
 )
 from drivetrain.run.planner import Told, settle
@@ -125,7 +125,7 @@ class _Run(Setup):
         flops = 0
         if watches and called_loss is not None:
             flops = count_apart(parts.loss, model, trial.batch, precision.around_forward())
-        counts = watches and world.is_main and called_loss is None
+        counts = watches and world.is_main and self.way.compile_mode is None
         draws, (flops_here, objective) = what_draws(
             lambda: counted(lambda: strategy.prepare(parts, trial), counts), world.device
         )
@@ -139,8 +139,7 @@ class _Run(Setup):
             self.load_hooks(checkpoint)
             resumed_from = checkpoint.step
 
-        asserts = self.config.device.assertions
-        check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
+        check = self.device_check(model)
         clock = make_clock(world.device) if watches and world.is_main else NoClock()
         if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
             loader.feed.before_copy = lambda: clock.lap(DATA)
@@ -156,6 +155,7 @@ class _Run(Setup):
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
             tell_notes(loader, books)
             tell_capture(stepper, books)
+            tell_sharding(self, books)
 
             def state() -> State:
                 shards, meta = strategy.save()

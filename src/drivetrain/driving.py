@@ -36,7 +36,6 @@ from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Division, Position
 from drivetrain.data.orders import refuse_unequal_orders
-from drivetrain.hardware import assert_on_device
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.report import write_report
@@ -49,6 +48,7 @@ from drivetrain.run import (
     open_books,
     take_weights,
     tell_notes,
+    tell_sharding,
     write_down,
 )
 from drivetrain.run.saves import Saves
@@ -145,20 +145,20 @@ class Drive:
         # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
         self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
         self._strategy = setup.make_strategy(broadcast_buffers=False)
-        objective = self._strategy.prepare(parts, Trial(_touching_all(model), 1))
+        objective = self._strategy.prepare(parts, Trial(None if setup.sharded else _touching_all(model), 1))
         self.resumed_from = 0
         if checkpoint is not None:
             self._strategy.load(checkpoint)
             setup.load_hooks(checkpoint)
             self.resumed_from = checkpoint.step
 
-        asserts = config.device.assertions
-        check = (lambda batch: assert_on_device(world.device, model=model, batch=batch)) if asserts else None
+        check = setup.device_check(model)
         self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
         self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
         if taken is not None:
             write_down(taken, self._books)
         tell_notes(self._loader, self._books)
+        tell_sharding(setup, self._books)
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
         stack.callback(self._saves.close)
@@ -172,7 +172,8 @@ class Drive:
         stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
 
         self.model: Any = model if called is None else called
-        self._plain, self._optimizer, self._trained = model, optimizer, parts.trained
+        self._plain, self._optimizer = model, optimizer
+        self._trained = [] if setup.sharded else parts.trained  # shards get their gradients at the end of a step
         self._buffers = list(model.buffers())
         self._around_forward = around_forward(parts)
         self._iterator: weakref.ref[Any] | None = None
@@ -237,7 +238,7 @@ class Drive:
         self._leave_forward()
         if isinstance(loss, Tensor | LossSum):
             check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
-        if micro.number and all(parameter.grad is None for parameter in self._trained):
+        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
             raise DrivetrainError(
                 "the gradients were cleared between two batches of one step",
                 remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
@@ -402,6 +403,12 @@ class Drive:
         if not self.world.is_main or not self._is_whole or self.steps == self.resumed_from:
             return
         saved = self._checkpointer.steps()
+        if self._setup.sharded and self.world.size > 1 and self.steps not in saved:
+            self._books.say(
+                f"the loop was left after step {self.steps}; with fsdp a checkpoint takes all processes, and they may "
+                f"be gone: it will go on from step {max(saved, default=0)}"
+            )
+            return
         if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
             self._books.say(
                 f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
@@ -442,7 +449,9 @@ def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
     model, optimizer, called = setup.model()
     for module, training in modes:
         module.training = training
-    parameter_names(model, optimizer)  # refuses the optimizer of another model
+    parameter_names(
+        model, optimizer, setup.sharded.owners if setup.sharded else {}
+    )  # refuses the optimizer of another model
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # moves what it holds to where its parameters are now
     return model, optimizer, called

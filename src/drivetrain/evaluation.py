@@ -10,6 +10,7 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import numerics
+from drivetrain.core.state import local_part, read_for
 from drivetrain.job import Job
 from drivetrain.run import Result, Setup, Which, checkpoint_of
 
@@ -52,4 +53,4 @@ def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for name, target in state.items():
             key = f"ema/{name}" if f"ema/{name}" in keys else f"model/{name}"
-            target.copy_(checkpoint.read(key))
+            local_part(target).copy_(read_for(target, checkpoint, key))

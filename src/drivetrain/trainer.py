@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, StepContext, Verdict
 from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
+from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
@@ -231,6 +232,7 @@ class Trainer:
         context = StepContext(place.step + 1, epochs_done, self._model, self._world, self._folder)
         verdicts = []
         for hook in hooks:
+            put_away(self._model)
             verdicts.append(hook(context) or Verdict())
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         self._stepper.look_again()

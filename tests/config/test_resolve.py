@@ -154,6 +154,19 @@ CONTRADICTIONS = [
     ("cpu-2core", {"device_ids": [0]}, "device_ids", "there is none"),
     ("cpu-2core", {"pin_memory": True}, "pin_memory", "there is none"),
     ("mixed-3090-1080", {"precision": "tf32"}, "precision", "GTX 1080"),
+    (
+        "4x-l4",
+        {"parallel_strategy": "fsdp", "static_graph": True},
+        "static_graph",
+        "is an option of ddp, but parallel_strategy: fsdp asks for another strategy",
+    ),
+    ("4x-l4", {"parallel_strategy": "ddp", "fsdp_offload": True}, "fsdp_offload", "is an option of fsdp"),
+    (
+        "4x-l4",
+        {"parallel_strategy": "fsdp", "fsdp_offload": True, "precision": "fp16"},
+        "fsdp_offload",
+        "steps the optimizer in host memory",
+    ),
 ]
 
 
@@ -176,6 +189,8 @@ def test_contradictions(machine: str, values: dict[str, object], key: str, words
         ("cpu-2core", {"gpu_mode": "cpu", "precision": "bf16", "pin_memory": False}),
         ("mixed-3090-1080", {"precision": "tf32", "device_ids": [0]}),
         ("4x-l4", {"compile": True, "compile_mode": "max-autotune"}),
+        ("4x-l4", {"fsdp_cast": "blocks", "bucket_cap_mb": 10}),  # whichever strategy is chosen
+        ("cpu-2core", {"parallel_strategy": "fsdp", "fsdp_accumulate": "shards", "find_unused_parameters": True}),
     ],
 )
 def test_combinations_that_are_fine(machine: str, values: dict[str, object]) -> None:

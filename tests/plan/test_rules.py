@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from drivetrain.hardware import Hardware
 from drivetrain.plan import TARGET_BATCH, Pins, choose_settings
+from drivetrain.plan.rules import choose_strategy
 from tests.hardware_fixtures import load, names
 
 GB = 10**9
@@ -126,3 +127,25 @@ def test_what_is_pinned_is_never_overridden(machine, micro_batch, accumulation, 
     assert settings.effective_batch == product
     if accumulation is None and settings.micro_batch.value * num_devices <= TARGET_BATCH:
         assert TARGET_BATCH - settings.micro_batch.value * num_devices < product <= TARGET_BATCH
+
+
+@pytest.mark.parametrize(
+    ("held_gb", "free_gb", "ranks", "expected", "why"),
+    [
+        (None, 0, 1, "single", "one process"),
+        (500, 80, 1, "single", "one process"),
+        (None, 80, 4, "ddp", "whole copy"),
+        (64, 80, 4, "ddp", "take 64 GB, and 80 GB are free on a GPU: a whole copy on each"),
+        (64.1, 80, 4, "fsdp", "a part of 16 GB on each of 4"),
+        (256, 80, 4, "fsdp", "a part of 64 GB on each of 4"),
+        (257, 80, 4, "fsdp", "even a part of 64.2 GB on each of 4 is too much"),
+    ],
+)
+def test_a_model_that_does_not_fit_whole_is_sharded(
+    held_gb: float | None, free_gb: float, ranks: int, expected: str, why: str
+) -> None:
+    held = None if held_gb is None else int(held_gb * GB)
+    choice = choose_strategy(held, int(free_gb * GB), ranks)
+    assert choice.value == expected
+    assert why in choice.reason
+    assert ("--fsdp-offload" in str(choice.alternatives)) == ("too much" in choice.reason)

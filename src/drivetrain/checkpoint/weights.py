@@ -11,6 +11,7 @@ from drivetrain.checkpoint.checkpoint import Checkpoint
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from drivetrain.checkpoint.manifest import MANIFEST_NAME
 from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
+from drivetrain.core.state import local_part, offsets_of
 
 _PREFIX = "model/"
 _PICKLED = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
@@ -25,7 +26,7 @@ class Weights:
 
     path: Path  # the file, or the checkpoint that was found
     shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], Tensor]
+    read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]  # a range of one: its name, offsets, shape
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def load_weights(model: nn.Module, weights: Weights) -> WeightsTaken:
         raise CheckpointError(_nothing_fits(weights, state, common), remedy=_REMEDY, path=weights.path)
     with torch.no_grad():
         for name in fitting:
-            state[name].copy_(weights.read(name))
+            part = local_part(state[name])
+            part.copy_(weights.read(name, offsets_of(state[name]), tuple(part.shape)))
     filled = {_place(state[name]) for name in fitting}  # two names of one tensor: files often hold only one of them
     return WeightsTaken(
         path=weights.path,
@@ -122,7 +124,11 @@ def _of_file(path: Path) -> Weights:
             remedy="convert it to one of " + ", ".join(DTYPES),
             path=path,
         )
-    return Weights(path, {name: shape for name, (_, shape) in layouts.items()}, lambda name: file.read(name, ()))
+
+    def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return file.read(name, tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True)))
+
+    return Weights(path, {name: shape for name, (_, shape) in layouts.items()}, read)
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
@@ -130,13 +136,13 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
     return Weights(
         checkpoint.path,
         {name: checkpoint.keys[key].shape for name, key in names.items()},
-        lambda name: checkpoint.read(names[name]),
+        lambda name, offsets, shape: checkpoint.read(names[name], offsets, shape),
     )
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Empty tensors have no place of their own; they need no weights either."""
-    return tensor.data_ptr(), tensor.numel()
+    return local_part(tensor).data_ptr(), tensor.numel()
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

@@ -159,9 +159,10 @@ def _strategy(case: _Case, cpu: str | None) -> Iterator[Problem]:
         yield case.problem(
             "distributed.strategy",
             f"uses one GPU, but {case.spelled('device.mode')} asks for several",
-            "auto, data_parallel, ddp with that mode",
+            "auto, data_parallel, ddp, fsdp with that mode",
             "drop one of the two",
         )
+    yield from _options_of_others(case)
     if config.distributed.strategy != "data_parallel":
         return
     ids = config.device.ids
@@ -191,6 +192,29 @@ def _strategy(case: _Case, cpu: str | None) -> Iterator[Problem]:
             "data_parallel copies the model for every forward, and blocks that recompute cannot be copied",
             "auto, ddp with --activations recompute",
             "use --activations keep, or ddp",
+        )
+
+
+_OF_DDP = ("bucket_cap_mb", "static_graph", "gradient_as_bucket_view")
+_OF_FSDP = ("fsdp_offload", "fsdp_cast", "fsdp_accumulate")
+
+
+def _options_of_others(case: _Case) -> Iterator[Problem]:
+    """Options that the strategy which was asked for would not obey. With `auto` they count if theirs is chosen."""
+    strategy = case.config.distributed.strategy
+    foreign = {"fsdp": ("ddp", _OF_DDP), "auto": ("", ())}.get(strategy, ("fsdp", _OF_FSDP))
+    for option in foreign[1]:
+        if f"distributed.{option}" in case.given:
+            yield case.problem(
+                f"distributed.{option}",
+                f"is an option of {foreign[0]}, but {case.spelled('distributed.strategy')} asks for another strategy",
+                remedy="drop one of the two",
+            )
+    if strategy == "fsdp" and case.config.distributed.fsdp_offload and case.config.precision.dtype == "fp16":
+        yield case.problem(
+            "distributed.fsdp_offload",
+            f"steps the optimizer in host memory, and {case.spelled('precision.dtype')} scales gradients on the GPU",
+            remedy="use --precision bf16, or drop --fsdp-offload",
         )
 
 

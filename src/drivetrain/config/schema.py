@@ -212,10 +212,24 @@ class CheckpointSection(Section):
 class DistributedSection(Section):
     """How several processes work together."""
 
-    strategy: Annotated[Literal["auto", "single", "data_parallel", "ddp"], Flag("parallel-strategy")] = Field(
+    strategy: Annotated[Literal["auto", "single", "data_parallel", "ddp", "fsdp"], Flag("parallel-strategy")] = Field(
         "auto",
-        description="how devices share a step: auto is ddp where a launcher started several processes, else single; "
-        "data_parallel is one process for several GPUs",
+        description="how devices share a step: auto is ddp where a launcher started several processes (fsdp where a "
+        "whole copy of model and optimizer does not fit a GPU), else single; data_parallel is one process for several "
+        "GPUs",
+    )
+    fsdp_offload: Annotated[bool, Flag("fsdp-offload")] = Field(
+        False, description="fsdp: keep shards and optimizer in host memory, and step the optimizer there"
+    )
+    fsdp_cast: Annotated[Literal["operations", "blocks"], Flag("fsdp-cast")] = Field(
+        "operations",
+        description="fsdp in bf16 or fp16: cast for each operation, as other strategies do, or a block's weights and "
+        "inputs once: half the communication and less memory, other rounding",
+    )
+    fsdp_accumulate: Annotated[Literal["whole", "shards"], Flag("fsdp-accumulate")] = Field(
+        "whole",
+        description="fsdp, between micro-steps: keep whole gradients without communicating, or reduce them to shards "
+        "every time, which takes less memory",
     )
     backend: Annotated[Literal["auto", "nccl", "gloo"], Flag("backend")] = Field(
         "auto", description="auto is nccl where each process has a GPU, else gloo"

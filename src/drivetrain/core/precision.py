@@ -23,8 +23,12 @@ class Precision:
         """fp16 has too few exponents for small gradients: the loss is scaled up before backward."""
         return self.name == "fp16"
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.name)
+
     def around_forward(self) -> AbstractContextManager[Any] | None:
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.name)
+        dtype = self.autocast_dtype
         return None if dtype is None else torch.autocast(self.device_type, dtype)
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,42 @@ class Shard:
     tensor: Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]  # of this part within the global tensor
+    is_part: bool = False  # every rank hands in one of its own; otherwise all have the same, and one hands it in
 
     @classmethod
     def whole(cls, key: str, tensor: Tensor) -> "Shard":
         return cls(key, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @classmethod
+    def of(cls, key: str, tensor: Tensor, owner: Tensor) -> "Shard":
+        """Of a tensor that lies where `owner` does: whole, or this rank's part if that is distributed."""
+        if not is_distributed(owner):
+            return cls.whole(key, tensor)
+        return cls(key, tensor, tuple(owner.shape), offsets_of(owner), is_part=True)
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether ranks hold parts of it. Asked of any tensor; what makes distributed ones is slow to import."""
+    return hasattr(tensor, "to_local")
+
+
+@torch.no_grad()
+def local_part(tensor: Any) -> Tensor:
+    """This rank's part, which shares its memory; a plain tensor is its own."""
+    part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
+    return part.detach()
+
+
+def offsets_of(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's part begins in the whole. Rows are dealt out as `torch.chunk` does: the last get fewer."""
+    if not is_distributed(tensor):
+        return (0,) * int(tensor.dim())
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise ValueError(f"a tensor that is distributed as {placements} cannot be saved: parts are ranges of rows")
+    num_rows = tensor.shape[0]
+    first = min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
+    return (first, *(0 for _ in tensor.shape[1:]))
 
 
 class TensorSource(Protocol):
@@ -33,3 +66,21 @@ class TensorSource(Protocol):
     def read(
         self, key: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
     ) -> Tensor: ...
+
+
+def put_away(model: nn.Module) -> None:
+    """Makes a sharded model forget what it has gathered: its parameters are shards, and the next forward gathers anew.
+
+    A forward without gradients leaves some of them whole. Whoever changes or reads weights outside a forward calls this
+    first. Nothing happens to other models.
+    """
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            cast(Any, module).reshard()
+
+
+def read_for(owner: Any, source: TensorSource, key: str) -> Tensor:
+    """What of a stored tensor belongs where `owner` lies: all of it, or this rank's part."""
+    if not is_distributed(owner):
+        return source.read(key)
+    return source.read(key, offsets_of(owner), tuple(local_part(owner).shape))

@@ -97,18 +97,18 @@ class World:
         """True on all ranks if it is true on one."""
         if self.group is None:
             return flag
-        return bool(self.all_reduce(torch.tensor(int(flag), device=self._device), dist.ReduceOp.MAX).item())
+        return bool(self.all_reduce(torch.tensor(int(flag), device=self.collective_device), dist.ReduceOp.MAX).item())
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank, in the order of ranks. The value must survive JSON."""
         text = json.dumps(value).encode()
         if self.group is None:
             return [json.loads(text)]
-        length = torch.tensor([len(text)], device=self._device)
+        length = torch.tensor([len(text)], device=self.collective_device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, self.group)
         longest = max(int(entry.item()) for entry in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.collective_device)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         texts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(texts, padded, self.group)
@@ -140,6 +140,18 @@ class World:
             self._aside = World(self.rank, self.size, self.local_rank, group=group)
         return self._aside
 
+    def own_group(self) -> dist.ProcessGroup:
+        """The processes' group; in a world of one, for what cannot do without, one that is made and closed with it."""
+        if self.group is not None:
+            return self.group
+        if not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            self._owns_group = True
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
     def close(self) -> None:
         if self._aside is not None:
             dist.destroy_process_group(self._aside.group)
@@ -149,8 +161,8 @@ class World:
             self._owns_group = False
 
     @property
-    def _device(self) -> torch.device:
-        """Where small tensors for collectives live: gloo takes CPU tensors with any device."""
+    def collective_device(self) -> torch.device:
+        """Where tensors for collectives live: gloo takes CPU tensors with any device."""
         return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
 
 

@@ -19,6 +19,9 @@ CPU_MICRO_BATCH = 4
 RECOMPUTE_BELOW_GB = 16
 ZERO_3_BELOW_GB = 6
 
+# Of a GPU's free memory, for weights, gradients and optimizer. Activations and the allocator need the rest.
+MOST_FOR_A_WHOLE_COPY = 0.8
+
 # Casting weights and activations costs time that a matrix product alone does not show.
 LEAST_GAIN_OF_BF16_ON_CPU = 1.3
 
@@ -39,7 +42,7 @@ class Pins(Value):
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"
     mixed: bool | None = None
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
-    strategy: Literal["auto", "single", "data_parallel", "ddp"] = "auto"
+    strategy: Literal["auto", "single", "data_parallel", "ddp", "fsdp"] = "auto"
     micro_batch: int | None = None
     accumulation: int | None = None
     num_workers: int | None = None
@@ -128,6 +131,22 @@ def _strategy(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[str]:
         return Choice(value="single", reason="one GPU needs no communication")
     others = ("fsdp where the model does not fit one GPU", "deepspeed where asked for", "data_parallel where asked for")
     return Choice(value="ddp", reason="several GPUs, each with a whole copy of the model", alternatives=others)
+
+
+def choose_strategy(held_bytes: int | None, free_bytes: int, num_ranks: int) -> Choice[str]:
+    """For a known model: what weights, gradients and optimizer take (None: nobody knows), and what a GPU has free."""
+    if num_ranks == 1:
+        return Choice(value="single", reason="one process needs no communication")
+    if held_bytes is None or not free_bytes:
+        return Choice(value="ddp", reason="several processes, each with a whole copy", alternatives=("fsdp",))
+    takes, free, share = held_bytes / 1e9, free_bytes / 1e9, held_bytes / num_ranks / 1e9
+    figures = f"weights, gradients and optimizer take {takes:.3g} GB, and {free:.3g} GB are free on a GPU"
+    if held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes:
+        return Choice(value="ddp", reason=f"{figures}: a whole copy on each", alternatives=("fsdp",))
+    if share <= MOST_FOR_A_WHOLE_COPY * free:
+        return Choice(value="fsdp", reason=f"{figures}: a part of {share:.3g} GB on each of {num_ranks}")
+    reason = f"{figures}: even a part of {share:.3g} GB on each of {num_ranks} is too much"
+    return Choice(value="fsdp", reason=reason, alternatives=("fsdp with --fsdp-offload", "more GPUs"))
 
 
 def _precision(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:

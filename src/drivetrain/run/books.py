@@ -92,6 +92,21 @@ def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
         tell(NOT_CAPTURED, stepper.why_not)
 
 
+def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
+    """How the model was cut, and why."""
+    sharded = run.sharded
+    if sharded is not None:
+        books.event(
+            "sharded",
+            reason=run.strategy_choice.reason,
+            units=[name or "(the rest)" for name in sharded.unit_names],
+            whole=list(sharded.replicated),
+            in_words=sharded.in_words,
+            offload=sharded.options.offload,
+        )
+        books.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
+
+
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
     """This rank's GPU; those of all ranks on this machine; and how many ranks those are.
 

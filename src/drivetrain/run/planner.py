@@ -26,6 +26,7 @@ from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tun
 from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
 from drivetrain.run.needs import explained
 from drivetrain.run.setup import Setup
+from drivetrain.strategies.sharding import forecast_local, layout_of
 
 OnProbe = Callable[[Way, Measurement], None]
 
@@ -80,6 +81,8 @@ def _why_not_measured(run: Setup, steps_done: int) -> str:
         return "by rule: measuring is switched off"
     if job.num_samples is None or not job.source.is_keyed:
         return "by rule: data that can only be iterated is not read for measuring"
+    if run.shards:
+        return "by rule: sharded models are not measured yet"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
     if job.num_steps is None or job.num_steps - steps_done < LEAST_STEPS:
@@ -97,6 +100,11 @@ def measured(
 ) -> Plan:
     """Tries ways of running a step, and follows the best. With `is_short_of_time` only what the job can pay back."""
     job, world = run.job, run.world
+    if run.shards:
+        raise DrivetrainError(
+            "a model that is cut into shards is not measured yet: no rank could hold a copy of it",
+            remedy="leave --measure out, or plan with --parallel-strategy ddp",
+        )
     if job.num_samples is None:
         raise DrivetrainError(
             "data that can only be iterated cannot be measured: its items would be used up",
@@ -284,9 +292,7 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
     elif tuned is None and way.precision != settings.precision.value:
         precision_reason = why
     choices: dict[str, Choice[Any]] = {
-        "distributed.strategy": Choice(
-            value=run.make_strategy().name, reason=settings.strategy.reason, alternatives=settings.strategy.alternatives
-        ),
+        "distributed.strategy": _strategy(run, model),
         "precision.dtype": Choice(
             value=way.precision,
             reason="asked for" if "precision" in pinned else precision_reason,
@@ -337,7 +343,7 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
         num_steps=job.num_steps,
         choices=choices,
         forecast=Forecast(
-            memory=_memory(model, tuned, way),
+            memory=_memory_of_shards(run, model) if run.shards else _memory(model, tuned, way),
             peak_bytes=(tuned.forecast_bytes or None) if tuned else None,
             measured_peak_bytes=(chosen.peak_bytes or None) if chosen else None,
             step_seconds=step_seconds,
@@ -347,6 +353,14 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
         measured=tuned is not None,
         notes=() if tuned else (why,),
     )
+
+
+def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
+    if run.shards:
+        reason = f"{run.strategy_choice.reason}; {layout_of(model).in_words()}"
+        return run.strategy_choice.model_copy(update={"reason": reason})
+    by_rule = run.settings.strategy
+    return Choice(value=run.make_strategy().name, reason=by_rule.reason, alternatives=by_rule.alternatives)
 
 
 def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
@@ -361,6 +375,14 @@ def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
         and not tried.measurement.problem
         and not tried.measurement.is_brief
     )
+
+
+def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
+    """On rank 0, whose part is never the smaller one. Blocks that are gathered in turn count as workspace."""
+    held = forecast_local(model, run.job.make_optimizer, run.world.size, 0)
+    if held is None:
+        return MemoryForecast(parameters=0, gradients=0)
+    return MemoryForecast(parameters=held.parameters + held.buffers, gradients=held.gradients, optimizer=held.optimizer)
 
 
 def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:

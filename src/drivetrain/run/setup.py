@@ -26,21 +26,31 @@ from drivetrain.data.feed import feed_for
 from drivetrain.data.items import Columns, Draws
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
-from drivetrain.hardware import DeviceManager, Hardware, detect
+from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
 from drivetrain.job import EarlyStopping, Job
-from drivetrain.plan import Pins, choose_settings
+from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.needs import explained
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
-from drivetrain.run.sharing import refuse_strategy
+from drivetrain.run.sharing import refuse_strategy, strategy_for
 from drivetrain.step import own_stream, why_not_captured
-from drivetrain.strategies import DataParallelStrategy, DdpOptions, DdpStrategy, SingleStrategy, Strategy
+from drivetrain.strategies import (
+    DataParallelStrategy,
+    DdpOptions,
+    DdpStrategy,
+    FsdpStrategy,
+    Sharded,
+    ShardOptions,
+    SingleStrategy,
+    Strategy,
+)
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compiled
+from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.validation import Validator
 
 SOURCE = "source.json"
@@ -103,6 +113,8 @@ class Setup:
     path: Path  # of the run's folder, once it is claimed
     strategy: str  # its name, once it is chosen
     preflight: Preflight | None = None  # what it found, where there was one
+    strategy_choice: Choice[str]  # with its reason, once the model is made
+    sharded: Sharded | None = None  # the model, where ranks hold parts of it
 
     @classmethod
     def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
@@ -315,6 +327,13 @@ class Setup:
             loader.warn_if_inexact()
         return loader
 
+    def device_check(self, model: nn.Module) -> Callable[[Any], None] | None:
+        """What looks at every micro-batch, where that was asked for. Offloaded shards are elsewhere on purpose."""
+        if not self.config.device.assertions:
+            return None
+        things = {} if self.sharded is not None and self.sharded.options.offload else {"model": model}
+        return lambda batch: assert_on_device(self.world.device, **things, batch=batch)
+
     @contextmanager
     def numerics(self) -> Iterator[None]:
         """The switches of torch that this run wants, for the time of the run."""
@@ -374,17 +393,18 @@ class Setup:
     def model(self) -> tuple[nn.Module, Optimizer, Any]:
         """The model as it is run, its optimizer, and what the loss function calls in its place if it is compiled."""
         model, optimizer = self.dressed(self.build())
-        called = None if self.way.compile_mode is None else torch.compile(model, mode=self.way.compile_mode)
-        return model, optimizer, called
+        if self.way.compile_mode is None or self.shards:
+            return model, optimizer, None
+        return model, optimizer, torch.compile(model, mode=self.way.compile_mode)
 
     def build(self) -> nn.Module:
-        """The model on its device, as the user made it."""
+        """The model as the user made it, on its device unless it is going to be sharded."""
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
-        made = self.job.model if isinstance(self.job.model, nn.Module) else self.job.model()
-        if not isinstance(made, nn.Module):
-            raise DrivetrainError(
-                f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
-            )
+        made = self._made()
+        self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
+        if self.shards:
+            refuse_uncuttable(made)
+            return made.train()  # where it was made: no more than a block at a time comes to the device
         try:
             return made.to(self.world.device).train()
         except torch.OutOfMemoryError as error:
@@ -393,14 +413,21 @@ class Setup:
                 self.job, made, self.way.precision, str(self.world.device), free, fraction, num_devices=self.num_devices
             ) from error
 
+    @property
+    def shards(self) -> bool:
+        """Whether ranks hold parts of the model. Known once it is built."""
+        return self.strategy_choice.value == FsdpStrategy.name
+
     def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
         """A model that was built, made ready for the way that is followed."""
-        if self.channels_last:
+        if self.channels_last and not self.shards:  # shards are rows, one after the other
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.distributed.sync_batchnorm and self.world.size > 1:
             if self.world.device.type != "cuda":
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        if self.shards and self.way.compile_mode is not None:
+            compile_blocks(model, self.way.compile_mode)
         if self.way.recompute:
             self.recomputed = recompute(model)
             if not self.recomputed and self.settings.activations.pinned:
@@ -408,11 +435,38 @@ class Setup:
                     "no repeated blocks were found in the model, so there is nothing to recompute block by block",
                     remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
                 )
-        return model, self.job.make_optimizer(model)
+        if self.shards:
+            self.sharded = shard(model, self.world, self._shard_options(), self.precision)
+        optimizer = self.job.make_optimizer(model)
+        if self.sharded is not None:
+            self.sharded.take_over(optimizer)
+        return model, optimizer
 
     def called_loss(self) -> LossFunction | None:
         """What is called in place of the loss function where it is compiled, with the model inside."""
-        return None if self.way.compile_mode is None else compiled(self.job.loss, self.way.compile_mode)
+        is_whole = self.way.compile_mode is not None and not self.shards  # of a sharded model, blocks are compiled
+        return compiled(self.job.loss, self.way.compile_mode or "default") if is_whole else None
+
+    def _made(self) -> nn.Module:
+        given = self.job.model
+        if isinstance(given, nn.Module):
+            return given
+        made: Any = build(given, self.world) if self.config.distributed.strategy == FsdpStrategy.name else given()
+        if not isinstance(made, nn.Module):
+            raise DrivetrainError(
+                f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
+            )
+        return made
+
+    def _shard_options(self) -> ShardOptions:
+        config = self.config
+        return ShardOptions(
+            offload=config.distributed.fsdp_offload,
+            cast=config.distributed.fsdp_cast,
+            accumulate=config.distributed.fsdp_accumulate,
+            broadcast_buffers=config.distributed.broadcast_buffers,
+            reduces_unused=config.distributed.find_unused_parameters,
+        )
 
     def meta(self, division: Division) -> dict[str, Any]:
         return {
@@ -431,20 +485,23 @@ class Setup:
         return self.world.size * len(self.devices)
 
     def make_strategy(self, **changes: bool) -> Strategy:
-        """The one that was asked for, else by the number of processes. `changes` are to the options of DDP."""
+        """The one that was chosen with the model, else by the number of processes. `changes` are to its options."""
         strategy: Strategy = SingleStrategy(self.world)
-        if len(self.devices) > 1:
+        if self.sharded is not None:
+            options = replace(self.sharded.options, **changes)  # type: ignore[arg-type]
+            strategy = FsdpStrategy(self.world, replace(self.sharded, options=options))
+        elif len(self.devices) > 1:
             strategy = DataParallelStrategy(self.world, self.devices)
         elif self.world.size > 1:
             config = self.config
-            options = DdpOptions(
+            ddp = DdpOptions(
                 find_unused_parameters=config.distributed.find_unused_parameters,
                 broadcast_buffers=config.distributed.broadcast_buffers,
                 bucket_cap_mb=config.distributed.bucket_cap_mb,
                 static_graph=config.distributed.static_graph,
                 gradient_as_bucket_view=config.distributed.gradient_as_bucket_view,
             )
-            strategy = DdpStrategy(self.world, replace(options, **changes))
+            strategy = DdpStrategy(self.world, replace(ddp, **changes))
         self.strategy = strategy.name
         return strategy
 

@@ -1,11 +1,16 @@
-"""Whether the strategy that was asked for fits the processes and the devices that there are."""
+"""Which strategy fits the processes, the devices and the model that there are."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.world import World
+from drivetrain.job import Job
+from drivetrain.plan import Choice
+from drivetrain.plan.held import forecast_held
+from drivetrain.plan.rules import choose_strategy
 
 _FLAG = "--parallel-strategy"
 
@@ -14,14 +19,25 @@ def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -
     """Raises what contradicts the launcher or the machine. `auto` never does."""
     if world.size > 1 and asked in ("single", "data_parallel"):
         message = f"{asked} is one process, and a launcher started {world.size}"
-        raise _problem(asked, message, "auto, ddp here", "use ddp, or start the script with plain python")
+        raise _problem(asked, message, "auto, ddp, fsdp here", "use ddp, or start the script with plain python")
     if world.size == 1 and asked == "ddp":
         message = "ddp is several processes, and this is the only one"
         remedy = "start it with `drivetrain launch`, torchrun or srun; or leave --parallel-strategy out"
-        raise _problem(asked, message, "auto, single, data_parallel here", remedy)
+        raise _problem(asked, message, "auto, single, data_parallel, fsdp here", remedy)
     if asked == "data_parallel" and len(devices) < 2:
         message = f"data_parallel shares batches between GPUs, and there is only {devices[0]} to use"
         raise _problem(asked, message, "auto, single here", "leave --parallel-strategy out")
+
+
+def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice[str]:
+    """The one that was asked for; else by what model and optimizer take, and the least that is free on any rank."""
+    if asked != "auto":
+        return Choice(value=asked, reason="asked for", pinned=True)
+    if world.size == 1 or world.device.type != "cuda":
+        return choose_strategy(None, 0, world.size)
+    held = forecast_held(model, job.make_optimizer)
+    free = min(world.gather(torch.cuda.mem_get_info(world.device)[0]))
+    return choose_strategy(None if held is None else held.total, free, world.size)
 
 
 def _problem(asked: str, message: str, allowed: str, remedy: str) -> ConfigError:

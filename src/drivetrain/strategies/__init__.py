@@ -4,6 +4,8 @@ from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
 from drivetrain.strategies.data_parallel import DataParallelStrategy
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
+from drivetrain.strategies.fsdp import FsdpStrategy
+from drivetrain.strategies.sharding import Sharded, ShardOptions
 from drivetrain.strategies.single import SingleStrategy
 
 __all__ = [
@@ -11,7 +13,10 @@ __all__ = [
     "DataParallelStrategy",
     "DdpOptions",
     "DdpStrategy",
+    "FsdpStrategy",
     "Objective",
+    "ShardOptions",
+    "Sharded",
     "SingleStrategy",
     "Strategy",
     "StrategyParts",

@@ -6,19 +6,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from drivetrain.core.state import local_part, put_away
+
 
 class Average:
     """An exponential moving average of the parameters that train. Buffers are not averaged.
 
     The decay of update n is min(decay, (1 + n) / (10 + n)): early on the weights move fast, and the first ones, which
-    are random, should not be remembered for long.
+    are random, should not be remembered for long. Of a sharded model, every rank averages its part.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
         self.num_updates = 0
-        self._live: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._averaged = [parameter.detach().clone() for parameter in self._live]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._live = [local_part(parameter) for parameter in self._trained]
+        self._averaged = [part.clone() for part in self._live]
         self._model = model
 
     @torch.no_grad()
@@ -30,17 +33,19 @@ class Average:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the averaged weights. They are copied, so that every address stays what it was."""
+        put_away(self._model)  # what was gathered of the others is not to be used any more
         with torch.no_grad():
-            live = [parameter.detach().clone() for parameter in self._live]
+            live = [part.clone() for part in self._live]
             torch._foreach_copy_(self._live, self._averaged)
         try:
             yield
         finally:
+            put_away(self._model)  # what was gathered of the others is not to be used any more
             with torch.no_grad():
                 torch._foreach_copy_(self._live, live)
 
-    def named(self) -> dict[str, Tensor]:
-        """The averages under the model's own names; those of tied weights under each of their names."""
-        averages = {id(live): average for live, average in zip(self._live, self._averaged, strict=True)}
+    def named(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By the model's own names: the average, and what it is of. Those of tied weights under each of their names."""
+        averages = {id(parameter): average for parameter, average in zip(self._trained, self._averaged, strict=True)}
         named = self._model.state_dict(keep_vars=True)
-        return {name: averages[id(value)] for name, value in named.items() if id(value) in averages}
+        return {name: (averages[id(value)], value) for name, value in named.items() if id(value) in averages}

@@ -4,9 +4,9 @@ The objective is a module whose forward is the user's whole loss function: what 
 forward with one output, while the user's function gets the plain model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class StrategyParts:
     called_loss: LossFunction | None = None  # what is called in its place: it compiled, with the model inside
     average: Average | None = None
     offloads_activations: bool = False
+    # Where the optimizer holds this rank's parts of parameters: each part, and the parameter it is of.
+    owners: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
@@ -63,9 +65,11 @@ class StrategyParts:
         """The factor of the loss, where it is: to ask the scaler for a number would make the host wait."""
         return self.scaler.scale(self._one)
 
-    def update(self, factor: Tensor | float | None) -> tuple[Tensor | None, Tensor | float]:
+    def update(
+        self, factor: Tensor | float | None, together: "Together | None" = None
+    ) -> tuple[Tensor | None, Tensor | float]:
         """Move the weights, and the average after them."""
-        moved = self.move(factor)
+        moved = self.move(factor, together)
         self.follow()
         return moved
 
@@ -75,19 +79,24 @@ class StrategyParts:
             self.average.update()
         self.mixtures.settle()
 
-    def move(self, factor: Tensor | float | None) -> tuple[Tensor | None, Tensor | float]:
+    def move(
+        self, factor: Tensor | float | None, together: "Together | None" = None
+    ) -> tuple[Tensor | None, Tensor | float]:
         """Rescale the reduced gradients, clip them, step the optimizer.
 
-        Returns the norm before clipping, and whether the step was skipped: 1 for infinite gradients in fp16.
+        Returns the norm before clipping, and whether the step was skipped: 1 for infinite gradients in fp16. Where a
+        rank has only parts, `together` knows what all ranks' parts come to.
         """
         scales = self.precision.scales_loss
         skipped: Tensor | float = 0.0
         if scales:
             self.scaler.unscale_(self.optimizer)
+            if together is not None:
+                together.share_infinities(list(self.scaler._found_inf_per_device(self.optimizer).values()))
         if factor is not None:
             gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
             torch._foreach_mul_(gradients, factor)
-        norm = None if self.clip_norm is None else nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
+        norm = None if self.clip_norm is None else self._clip(self.clip_norm, together)
         if scales:
             # A fused optimizer skips on the device. Others ask the host, which waits to know.
             before = self.scale()
@@ -97,6 +106,21 @@ class StrategyParts:
         else:
             self.optimizer.step()
         return norm, skipped
+
+    def _clip(self, most: float, together: "Together | None") -> Tensor:
+        if together is None:
+            return nn.utils.clip_grad_norm_(self.trained, most)
+        norm = together.norm(self.trained)
+        nn.utils.clip_grads_with_norm_(self.trained, most, norm)
+        return norm
+
+
+class Together(Protocol):
+    """What gradients come to of which every rank has a part. All ranks call these together."""
+
+    def norm(self, parts: list[Tensor]) -> Tensor: ...
+
+    def share_infinities(self, found: list[Tensor]) -> None: ...
 
 
 def rescaling(num_samples: int, count: Tensor | float) -> Tensor | float:

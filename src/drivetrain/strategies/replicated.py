@@ -1,4 +1,4 @@
-"""What strategies share that hold a whole copy of model and optimizer on every device."""
+"""The state of model and optimizer by name, for a checkpoint: whole where every device has a copy, else parts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
 from drivetrain.strategies.rates import ON_HOST
@@ -25,15 +25,17 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise _cannot_save(f"the model's state {name!r}", value)
-        shards.append(Shard.whole(_MODEL + name, value.detach()))
+        shards.append(Shard.of(_MODEL + name, local_part(value), value))
     if parts.average is not None:
-        shards += [Shard.whole(_AVERAGE + name, value) for name, value in parts.average.named().items()]
-    names = parameter_names(model, optimizer)
+        shards += [Shard.of(_AVERAGE + name, value, of) for name, (value, of) in parts.average.named().items()]
+    names = parameter_names(model, optimizer, parts.owners)
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         for field, value in state.items():
             if isinstance(value, Tensor):
-                shards.append(Shard.whole(f"{_OPTIMIZER}{names[parameter]}/{field}", value.detach()))
+                # What has a parameter's shape is of its elements; anything else, such as a count, of all of it.
+                owner = parts.owners.get(parameter, value) if value.shape == parameter.shape else value
+                shards.append(Shard.of(f"{_OPTIMIZER}{names[parameter]}/{field}", value.detach(), owner))
             elif value is None or isinstance(value, (bool, int, float, str)):
                 scalars.setdefault(names[parameter], {})[field] = value
             else:
@@ -66,7 +68,7 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     stored = {key.removeprefix(_MODEL): info for key, info in source.keys.items() if key.startswith(_MODEL)}
     _check_keys(state, stored)
     groups = source.meta["optimizer_groups"]
-    names = parameter_names(model, optimizer)
+    names = parameter_names(model, optimizer, parts.owners)
     ours = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in groups] != ours:
         raise DrivetrainError(
@@ -76,18 +78,22 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     _check_settings(optimizer, groups)
     with torch.no_grad():
         for name, target in state.items():
-            target.copy_(source.read(_MODEL + name))
+            local_part(target).copy_(read_for(target, source, _MODEL + name))
         if parts.average is not None:
-            for name, average in parts.average.named().items():
-                average.copy_(source.read(_AVERAGE + name))
+            for name, (average, of) in parts.average.named().items():
+                average.copy_(read_for(of, source, _AVERAGE + name))
             parts.average.num_updates = source.meta["num_averaged"]
 
+    owners = {names[parameter]: owner for parameter, owner in parts.owners.items() if parameter in names}
     numbers = {name: number for number, name in enumerate(name for group in ours for name in group)}
     by_number: dict[int, dict[str, Any]] = {}
     for key in source.keys:
         if key.startswith(_OPTIMIZER):
             name, _, field = key.removeprefix(_OPTIMIZER).rpartition("/")
-            by_number.setdefault(numbers[name], {})[field] = source.read(key)
+            owner = owners.get(name)
+            is_part = owner is not None and owner.shape == source.keys[key].shape
+            value = read_for(owner, source, key) if is_part else source.read(key)
+            by_number.setdefault(numbers[name], {})[field] = value
     for name, values in source.meta["optimizer_scalars"].items():
         by_number.setdefault(numbers[name], {}).update(values)
     settings = [
@@ -138,8 +144,10 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+def parameter_names(model: nn.Module, optimizer: Optimizer, owners: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
+    """Of what the optimizer holds. `owners` tells which of the model's parameters each is a part of, if it is one."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names |= {parameter: names[owner] for parameter, owner in owners.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

@@ -1,0 +1,173 @@
+"""Fully sharded: every rank holds a part of the weights, of their gradients and of the optimizer's state.
+
+The model comes cut (`sharding.shard`). Its optimizer holds plain tensors, this rank's parts, so whatever it does to
+each element happens at full speed, and to that element alone. What needs the whole, the norm that clips, is a sum over
+ranks. Loss sum, count and the wish to stop are on their way while backward runs, so a step does not wait for them.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.records import StepOutcome
+from drivetrain.core.state import Shard, TensorSource, local_part, put_away
+from drivetrain.core.world import World
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
+from drivetrain.strategies.replicated import load_whole_state, share_buffers, whole_state
+from drivetrain.strategies.sharding import Sharded
+
+
+class FsdpStrategy:
+    """One process per device; each computes with whole blocks, one after the other, and keeps its part of each."""
+
+    name = "fsdp"
+
+    def __init__(self, world: World, sharded: Sharded) -> None:
+        self._world, self._sharded = world, sharded
+
+    def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        """A trial without a batch is not tried out: in a loop of one's own nobody knows yet what the model gets."""
+        sharded = self._sharded
+        self._parts = parts = replace(parts, owners=sharded.owners)
+        self._replicated = [p for p in sharded.replicated.values() if p.requires_grad]
+        self._objective = Objective(parts, scale=1.0)
+        self._has_buffers = any(True for _ in parts.model.buffers())
+        self._stop = False
+        self._sums: Tensor | None = None
+        self._on_its_way: dist.Work | None = None
+        self._begins, self._accumulates = True, False
+        self._samples = 0
+        if trial.batch is not None:
+            with _in_words():
+                try_out(self._call, parts.model, trial)
+            self._objective.take_tallies()
+            self._clear()
+        return self._call
+
+    def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        if self._begins:
+            self._begins, self._samples = False, step_samples
+            if self._has_buffers and self._world.size > 1 and self._sharded.options.broadcast_buffers:
+                share_buffers(self._parts.model, self._world)
+        return self._objective.forward(batch, num_samples, step_samples, weight)
+
+    def accumulate(self) -> AbstractContextManager[Any]:
+        return self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        keeps_whole = self._sharded.options.accumulate == "whole"
+        self._accumulates = True
+        if keeps_whole:
+            self._reduce_gradients(False)
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            if keeps_whole:
+                self._reduce_gradients(True)
+
+    def _reduce_gradients(self, wanted: bool) -> None:
+        for module in self._sharded.fully_sharded:
+            module.set_requires_gradient_sync(wanted, recurse=False)
+
+    def backward(self, objective: Tensor) -> None:
+        if not self._accumulates:
+            self._send_sums()
+        torch.autograd.backward(self._parts.scaler.scale(objective))
+
+    def _send_sums(self) -> None:
+        """In float64: counts stay exact, and sums are as good as the losses they are made of."""
+        losses, count = self._objective.take_tallies()
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        for value, factor in losses:
+            self._sums[0] += value.double() * factor
+        self._sums[1] += count
+        self._sums[2] += float(self._stop)
+        if self._world.group is not None:
+            self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
+
+    def step(self, stop: bool) -> StepOutcome:
+        assert self._sums is not None, "backward comes before step"
+        self._hand_over_gradients()
+        if self._on_its_way is not None:
+            self._on_its_way.wait()  # of the stream, on a GPU; elsewhere backward took longer than three numbers do
+        total, count, stopping = self._sums.unbind()
+        factor = rescaling(self._samples, count) if self._objective.counts_items else None
+        norm, skipped = self._parts.update(factor, self if self._world.size > 1 else None)
+        self._clear()
+        self._stop = stop  # travels with the next sums
+        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
+
+    def _hand_over_gradients(self) -> None:
+        """To the optimizer: reduced parts, without a copy. Gradients of what is whole on every rank are summed here."""
+        for part, owner in self._parts.owners.items():
+            part.grad = None if owner.grad is None else local_part(owner.grad)
+        if self._world.group is None:
+            return
+        for parameter in self._replicated:
+            # A rank whose samples did not use it takes part all the same.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=self._world.group)
+            parameter.grad = gradient
+
+    def _clear(self) -> None:
+        for tensors in (self._parts.owners, self._sharded.parameters.values(), self._replicated):
+            for tensor in tensors:
+                tensor.grad = None
+        self._sums = self._on_its_way = None
+        self._begins = True
+
+    # What is only known of all parts together
+
+    def norm(self, parts: list[Tensor]) -> Tensor:
+        """Of the gradients of all ranks: what every rank has counts once."""
+        if not self._world.is_main:
+            whole = set(self._replicated)
+            parts = [part for part in parts if part not in whole]
+        gradients = [part.grad for part in parts if part.grad is not None]
+        own = torch.nn.utils.get_total_norm(gradients)
+        squared = own.to(self._world.device, torch.float64).square()
+        dist.all_reduce(squared, group=self._world.group)
+        return squared.sqrt().to(self._parts.trained[0].dtype)
+
+    def share_infinities(self, found: list[Tensor]) -> None:
+        """1 on all ranks where it is on one: a step is skipped by all or by none."""
+        for flag in found:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self._world.group)
+
+    # Checkpoints
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        """Every rank its parts; rank 0 also what all have."""
+        put_away(self._parts.model)
+        shards, meta = whole_state(self._parts)
+        return [shard for shard in shards if shard.is_part or self._world.is_main], meta
+
+    def load(self, source: TensorSource) -> None:
+        put_away(self._parts.model)
+        load_whole_state(self._parts, source)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise DrivetrainError(
+            "a weight was used outside the forward of the module that holds it: with fsdp it is gathered only there, "
+            f"and is a shard anywhere else ({error})",
+            remedy="call the model, and its blocks, as modules; compute penalties on weights inside the model's "
+            "forward; or use --parallel-strategy ddp",
+        ) from error

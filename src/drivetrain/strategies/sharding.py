@@ -1,0 +1,376 @@
+"""Cuts a model into shards, so that no device ever holds more of it than one block whole.
+
+Each repeated block becomes a unit, and what is left of the model another: a unit's weights are gathered before its
+forward and its backward, and forgotten after them (torch's `fully_shard`). Rank 0's weights count. They travel unit by
+unit, so other ranks may build the model without memory for it.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.precision import Precision
+from drivetrain.core.state import is_distributed, local_part, offsets_of
+from drivetrain.core.world import World
+from drivetrain.plan.held import Held, forecast_held, without_memory
+from drivetrain.strategies.activations import repeated_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+ROOT = ""  # the name of the unit that holds what is in no block
+
+# They treat every element of a weight alike, so a rank's part of a weight is all they need. One of another kind (it
+# takes norms or products of whole weights) would compute something else on parts, in silence.
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """`cast`: what mixed precision casts. `accumulate`: as what gradients are kept between micro-steps."""
+
+    offload: bool = False  # shards and optimizer in host memory; the optimizer steps there
+    cast: Literal["operations", "blocks"] = "operations"
+    accumulate: Literal["whole", "shards"] = "whole"
+    broadcast_buffers: bool = True
+    reduces_unused: bool = False  # a weight that one rank did not use still takes part, with a gradient of zero
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose weights are gathered together."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is to be cut."""
+
+    units: tuple[Unit, ...]  # blocks first, the rest of the model last
+    replicated: dict[str, nn.Parameter]  # stay whole on every rank
+
+    def in_words(self) -> str:
+        """What is gathered together, and how much that is."""
+        sizes = {unit.name: _num_bytes(unit.parameters.values()) for unit in self.units if unit.parameters}
+        blocks = [name for name in sizes if name != ROOT]
+        rest = _size(sizes.get(ROOT, 0))
+        found = f"no repeated blocks were found: the whole model at once ({rest})"
+        if blocks:
+            largest = _size(max(sizes[name] for name in blocks))
+            found = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]}, {largest} at most), and the rest ({rest})"
+        whole = f"; whole on every rank: {', '.join(self.replicated)}" if self.replicated else ""
+        return f"gathered in turn: {found}{whole}"
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A model that was cut into shards."""
+
+    model: nn.Module
+    options: ShardOptions
+    unit_names: tuple[str, ...]
+    in_words: str
+    replicated: dict[str, nn.Parameter]
+    parameters: dict[str, Tensor]  # distributed ones, by name
+    fully_sharded: "tuple[FSDPModule, ...]"
+    # What the optimizer holds: each part, and the parameter it is of.
+    owners: dict[Tensor, Tensor] = field(default_factory=dict)
+    replaced: Mapping[Tensor, str] = field(default_factory=dict)  # the model's parameters as they were before
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Makes the optimizer hold this rank's parts, as plain tensors, of what it held."""
+        _refuse_unless_elementwise(optimizer)
+        state, optimizer.state = dict(optimizer.state), type(optimizer.state)(dict)
+        for group in optimizer.param_groups:
+            held = group["params"]
+            group["params"] = [self._part_of(parameter) for parameter in held]
+            for before, part in zip(held, group["params"], strict=True):
+                if before in state:
+                    optimizer.state[part] = {
+                        name: self._cut(value, part, before) for name, value in state[before].items()
+                    }
+
+    def _part_of(self, parameter: Tensor) -> Tensor:
+        owner = self.parameters.get(self.replaced.get(parameter, ""), parameter)
+        if not is_distributed(owner):
+            return parameter
+        known = next((part for part, other in self.owners.items() if other is owner), None)
+        if known is not None:
+            return known
+        part = nn.Parameter(local_part(owner), requires_grad=owner.requires_grad)
+        self.owners[part] = owner
+        return part
+
+    def _cut(self, value: Any, part: Tensor, before: Tensor) -> Any:
+        """This rank's part of what an optimizer kept of each element; anything else as it is."""
+        if not isinstance(value, Tensor) or part not in self.owners or value.shape != self.owners[part].shape:
+            return value
+        if is_distributed(value):
+            return local_part(value)
+        first = offsets_of(self.owners[part])[0]
+        return value[first : first + part.shape[0]].to(part.device, copy=True)
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The units of a model. A block that shares a weight with something outside it is none: it needs both gathered."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    uses = Counter(
+        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
+    )  # by modules, however often a module is used
+    units = []
+    taken: set[nn.Parameter] = set()
+    for name, block in repeated_blocks(model).items():
+        own = set(block.parameters())
+        inside = Counter(parameter for module in block.modules() for parameter in module.parameters(recurse=False))
+        if not own or own & taken or any(inside[parameter] < uses[parameter] for parameter in own):
+            continue
+        if type(block).forward is nn.Module.forward:
+            continue  # a container: nobody calls it, so nothing would gather its weights
+        taken |= own
+        units.append((name, block, [parameter for parameter in names if parameter in own]))
+    rest = [parameter for parameter in names if parameter not in taken]
+    units.append((ROOT, model, rest))
+    replicated = {names[parameter]: parameter for _, _, own in units for parameter in _left_whole(own)}
+    return Layout(
+        tuple(
+            Unit(name, module, {names[p]: p for p in own if names[p] not in replicated}) for name, module, own in units
+        ),
+        replicated,
+    )
+
+
+def _left_whole(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """A number has no rows to deal out; and the gradients of a unit are reduced as one type, its most frequent one."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        if parameter.dim() and parameter.requires_grad:
+            sizes[parameter.dtype] += parameter.numel()
+    usual = sizes.most_common(1)[0][0] if sizes else None
+    return [p for p in parameters if p.dim() == 0 or (p.requires_grad and p.dtype != usual)]
+
+
+def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
+    """Rank 0 builds the model; others build it without memory, where its code allows."""
+    if world.is_main:
+        return make()
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception:  # noqa: BLE001  (it looks at values, or loads some: what is really wrong is found by making it)
+        return make()
+    if not isinstance(model, nn.Module) or _holds_loose_tensors(model):
+        return make()
+    return model
+
+
+def _holds_loose_tensors(model: nn.Module) -> bool:
+    """Tensors that are neither parameters nor buffers: nobody could find and fill them."""
+
+    def is_loose(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(is_loose, value))
+        if isinstance(value, dict):
+            return any(map(is_loose, value.values()))
+        return isinstance(value, Tensor) and value.is_meta
+
+    hidden = ("_parameters", "_buffers", "_modules")
+    return any(
+        is_loose(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in hidden  # what is registered is sent by rank 0
+    )
+
+
+def compile_blocks(model: nn.Module, mode: str) -> None:
+    """Compiles what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all."""
+    layout = layout_of(model)
+    blocks = [unit.module for unit in layout.units if unit.name != ROOT]
+    for module in blocks or [model]:
+        module.forward = torch.compile(module.forward, mode=mode)
+
+
+def shard(model: nn.Module, world: World, options: ShardOptions, precision: Precision) -> Sharded:
+    """Cut the model, in place, on all ranks together. Afterwards it has rank 0's weights, its parameters are shards."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    refuse_uncuttable(model)
+    if options.reduces_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise DrivetrainError(
+            f"torch {torch.__version__} cannot reduce gradients that only some ranks have with fsdp",
+            remedy="drop --find-unused-parameters, use --parallel-strategy ddp, or a newer torch",
+        )
+    if options.offload and precision.scales_loss:
+        raise DrivetrainError(
+            "fsdp steps an offloaded optimizer in host memory, and fp16 scales gradients on the GPU",
+            remedy="use --precision bf16 or fp32, or drop --fsdp-offload",
+        )
+    _refuse_other_models(model, world)
+    layout = layout_of(model)
+    replaced: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    words = layout.in_words()
+    mesh = DeviceMesh.from_group(world.own_group(), world.device.type)
+    pinned = world.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if options.offload else OffloadPolicy()
+    left_whole = set(layout.replicated.values())
+    fully_sharded = []
+    for unit in layout.units:
+        for parameter in unit.parameters.values():
+            _settle(parameter, world)
+        if unit.name == ROOT:
+            for tensor in [*left_whole, *model.buffers()]:
+                _settle(tensor, world)
+        if not unit.parameters and unit.name != ROOT:
+            continue
+        low = precision.autocast_dtype if options.cast == "blocks" and unit.name != ROOT else None
+        full = next((p.dtype for p in unit.parameters.values() if p.requires_grad), torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=low if full == torch.float32 else None,
+            # Sums of many small numbers are what low precision is worst at.
+            reduce_dtype=torch.float32 if low or full in (torch.bfloat16, torch.float16) else None,
+        )
+        module = fully_shard(
+            unit.module,
+            mesh=mesh,
+            # With one rank there is nothing to gain from forgetting. The rest of the model is needed again at once.
+            reshard_after_forward=world.size > 1 and unit.name != ROOT,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=left_whole,
+        )
+        # A step's gradient is a sum over ranks. Averages would have to be undone, and gloo knows only sums.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if options.reduces_unused:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        fully_sharded.append(module)
+    assert all(isinstance(module, FSDPModule) for module in fully_sharded)
+    return Sharded(
+        model=model,
+        options=options,
+        unit_names=tuple(unit.name for unit in layout.units if unit.parameters),
+        in_words=words,
+        replicated={name: parameter for name, parameter in model.named_parameters() if name in layout.replicated},
+        parameters={name: parameter for name, parameter in model.named_parameters() if is_distributed(parameter)},
+        fully_sharded=tuple(fully_sharded),
+        replaced=replaced,
+    )
+
+
+def forecast_local(
+    model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], world_size: int, rank: int
+) -> Held | None:
+    """What this rank will hold between steps once the optimizer has stepped, before anything is cut or moved.
+
+    Every rank's part of a weight has as much memory as the largest one. None for an optimizer that looks at values.
+    """
+    layout = layout_of(model)
+    ghost = without_memory(model)
+    parts = {}
+    for name, parameter in ghost.named_parameters():
+        if name in layout.replicated:
+            parts[name] = (parameter.numel(), parameter)
+            continue
+        most = -(-parameter.shape[0] // world_size)
+        rows = max(0, min(parameter.shape[0] - rank * most, most))
+        padded = parameter.new_empty((most, *parameter.shape[1:]))
+        parts[name] = (padded.numel(), parameter)
+        parameter.data = padded[:rows]
+    held = forecast_held(ghost, make_optimizer)
+    if held is None:
+        return None
+    sizes = [(count * parameter.element_size(), parameter.requires_grad) for count, parameter in parts.values()]
+    return held.model_copy(
+        update={
+            "parameters": sum(size for size, _ in sizes),
+            "gradients": sum(size for size, is_trained in sizes if is_trained),
+        }
+    )
+
+
+def _settle(tensor: Tensor, world: World) -> None:
+    """Puts rank 0's values on the device, in place: whoever holds the tensor still does."""
+    with torch.no_grad():
+        if world.is_main:
+            value = tensor.detach().to(world.device).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+        if world.group is not None and value.numel():
+            sent = value.to(world.collective_device)
+            dist.broadcast(sent.view(-1).view(torch.uint8), 0, world.group)
+            value = sent.to(world.device)
+        if tensor.is_meta:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+            torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        else:
+            tensor.data = value
+
+
+def refuse_uncuttable(model: nn.Module) -> None:
+    """Raises for what shards cannot be made of, before anything is planned or moved."""
+    if any(is_distributed(parameter) for parameter in model.parameters()):
+        raise DrivetrainError(
+            "the model is cut into shards already, by an earlier run or by its own code",
+            remedy="give the job a function that makes the model, not the model itself",
+        )
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
+    if sparse:
+        raise DrivetrainError(
+            f"{sparse[0]} makes sparse gradients, which fsdp cannot reduce",
+            remedy="use sparse=False there, or --parallel-strategy ddp",
+        )
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise DrivetrainError(
+            f"the shape of {lazy[0]} is not known before the first forward, and it cannot be cut before that",
+            remedy="use modules that are told their shapes, or --parallel-strategy ddp",
+        )
+
+
+def _refuse_other_models(model: nn.Module, world: World) -> None:
+    """Every rank must have made the same model: a gather over unlike shapes would hang, or mix weights up."""
+    own = [
+        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    digests = world.gather(hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise DrivetrainError(
+            f"rank {others[0]} made another model than rank 0: its parameters have other names, shapes or types",
+            remedy="make the same model on every rank; rank 0's weights are given to the others",
+        )
+
+
+def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    if not is_torchs and not getattr(optimizer, "elementwise", False):
+        raise DrivetrainError(
+            f"{kind.__name__} is not known to treat every element of a weight alike, and with fsdp a rank has only "
+            "some rows of each weight",
+            remedy=f"use one of torch's {', '.join(ELEMENTWISE)}; or --parallel-strategy ddp; or, if it does, set "
+            "optimizer.elementwise = True",
+        )
+
+
+def _num_bytes(parameters: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
