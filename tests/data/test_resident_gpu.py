@@ -17,8 +17,8 @@ from drivetrain.data.resident import Resident
 from drivetrain.data.source import source_of
 from drivetrain.run.residency import Residency
 from tests.data.test_resident import KINDS, Made, assert_same
-from tests.data.test_resident_training import VARIANT, make_data
-from tests.training.jobs import run
+from tests.data.test_resident_training import VARIANT, events, make_data
+from tests.training.jobs import Variant, run
 from tests.training.test_resume import assert_identical
 from tests.waits import refuse_waits
 
@@ -109,6 +109,26 @@ def test_training_gives_the_same_bits_without_waiting(
     assert off is not None
     assert on is not None
     assert_identical(on, off)
+
+
+def test_replayed_steps_on_resident_data(tmp_path: Path) -> None:
+    """The replay gathers by itself: the same bits as with fetched batches, which are copied into place."""
+    variant = Variant(global_batch=16, steps=60, num_samples=59)
+    found = {}
+    for name, settings in {
+        "fetched": {"resident": "off", "capture": "on"},
+        "resident": {"resident": "on", "capture": "on"},
+        "not captured": {"resident": "on", "capture": "off"},
+    }.items():
+        given = {"precision": "fp32", "auto_optimize": False, **settings}
+        found[name] = run(str(tmp_path / name), variant, 16, 0, "single_gpu", given)
+        (finish,) = events(tmp_path / name / "suite", "finish")
+        assert ("steps replayed" in finish["capture"]) is (settings["capture"] == "on"), finish
+    assert found["resident"] is not None
+    assert found["fetched"] is not None
+    assert found["not captured"] is not None
+    assert_identical(found["resident"], found["fetched"])
+    assert found["resident"].losses == pytest.approx(found["not captured"].losses, abs=1e-10)
 
 
 def test_memory_is_taken_once() -> None:

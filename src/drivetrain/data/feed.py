@@ -105,8 +105,6 @@ class ResidentFeed:
         self.gathers = True  # false: whoever takes the batch gets its `Rows`, and gathers where it wants
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
-        if not self.gathers:
-            yield from steps
         for step, micro_batches in steps:
             yield step, map(self._gathered, micro_batches)
 
@@ -114,7 +112,7 @@ class ResidentFeed:
         self.before_copy()
         batch, num_samples, weight, number, is_last = micro
         if isinstance(batch, Rows):
-            return MicroBatch(batch.gather(), num_samples, weight, number, is_last)
+            return MicroBatch(batch.gather(), num_samples, weight, number, is_last) if self.gathers else micro
         return micro._replace(batch=to_device(batch, self._device, channels_last=self._channels_last))
 
 
