@@ -183,7 +183,7 @@ def _shared_folder(world: World, folder: Path, told: Told) -> None:
 def _first_meeting(world: World, limit: float) -> None:
     """Connections are made at the first collective: where a network does not let them, it hangs here."""
     try:
-        _within(limit, lambda: dist.all_reduce(torch.ones(1, device=world._device), async_op=True))
+        _within(limit, lambda: dist.all_reduce(torch.ones(1, device=world.collective_device), async_op=True))
     except RuntimeError as error:
         raise DrivetrainError(
             f"rank {world.rank} on {socket.gethostname()} did not reach the other ranks within {limit:g} s over "
@@ -195,7 +195,7 @@ def _first_meeting(world: World, limit: float) -> None:
 
 def _try_collectives(world: World, limit: float, told: Told) -> dict[str, float]:
     """Each kind that training uses, with numbers that show a mistake. GB/s of each, by the bytes of one rank."""
-    device = world._device
+    device = world.collective_device
     size, rank = world.size, world.rank
     count = _TRIED_BYTES[device.type] // 4 // size * size
     ones = torch.full((count,), float(rank + 1), device=device)
