@@ -45,7 +45,7 @@ def batches(
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "other types"])
 def test_the_bits_of_the_ordinary_path(kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "FIRST", 10)
     monkeypatch.setattr(ahead, "FOLLOWING", 20)
@@ -62,6 +62,14 @@ def test_the_bits_of_the_ordinary_path(kind: str, channels_last: bool, monkeypat
                 for part in parts:
                     assert all(leaf.device == gpu() for leaf in _tensors(part.batch))
             assert_same(found, expected)
+
+
+def test_types_that_torch_does_not_gather_everywhere() -> None:
+    data, samples = KINDS["other types"](), torch.tensor([4, 0, 22, 4])
+    here = make_resident(source_of(data), default_collate, torch.device("cpu"), 1e11).gather(samples)
+    there = resident_of(data).gather(samples.to(gpu()))
+    assert all(tensor.device == gpu() for tensor in there)
+    assert identical(there, here)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
@@ -81,19 +89,19 @@ def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         loader = Loader(data, Division(5000, 100, 50, 1), 0, 5, default_collate, resident=resident)
         return [micro.batch[1] for _, parts in loader.batches(0, last) for micro in parts]
 
-    loop(200)
+    loop(100)
     torch.cuda.synchronize()
     event = torch.cuda.Event()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(CYCLES)
-        found = loop(200)
+        found = loop(100)  # some 400 kernels: the driver holds about a thousand before the host has to wait
         event.record()
         assert not event.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    by_epoch = torch.cat(found).view(4, 5000).cpu()
+    by_epoch = torch.cat(found).view(2, 5000).cpu()
     assert all(torch.equal(epoch.sort().values, torch.arange(5000)) for epoch in by_epoch)
 
 

@@ -182,8 +182,8 @@ class DataSection(Section):
     )
     resident: Annotated[Literal["auto", "on", "off"], Flag("resident")] = Field(
         "auto",
-        description="hold the data set on the device and gather batches there; auto: where it fits and pays, and items "
-        "are the same every time; on: or stop with the reason",
+        description="hold the data set on the device and gather batches there; auto: if it is made of tensors that fit "
+        "a quarter of the free memory; on: or stop with the reason",
     )
     channels_last: Annotated[Literal["auto", "on", "off"], Flag("channels-last")] = Field(
         "auto", description="images and convolutions with channels innermost; auto is off where nothing is measured"
