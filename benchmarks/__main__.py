@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import capture, correctness, feed, gpt2, moe, overhead, resident, saving, startup, table, watching
+from benchmarks import capture, correctness, feed, fsdp, gpt2, moe, overhead, resident, saving, startup, table, watching
 from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
     "overhead": overhead.measure,
     "gpt2": gpt2.measure,
+    "fsdp": fsdp.measure,
     "feed": feed.measure,
     "capture": capture.measure,
     "resident": resident.measure,
@@ -46,7 +47,7 @@ CONTESTS = {
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
-NEEDS_A_GPU = {"capture", "feed", "gpt2", "moe", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
+NEEDS_A_GPU = {"capture", "feed", "fsdp", "gpt2", "moe", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
 
 
 def main() -> None:

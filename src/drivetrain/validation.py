@@ -17,6 +17,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
+from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World
 from drivetrain.data.items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
@@ -47,8 +48,10 @@ class Validator:
         failure: Exception | None = None
         try:
             counted = self._count(model, model if called is None else called)
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
+        except Exception as error:
             failure = error
+            if any(map(is_distributed, model.parameters())):
+                raise  # the others wait inside the model's forward, and not for words: they end with this rank
         failures = self._world.gather(_in_words(failure))
         if failure is not None:
             raise failure

@@ -281,6 +281,19 @@ def penalised(folder: str) -> None:
     fsdp_alone(Path(folder), make_job(Variant("mlp", torch.float32), model=Penalised, loss=loss))
 
 
+def changed_in_place(model: Any, batch: Any) -> Tensor:
+    logits = model(batch[0].unsqueeze(1))
+    logits += 1.0
+    return functional.cross_entropy(logits.squeeze(1), batch[1])
+
+
+def test_an_output_changed_in_place_is_no_silent_stop(tmp_path: Path) -> None:
+    """Torch loses its hook on it, and no gradient would ever arrive."""
+    job = make_job(Variant(steps=2), model=lambda: nn.Linear(6, 4).double(), loss=changed_in_place)
+    with pytest.raises(dt.DrivetrainError, match="backward reached no weight"):
+        fsdp_alone(tmp_path, job)
+
+
 def test_an_optimizer_of_ones_own_that_says_it_is_elementwise(tmp_path: Path) -> None:
     class Mine(torch.optim.SGD):
         elementwise = True

@@ -46,6 +46,8 @@ class FsdpStrategy:
         if trial.batch is not None:
             with _in_words():
                 try_out(self._call, parts.model, trial)
+            if all(owner.grad is None for owner in self._parts.owners.values()):
+                raise _no_gradient()
             self._objective.take_tallies()
             self._clear()
         return self._call
@@ -99,8 +101,11 @@ class FsdpStrategy:
         if self._on_its_way is not None:
             self._on_its_way.wait()  # of the stream, on a GPU; elsewhere backward took longer than three numbers do
         total, count, stopping = self._sums.unbind()
-        factor = rescaling(self._samples, count) if self._objective.counts_items else None
-        norm, skipped = self._parts.update(factor, self if self._world.size > 1 else None)
+        if self._objective.counts_items:
+            self._rescale(rescaling(self._samples, count))
+        norm, skipped = self._parts.update(None, self if self._world.size > 1 else None)
+        if norm is not None:
+            norm = norm.to(self._world.device)  # offloaded gradients have theirs in host memory
         self._clear()
         self._stop = stop  # travels with the next sums
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
@@ -109,6 +114,8 @@ class FsdpStrategy:
         """To the optimizer: reduced parts, without a copy. Gradients of what is whole on every rank are summed here."""
         for part, owner in self._parts.owners.items():
             part.grad = None if owner.grad is None else local_part(owner.grad)
+        if all(parameter.grad is None for parameter in self._parts.trained):
+            raise _no_gradient()
         if self._world.group is None:
             return
         for parameter in self._replicated:
@@ -116,6 +123,15 @@ class FsdpStrategy:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=self._world.group)
             parameter.grad = gradient
+
+    def _rescale(self, factor: Tensor | float) -> None:
+        """Offloaded gradients are in host memory, those of what is whole on every rank are not."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in self._parts.trained:
+            if parameter.grad is not None:
+                by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
 
     def _clear(self) -> None:
         for tensors in (self._parts.owners, self._sharded.parameters.values(), self._replicated):
@@ -158,11 +174,24 @@ class FsdpStrategy:
         pass
 
 
+def _no_gradient() -> DrivetrainError:
+    return DrivetrainError(
+        "backward reached no weight: torch has lost the hook that it put on what the model returned",
+        remedy="do not change the model's output in place: write y = y + 1, not y += 1",
+    )
+
+
 @contextmanager
 def _in_words() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "storage of size 0" in str(error):
+            raise DrivetrainError(
+                "backward needs the weights of a block that were not gathered again: torch has lost the hook that it put "
+                f"on what the block returned ({error})",
+                remedy="do not change what a block returns in place: write x = x + y, not x += y",
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise DrivetrainError(

@@ -251,9 +251,10 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
             offload_policy=offload,
             ignored_params=left_whole,
         )
-        # A step's gradient is a sum over ranks. Averages would have to be undone, and gloo knows only sums.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if world.size > 1:
+            # A step's gradient is a sum over ranks. Averages would have to be undone, and gloo knows only sums.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         if options.reduces_unused:
             module.set_reduce_scatter_unused_params(True, recurse=False)
         fully_sharded.append(module)

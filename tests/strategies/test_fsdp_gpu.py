@@ -1,0 +1,121 @@
+"""Fully sharded training on a GPU: one rank over NCCL, and two gloo ranks that share the GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.api import train
+from drivetrain.config import configure
+from tests.gloo_pool import GlooPool
+from tests.training.jobs import Trained, Variant, make_job, plain_loop, run
+from tests.training.test_equivalence import difference
+from tests.training.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
+from tests.waits import refuse_waits
+
+pytestmark = pytest.mark.gpu
+
+FP32 = {"precision": "fp32"}
+LIMIT = {"time_limit_seconds": 180}
+SHORT = Variant("transformer", torch.float64, 12, num_samples=60, steps=8)
+
+
+def on_gpu(
+    folder: str, strategy: str, variant: Variant, micro_batch: int | None, settings: dict[str, Any] | None = None
+) -> Trained | None:
+    given = {**FP32, "parallel_strategy": strategy, **(settings or {})}
+    return run(folder, variant, micro_batch, 0, "single_gpu", given)
+
+
+def crash_on_gpu(folder: str, variant: Variant, at_call: int) -> bool:
+    loss = CrashingLoss(make_job(variant).loss, at_call)
+    try:
+        run(folder, variant, MICRO_BATCH, 0, "single_gpu", {**FP32, "parallel_strategy": "fsdp"}, loss=loss)
+    except PlantedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"fsdp_accumulate": "shards"}, {"fsdp_offload": True}])
+def test_float64_equals_the_plain_loop(
+    gloo_pool: GlooPool, tmp_path: Path, world: int, settings: dict[str, Any]
+) -> None:
+    trained = gloo_pool.run(on_gpu, str(tmp_path), "fsdp", SHORT, 2, settings, world=world, **LIMIT)[0]
+    of_losses, of_weights = difference(trained, *plain_loop(SHORT))
+    assert max(of_losses, of_weights) < 1e-9
+
+
+@pytest.mark.parametrize(("cast", "tolerance"), [("operations", 1e-3), ("blocks", 3e-2)])
+def test_two_ranks_in_bf16_equal_ddp(gloo_pool: GlooPool, tmp_path: Path, cast: str, tolerance: float) -> None:
+    variant = Variant("transformer", torch.float32, 12, num_samples=60, steps=8)
+    bf16 = {"precision": "bf16"}
+    ddp = gloo_pool.run(on_gpu, str(tmp_path / "ddp"), "ddp", variant, 3, bf16, world=2, **LIMIT)[0]
+    settings = {**bf16, "fsdp_cast": cast}
+    fsdp = gloo_pool.run(on_gpu, str(tmp_path / "fsdp"), "fsdp", variant, 3, settings, world=2, **LIMIT)[0]
+    assert fsdp.losses == pytest.approx(ddp.losses, rel=tolerance)
+    assert fsdp.losses != pytest.approx(plain_loop(variant)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bit_identical_after_a_stop(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
+    limit = {"world": world, **LIMIT}
+    whole = gloo_pool.run(on_gpu, str(tmp_path / "whole"), "fsdp", BASE, MICRO_BATCH, **limit)[0]
+    assert all(gloo_pool.run(crash_on_gpu, str(tmp_path / "broken"), BASE, call_in(5, 1, world), **limit))
+    mended = gloo_pool.run(on_gpu, str(tmp_path / "broken"), "fsdp", BASE, MICRO_BATCH, **limit)[0]
+    assert mended.resumed_from == 3
+    assert_identical(mended, whole)
+
+
+# In this process: a world of one makes an NCCL group for itself
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_one_rank_over_nccl_equals_single(tmp_path: Path, precision: str) -> None:
+    variant = Variant("transformer", torch.float32, 12, num_samples=60, steps=8)
+    given = {"precision": precision}
+    single = on_gpu(str(tmp_path / "single"), "single", variant, 6, given)
+    fsdp = on_gpu(str(tmp_path / "fsdp"), "fsdp", variant, 6, given)
+    assert single is not None
+    assert fsdp is not None
+    assert fsdp.losses == pytest.approx(single.losses, rel=1e-5 if precision == "fp32" else 1e-3)
+    assert fsdp.weights.keys() == single.weights.keys()
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_host_never_waits_inside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_waits(monkeypatch)
+    trained = on_gpu(str(tmp_path), "fsdp", Variant("transformer", torch.float32, steps=10), 8)
+    assert trained is not None
+    assert len(trained.losses) == 10
+
+
+def test_offloaded_shards_leave_the_device(tmp_path: Path) -> None:
+    """Between steps nothing of weights, gradients and optimizer is on the device."""
+    found: dict[str, Any] = {}
+
+    class Look:
+        every = 2
+
+        def __call__(self, context: Any) -> None:
+            found["devices"] = {str(parameter.to_local().device) for parameter in context.model.parameters()}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    config = configure(
+        output_dir=tmp_path,
+        gpu_mode="single_gpu",
+        precision="bf16",
+        num_workers=0,
+        report=False,
+        parallel_strategy="fsdp",
+        fsdp_offload=True,
+    )
+    variant = Variant("transformer", torch.float32, 12, num_samples=24, steps=2)
+    assert train(make_job(variant, hooks=[Look()]), config, quiet=True).finished
+    assert found["devices"] == {"cpu"}
