@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
     from drivetrain.job import WarmupCosine as WarmupCosine
+    from drivetrain.launch.functions import launch_distributed_training as launch_distributed_training
+    from drivetrain.launch.functions import setup_distributed_environment as setup_distributed_environment
+    from drivetrain.launch.network import get_free_port as get_free_port
     from drivetrain.run import Result as Result
 
 _HOME = {
@@ -54,6 +57,9 @@ _HOME = {
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",
     "Result": "drivetrain.run",
+    "launch_distributed_training": "drivetrain.launch.functions",
+    "setup_distributed_environment": "drivetrain.launch.functions",
+    "get_free_port": "drivetrain.launch.network",
     "evaluate": "drivetrain.evaluation",
     "benchmark_performance": "drivetrain.benchmarking",
     "train": "drivetrain.api",

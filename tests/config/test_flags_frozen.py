@@ -102,7 +102,7 @@ OBEYED = {
 LAUNCH_FLAGS = [
     *("--num-processes", "--num-gpus", "--gpu-ids", "--cpu", "--share-gpus", "--nodes", "--node-rank"),
     *("--main-address", "--main-port", "--interface", "--max-restarts", "--tail-ranks", "--log-dir", "--bind"),
-    *("--join-seconds", "--node-seconds", "--stop-seconds"),
+    *("--join-seconds", "--node-seconds", "--rejoin-seconds", "--stop-seconds"),
 ]
 OWN_FLAGS = {
     "check": ["--json"],

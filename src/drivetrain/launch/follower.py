@@ -16,7 +16,7 @@ from drivetrain.launch.network import own_addresses
 from drivetrain.launch.nodes import NO_TOKEN
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.signals import StopWish, hearing
-from drivetrain.launch.supervisor import REJOIN_SECONDS, TICK_SECONDS
+from drivetrain.launch.supervisor import TICK_SECONDS
 
 _SAY_AFTER_SECONDS = 5.0
 
@@ -63,7 +63,7 @@ class Follower:
                         file=sys.stderr,
                         flush=True,
                     )
-                    seconds = REJOIN_SECONDS
+                    seconds = self._options.rejoin_seconds
         finally:
             guard.close()
 

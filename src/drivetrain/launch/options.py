@@ -50,6 +50,9 @@ class LaunchOptions(BaseModel):
     node_seconds: float = Field(
         15, ge=2, allow_inf_nan=False, description="a machine not heard of for so long counts as lost (default: 15)"
     )
+    rejoin_seconds: float = Field(
+        30, gt=0, allow_inf_nan=False, description="how long a lost machine may take to come back (default: 30)"
+    )
     stop_seconds: float = Field(
         120, gt=0, allow_inf_nan=False, description="time to save after Ctrl-C or SIGTERM (default: 120)"
     )

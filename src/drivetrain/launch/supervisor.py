@@ -43,7 +43,6 @@ TICK_SECONDS = 0.1
 # suffered, for the one that did it.
 UNAWARE_SECONDS, LEAVING_SECONDS, CULPRIT_SECONDS = 1.0, 3.0, 10.0
 GONE_SECONDS = 10.0  # killed processes are gone sooner; a machine that cannot say so is lost
-REJOIN_SECONDS = 30.0  # a machine whose connection broke may come back
 OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without progress
 
 
@@ -125,8 +124,10 @@ class Supervisor:
                 return (0, "") if finished else (130, "")
             self._write_crash(cause, outcome.others, attempt, last=False)
             why_not = self._why_not_again(cause, attempt)
-            if not why_not and (missing := self._nodes.gather(REJOIN_SECONDS, self._wish.has_come)):
-                why_not = f"node {', '.join(map(str, missing))} did not come back within {REJOIN_SECONDS:g} s"
+            if not why_not and (missing := self._nodes.gather(self._options.rejoin_seconds, self._wish.has_come)):
+                why_not = (
+                    f"node {', '.join(map(str, missing))} did not come back within {self._options.rejoin_seconds:g} s"
+                )
             if why_not:
                 path = self._write_crash(cause, outcome.others, attempt, last=True)
                 words = in_words(cause, number, outcome.others)

@@ -26,6 +26,7 @@ from drivetrain.hardware import GIB, Hardware
 
 SKIP = "DRIVETRAIN_SKIP_PREFLIGHT"
 TIMEOUT_SECONDS = 60.0
+SHOWN_AFTER_SECONDS = 5.0  # a network file system may show a new file a moment later
 LEAST_FREE = 0.05  # of a device's memory: with less, another process has it
 _TRIED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
@@ -163,8 +164,7 @@ def _shared_folder(world: World, folder: Path, told: Told) -> None:
         except OSError as error:
             problem = f"{folder} cannot be written to: {error.strerror}"
     name, problem = world.agree([name, problem])
-    # A network file system may show a new file a moment later.
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + SHOWN_AFTER_SECONDS
     while not (is_there := problem != "" or (folder / name).exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = world.gather([is_there, str(folder.absolute())])

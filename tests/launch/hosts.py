@@ -1,0 +1,95 @@
+"""Two hosts on this machine: network namespaces with a cable between them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import Ended, environment
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+class Hosts:
+    """`launch` starts one `drivetrain launch` per host; `cable` cuts and mends the link."""
+
+    def __init__(self, names: tuple[str, str], folder: Path) -> None:
+        self.names, self.folder = names, folder
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def launch(self, host: int, *words: str, wrap: tuple[str, ...] = (), **more: str) -> subprocess.Popen[str]:
+        flags = ["--cpu", "--num-processes", "2", "--nodes", "2", "--node-rank", str(host)]
+        flags += ["--main-address", ADDRESSES[0], "--output-dir", str(self.folder / "runs")]
+        command = [sys.executable, "-m", "drivetrain", "launch", *flags, *words]
+        outputs = {name: (self.folder / f"host-{host}.{name}").open("w") for name in ("out", "err")}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], *wrap, *command],
+            stdout=outputs["out"],
+            stderr=outputs["err"],
+            text=True,
+            env=environment(**more),
+            cwd=self.folder,
+            start_new_session=True,
+        )
+        for file in outputs.values():
+            file.close()
+        self.processes.append(process)
+        return process
+
+    def end(self, host: int, process: subprocess.Popen[str], seconds: float = 200) -> Ended:
+        began = time.monotonic()
+        code = process.wait(seconds)
+        out, err = ((self.folder / f"host-{host}.{name}").read_text() for name in ("out", "err"))
+        return Ended(code, out, err, time.monotonic() - began)
+
+    def cable(self, state: str) -> None:
+        ip("-n", self.names[1], "link", "set", "cable2", state)
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    """Skips where this machine does not allow it."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and `ip`")
+    names = (f"dt-{os.getpid()}-a", f"dt-{os.getpid()}-b")
+    hosts = Hosts(names, folder)
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("-n", names[0], "link", "add", "cable1", "type", "veth", "peer", "name", "cable2", "netns", names[1])
+            for name, cable, address in zip(names, ("cable1", "cable2"), ADDRESSES, strict=True):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", cable, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield hosts
+    finally:
+        for process in hosts.processes:
+            process.kill()
+            process.wait()
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def clock_shim(folder: Path) -> str:
+    """A library that shifts the wall clock of whoever preloads it, by CLOCK_SHIFT seconds."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = folder / "clock_shim.so"
+    source = Path(__file__).with_name("clock_shim.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(path), str(source)], check=True, timeout=60)
+    return str(path)

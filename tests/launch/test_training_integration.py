@@ -1,0 +1,133 @@
+"""Real training under the supervisor: killed and started again to the same bits, stopped cleanly, failed in words."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from drivetrain.checkpoint import Checkpoint
+from tests.launch.jobs import are_gone, launch, launching
+
+SCRIPT = Path(__file__).with_name("training_script.py")
+
+
+def diary(folder: Path, rank: int = 0) -> list[tuple[int, float, int]]:
+    """(step, when, pid) of every step a rank made, over all attempts."""
+    path = folder / f"diary-{rank}"
+    if not path.exists():
+        return []
+    rows = [line.split() for line in path.read_text().splitlines()]
+    return [(int(row[0]), float(row[1]), int(row[2])) for row in rows if len(row) == 3]
+
+
+def wait_for_step(
+    folder: Path, step: int, after: float = 0.0, rank: int = 0, seconds: float = 180
+) -> tuple[float, int]:
+    """When a rank first made this step or a later one after a moment, and its pid."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for made, at, pid in diary(folder, rank):
+            if made >= step and at > after:
+                return at, pid
+        time.sleep(0.02)
+    raise AssertionError(f"rank {rank} did not make step {step} within {seconds} s")
+
+
+def losses(folder: Path) -> list[float]:
+    rows = (folder / "runs" / "launched" / "steps.jsonl").read_text().splitlines()
+    return [json.loads(row)["loss"] for row in rows]
+
+
+def weights(folder: Path) -> dict[str, object]:
+    checkpoint = Checkpoint.latest_in(folder / "runs" / "launched" / "checkpoints")
+    assert checkpoint is not None
+    return {key: checkpoint.read(key).tolist() for key in checkpoint.keys}
+
+
+def kill_again_and_again(folder: Path, kills: int, limit_seconds: float, seed: int) -> list[float]:
+    """Kill a random rank after a few steps, so often; seconds from each kill to the next step that is new."""
+    chance = random.Random(seed)
+    steps = str(4 * kills + 6)
+    took: list[float] = []
+    with launching(folder, "--max-restarts", str(kills), str(SCRIPT), str(folder), steps) as process:
+        moment, target = 0.0, 3
+        for _ in range(kills):
+            victim = chance.randint(0, 1)
+            _, pid = wait_for_step(folder, target, moment, rank=victim)
+            time.sleep(chance.random() * 0.05)
+            moment = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            again, _ = wait_for_step(folder, 0, moment + 0.3)
+            took.append(again - moment)
+            target = max(step for step, _, _ in diary(folder)) + 3
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert f"finished {steps}" in out
+        assert err.count("signal: ended by SIGKILL, which came from outside") == kills, err
+    assert max(took) < limit_seconds, took
+    return took
+
+
+def check_restarts(tmp_path: Path, kills: int, limit_seconds: float) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    kill_again_and_again(broken, kills, limit_seconds, seed=kills)
+    done = launch(whole, str(SCRIPT), str(whole), str(4 * kills + 6), PAUSE="0")
+    assert done.code == 0, done.err
+    assert weights(broken) == weights(whole)
+    assert losses(broken) == losses(whole)
+    logs = broken / "runs" / "launched" / "logs"
+    assert len(list(logs.glob("attempt-*/rank-0.log"))) == kills + 1
+    assert not (broken / "runs" / "launched" / "crash.json").exists()
+
+
+def test_three_restarts_to_the_same_bits(tmp_path: Path) -> None:
+    check_restarts(tmp_path, 3, limit_seconds=60)  # the machine may be busy; the promise is held by the test below
+
+
+@pytest.mark.soak
+def test_thirty_restarts_in_a_row_within_15_seconds_each(tmp_path: Path) -> None:
+    check_restarts(tmp_path, 30, limit_seconds=15)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    words = [str(SCRIPT), str(tmp_path), "40"]
+    with launching(tmp_path, *words, PAUSE="0.05") as process:
+        _, first = wait_for_step(tmp_path, 3)
+        _, second = wait_for_step(tmp_path, 3, rank=1)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 130, err
+        assert are_gone([first, second]) == []
+    assert "Traceback" not in out + err
+    checkpoint = Checkpoint.latest_in(tmp_path / "runs" / "launched" / "checkpoints")
+    assert checkpoint is not None
+    last = f"the checkpoint of step {checkpoint.step} is saved, and the same command goes on from there"
+    assert err.rstrip().splitlines()[-1] == f"drivetrain: stopped by SIGINT; {last}"
+    assert max(step for step, _, _ in diary(tmp_path)) == checkpoint.step  # nothing of it is lost
+    done = launch(tmp_path, *words, PAUSE="0")
+    assert done.code == 0, done.err
+    assert f"going on from step {checkpoint.step}" in done.out
+    assert "finished 40" in done.out
+
+
+def test_ranks_that_do_not_mean_the_same_are_told_before_a_model_is_made(tmp_path: Path) -> None:
+    """Rank 1 has fewer samples: the preflight says so, once, and nothing is started again."""
+    text = SCRIPT.read_text().replace(
+        "inputs = torch.randn(96", "inputs = torch.randn(96 - 6 * int(os.environ['RANK'])"
+    )
+    text = text.replace("model=lambda: ", "model=lambda: print('made a model') or ")
+    path = tmp_path / "job.py"
+    path.write_text(text)
+    done = launch(tmp_path, str(path), str(tmp_path), "4")
+    assert done.code == 1
+    assert "made a model" not in done.out
+    assert "has another data set than rank 0" in done.err
+    assert "num_samples is 90 there and 96 on rank 0" in done.err
+    assert "remedy" in done.last_lines[-1]
+    assert "Traceback" not in done.err
