@@ -1,6 +1,7 @@
 """Fully sharded training: the contract that single and DDP hold, on 1 to 4 processes, and what is its own."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
 from drivetrain.core.precision import FP32_ON_CPU
+from drivetrain.core.state import local_part
 from drivetrain.core.world import World
-from drivetrain.strategies import ShardOptions
+from drivetrain.run.sharing import strategy_for
+from drivetrain.strategies import Average, ShardOptions
 from drivetrain.strategies.sharding import ROOT, layout_of, shard
 from tests.gloo_pool import GlooPool
 from tests.strategies import fsdp_runs
@@ -136,7 +139,7 @@ def test_infinite_gradients_on_one_rank_are_skipped_by_all(gloo_pool: GlooPool, 
     assert {rank[2] for rank in bad} == {good[0][2] / 2}, "the scale fell once, on all ranks alike"
     for spoiled, rank in zip(bad, good, strict=True):
         assert np.isfinite(spoiled[3]).all()
-        assert spoiled[3] != rank[3]
+        assert spoiled[3] != rank[3] or not rank[3]  # the third rank has no rows
 
 
 def test_drive_equals_ddp(gloo_pool: GlooPool, tmp_path: Path) -> None:
@@ -219,6 +222,25 @@ def test_export_weights_to_start_from_and_evaluation(tmp_path: Path) -> None:
         assert torch.allclose(first.read(key), taken.read(key), atol=1e-2)
 
 
+@pytest.mark.parametrize("drives", [False, True])
+@pytest.mark.parametrize(("free_gb", "expected"), [(0.19, "fsdp"), (0.21, "ddp")])
+def test_auto_shards_what_does_not_fit_whole(
+    monkeypatch: pytest.MonkeyPatch, free_gb: float, expected: str, drives: bool
+) -> None:
+    """10 million weights with Adam take 160 MB, and may take 80 % of what is free on the fullest GPU."""
+    model = nn.Sequential(nn.Linear(10_000, 999, bias=False), nn.Linear(10, 1000))
+    others = torch.optim.AdamW(model.parameters(), fused=False)
+    job = make_job(Variant(), **({"optimizer": lambda groups: others} if drives else {}))
+    free = [10**12, int(free_gb * 1e9)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], free[0]))
+    world: Any = SimpleNamespace(size=2, device=torch.device("cuda:0"), gather=lambda value: free)
+    choice = strategy_for("auto", model, job, world)
+    assert choice.value == expected
+    assert "take 0.16 GB" in choice.reason
+    assert not others.state
+    assert strategy_for("ddp", model, job, world).reason == "asked for"
+
+
 class Chained(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -252,6 +274,26 @@ class Penalised(nn.Module):
             inputs = block(inputs)
         result: Tensor = self.out(inputs)
         return result
+
+
+def test_averaged_weights_are_not_used_after_their_time() -> None:
+    """What a forward without gradients has gathered is forgotten whenever the weights are exchanged."""
+    world = World()
+    try:
+        model = Penalised()
+        shard(model, world, ShardOptions(), FP32_ON_CPU)
+        average = Average(model, 0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_part(parameter).add_(0.1)
+            inputs = torch.ones(2, 6)
+            before = model(inputs)
+            with average.in_place():
+                inside = model(inputs)
+            assert not torch.allclose(inside, before)
+            assert torch.equal(model(inputs), before)
+    finally:
+        world.close()
 
 
 def sparse_model() -> nn.Module:

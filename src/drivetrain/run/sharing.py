@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice
-from drivetrain.plan.held import forecast_held
+from drivetrain.plan.held import forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
 
 _FLAG = "--parallel-strategy"
@@ -35,9 +36,30 @@ def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice
         return Choice(value=asked, reason="asked for", pinned=True)
     if world.size == 1 or world.device.type != "cuda":
         return choose_strategy(None, 0, world.size)
-    held = forecast_held(model, job.make_optimizer)
     free = min(world.gather(torch.cuda.mem_get_info(world.device)[0]))
-    return choose_strategy(None if held is None else held.total, free, world.size)
+    return choose_strategy(_held_bytes(model, job), free, world.size)
+
+
+class _NotMadeError(Exception):
+    """The job's optimizer was there before, so it cannot be tried out on other parameters."""
+
+
+def _held_bytes(model: nn.Module, job: Job) -> int | None:
+    """Weights, buffers, gradients and optimizer; None where nobody knows."""
+
+    def make(ghost: nn.Module) -> Optimizer:
+        optimizer, own = job.make_optimizer(ghost), set(ghost.parameters())
+        if any(parameter not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise _NotMadeError
+        return optimizer
+
+    try:
+        held = forecast_held(model, make)
+    except _NotMadeError:
+        # That of a loop of one's own: taken to keep two numbers for each weight, as Adam does.
+        trained = num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+        return num_bytes([*model.parameters(), *model.buffers()]) + 3 * trained
+    return None if held is None else held.total
 
 
 def _problem(asked: str, message: str, allowed: str, remedy: str) -> ConfigError:

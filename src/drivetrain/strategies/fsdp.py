@@ -188,8 +188,8 @@ def _in_words() -> Iterator[None]:
     except RuntimeError as error:
         if "storage of size 0" in str(error):
             raise DrivetrainError(
-                "backward needs the weights of a block that were not gathered again: torch has lost the hook that it put "
-                f"on what the block returned ({error})",
+                "backward needs the weights of a block that were not gathered again: torch has lost the hook that it "
+                f"put on what the block returned ({error})",
                 remedy="do not change what a block returns in place: write x = x + y, not x += y",
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
