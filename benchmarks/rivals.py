@@ -424,6 +424,9 @@ def plan_facts(folder: Path, began: float) -> dict[str, Any]:
     peaks = [event["peak_allocated_bytes"] for event in events if event["event"] == "memory"]
     if peaks:
         facts["peak_bytes"] = max(peaks)
+    expected = forecast.get("run_peak_bytes")
+    if expected and peaks:
+        facts["forecast_run_error_percent"] = round(100 * abs(expected / max(peaks) - 1), 2)
     foreseen, verified = forecast.get("peak_bytes"), forecast.get("measured_peak_bytes")
     if foreseen and verified:
         facts["forecast_peak_bytes"], facts["verified_peak_bytes"] = foreseen, verified

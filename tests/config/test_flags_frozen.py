@@ -91,6 +91,7 @@ OBEYED = {
         for name in FLAGS
         if not name.startswith(("watch.", "checkpoint.", "validation.")) and name != "plan.auto_optimize"
     ],
+    "benchmark": [name for name in FLAGS if not name.startswith(("watch.", "checkpoint.", "validation.", "plan."))],
     "eval": [
         name
         for name in FLAGS
@@ -110,6 +111,7 @@ OWN_FLAGS = {
     "config": ["--json"],
     "train": LAUNCH_FLAGS,
     "launch": LAUNCH_FLAGS,
+    "benchmark": ["--iterations", "--json"],
     "eval": ["--json", "--which"],
     "plan": ["--for", "--gpu-memory", "--gpus", "--json", "--measure", "--out"],
 }

@@ -147,7 +147,7 @@ CONTRADICTIONS = [
     ("4x-l4", {"device_ids": [2, 7]}, "device_ids", "there is no GPU 7: 4 GPUs are visible, cuda:0 to cuda:3"),
     ("4x-l4", {"device": "cuda:4"}, "device", "there is no such GPU"),
     ("4x-l4", {"gpu_mode": "cpu", "pin_memory": True}, "pin_memory", "asks for the CPU"),
-    ("4x-l4", {"compile_mode": "max-autotune"}, "compile_mode", "compiling is off"),
+    ("4x-l4", {"compile_mode": "max-autotune"}, "compile_mode", "compiling is not asked for"),
     ("cpu-2core", {"precision": "fp16"}, "precision", "there is none to use"),
     ("cpu-2core", {"gpu_mode": "single_gpu"}, "gpu_mode", "asks for a GPU, and there is none"),
     ("cpu-2core", {"device": "cuda"}, "device", "asks for a GPU, and there is none"),

@@ -62,6 +62,7 @@ def test_shapes_alone_give_what_real_tensors_give() -> None:
     assert real.peak_bytes == pytest.approx(shapes.peak_bytes, abs=8 * 512)
 
 
+@pytest.mark.soak  # a process has other reasons to grow: on a busy machine it is off by a fifth now and then
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_it_agrees_with_the_memory_that_a_real_step_takes(recomputed: bool) -> None:
     """A language model whose step takes some hundred megabytes: the kernel's count of pages, within 15 %."""

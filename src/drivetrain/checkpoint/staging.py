@@ -125,7 +125,7 @@ class _CudaCopy(_Copy):
         self._clone_memory: list[Tensor] = []
         self._clone_views: list[Tensor] = []
         num_bytes = sum(piece.used for piece in self._pieces)
-        if _has_room(device, num_bytes) if clones is None else clones:
+        if has_room(device, num_bytes) if clones is None else clones:
             self._make_clones(layouts, must=bool(clones))
         kinds: dict[torch.dtype, list[int]] = {}
         for place, view in enumerate(self.views):
@@ -201,7 +201,7 @@ def _host_memory(num_bytes: int, pinned: bool) -> Tensor:
     return memory
 
 
-def _has_room(device: torch.device, num_bytes: int) -> bool:
+def has_room(device: torch.device, num_bytes: int) -> bool:
     """Asked after a step, when torch has reserved what a step needs."""
     free, total = torch.cuda.mem_get_info(device)
     return num_bytes <= free - LEFT_FREE * total

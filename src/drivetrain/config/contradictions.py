@@ -145,7 +145,7 @@ def _between_values(case: _Case) -> Iterator[Problem]:
             remedy="drop one of the two",
         )
     if "compile.mode" in given and config.compile.mode != "default" and not config.compile.enabled:
-        state = "is left to measuring" if config.compile.enabled is None else "is off"
+        state = "is not asked for" if config.compile.enabled is None else "is off"
         yield case.problem(
             "compile.mode", f"chooses how to compile, but compiling {state}", remedy="add --compile, or drop this"
         )

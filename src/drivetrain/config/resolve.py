@@ -50,7 +50,7 @@ def resolve(
     checked: dict[str, Any] = {}
     unusable: set[str] = set()
     plan = next((given.value for source in reversed(sources) for given in source if given.name == "plan.file"), None)
-    if isinstance(plan, (str, Path)):
+    if isinstance(plan, (str, Path)) and str(plan) != "auto":
         pinned, more = from_plan(Path(plan))
         sources, found = [pinned, *sources], [*found, *more]
     for source in sources:

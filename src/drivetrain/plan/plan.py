@@ -29,8 +29,9 @@ class MemoryForecast(Value):
 
 class Forecast(Value):
     memory: MemoryForecast
-    peak_bytes: int | None = None  # forecast from smaller steps, before the chosen way was tried
-    measured_peak_bytes: int | None = None
+    peak_bytes: int | None = None  # of a step, from smaller ones, before one of this size was run; uncompiled
+    measured_peak_bytes: int | None = None  # what it then took
+    run_peak_bytes: int | None = None  # of the whole run: the chosen step, and what is kept beside it
     step_seconds: float | None = None  # None: nothing was measured
     job_seconds: float | None = None  # of what is left of the job
 

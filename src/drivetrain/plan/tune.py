@@ -73,6 +73,7 @@ class Scope(Value):
     rank_samples: int  # of each step, on the rank that has the most
     remaining_samples: int  # of the whole job, on this rank
     memory_limit_bytes: float
+    counts_memory: bool = True  # on a CPU nobody does
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or samples of a batch influence each other
     precisions: tuple[PrecisionName, ...] = ()  # to try besides the one to start with, where steps are short
     least_precision_gain: float = LEAST_GAIN
@@ -96,11 +97,15 @@ class Tuned(Value):
     tried: tuple[Tried, ...]
     reasons: dict[str, str]  # by the name of what was decided
     memory: MemoryModel | None = None
-    forecast_bytes: int = 0  # of the peak at the chosen way, made before it was measured; 0: none was made
+    # Of the peak of the chosen way, uncompiled: from smaller steps, before it was measured. 0: no forecast was made.
+    forecast_bytes: int = 0
 
     @property
     def chosen(self) -> Measurement | None:
-        return next((tried.measurement for tried in reversed(self.tried) if tried.way == self.way), None)
+        return self.measurement_of(self.way)
+
+    def measurement_of(self, way: Way) -> Measurement | None:
+        return next((tried.measurement for tried in reversed(self.tried) if tried.way == way), None)
 
 
 class DoesNotFitError(Exception):
@@ -161,7 +166,7 @@ class _Search:
             tried=tuple(self._tried),
             reasons=self._reasons,
             memory=self._line(best),
-            forecast_bytes=self._forecasts.get(best, 0),
+            forecast_bytes=self._forecasts.get(plainest(best), 0),
         )
 
     def _why_too_short(self, way: Way) -> str:
@@ -200,6 +205,7 @@ class _Search:
     def _micro_batch(self, way: Way) -> Way:
         scope = self._scope
         if scope.fixed_micro_batch:
+            self._foresee(way, way.micro_batch)
             first = self._try(way, brief=True)
             if first.problem:
                 raise DoesNotFitError(self._tried) if first.out_of_memory else UnusableError(first.problem)
@@ -215,20 +221,32 @@ class _Search:
     def _largest(self, way: Way) -> int:
         """From a few small steps; then a forecast, not a search by failing."""
         share, limit = self._scope.rank_samples, self._scope.memory_limit_bytes
+        if not self._foresee(way, share):
+            return max((peak.micro_batch for peak in self._peaks(way)), default=0)
+        line = self._line(way)
+        return share if line is None else max(1, line.largest(limit, share))
+
+    def _foresee(self, way: Way, at_most: int) -> bool:
+        """Brief steps of a few sizes, until memory can be forecast up to `at_most`. False: one did not fit."""
+        if not self._scope.counts_memory:
+            return True  # one step of the whole size says as much
         while True:
-            size = next_size_to_measure(self._peaks(way), limit, share, self._held(way))
+            peaks, limit = self._peaks(way), self._scope.memory_limit_bytes
+            size = next_size_to_measure(peaks, limit, at_most, self._held(way))
             if size is None:
                 break
             measured = self._try(way.but(micro_batch=size), brief=True)
             if measured.out_of_memory:
-                return max((peak.micro_batch for peak in self._peaks(way)), default=0)
+                return False
             if measured.problem:
                 raise UnusableError(measured.problem)
             self._limit_budget(measured)
             if not measured.peak_bytes:
-                return share  # nobody counts memory here
+                return True  # nobody counts memory here
         line = self._line(way)
-        return share if line is None else max(1, line.largest(limit, share))
+        if line is not None and all(peak.micro_batch != at_most for peak in self._peaks(way)):
+            self._forecasts.setdefault(way.but(micro_batch=at_most), line.peak_bytes(at_most))
+        return True
 
     def _fastest(self, way: Way, largest: int) -> Way | None:
         """From the largest that is forecast to fit downwards, as long as smaller ones are faster."""
@@ -239,7 +257,7 @@ class _Search:
                 break  # past the best: one slower size may be an odd one
             other = way.but(micro_batch=size)
             line = self._line(other)
-            if line is not None:
+            if line is not None and all(peak.micro_batch != size for peak in self._peaks(other)):
                 self._forecasts.setdefault(other, line.peak_bytes(size))
             measured = self._try(other)
             if measured.problem:
@@ -350,6 +368,11 @@ class _Search:
 
     def _is_out_of_time(self) -> bool:
         return self._clock() - self._began > self._budget
+
+
+def plainest(way: Way) -> Way:
+    """The way with what is decided after its micro-batch left out: what memory is forecast for."""
+    return way.but(compile_mode=None, capture=False, channels_last=False)
 
 
 def _rate(sample_seconds: float) -> str:

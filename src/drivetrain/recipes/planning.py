@@ -21,7 +21,7 @@ EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",
     "drivetrain plan train.py --measure              tries ways of running the script's own job",
     "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --plan p.yaml` pins it",
-    "drivetrain plan train.py --for 4xL4             for a machine that is not here, by rule and memory model",
+    "drivetrain plan train.py --for 4xL4             for a machine that is not here, without measuring",
 )
 
 

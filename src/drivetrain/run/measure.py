@@ -127,17 +127,21 @@ class Probe:
                     strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
                 strategy.step(False)
 
+            count = -(-share // way.micro_batch)
+            at_once = 1 if count == 1 else 2  # the second micro-step is the first to hold gradients
             for _ in range(WARM_STEPS if seconds else 1):
-                step(1)
+                step(at_once)
             if way.capture:
                 captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
             _wait(device)
             warm = time.perf_counter() - began
             if way.compile_mode and not _was_compiled(job.loss, graphs):
                 return Measurement(problem="nothing was compiled")
-            one = _timed(lambda: step(1), device, seconds)
-            count = -(-share // way.micro_batch)
-            more = _timed(lambda: step(2), device, seconds) - one if count > 1 and seconds else one
+            if seconds:
+                one = _timed(lambda: step(1), device, seconds)
+                more = _timed(lambda: step(2), device, seconds) - one if count > 1 else one
+            else:
+                one = more = _timed(lambda: step(at_once), device, seconds) / at_once
             # A step is one micro-step with the optimizer's, and count - 1 more without.
             whole = one + (count - 1) * max(more, 0.0)
             return Measurement(

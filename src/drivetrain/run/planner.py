@@ -15,14 +15,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint.staging import has_room
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, key_of_facts
+from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
-from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, tune
+from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, plainest, tune
+from drivetrain.run.data_path import settle_data_path
 from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
 from drivetrain.run.needs import explained
 from drivetrain.run.setup import Setup
@@ -36,6 +39,7 @@ BUDGET_SHARE = 0.05
 # What compiling took on models of ordinary size, by the number of their smallest modules.
 COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
+READING_SECONDS = 0.5  # that measuring what reading takes may take
 LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
 
 
@@ -65,6 +69,7 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
         recorded = run.recorded_way(checkpoint)
         if recorded is not None:
             run.follow(recorded)
+            run.follow_data(checkpoint.meta["plan"].get("data"))
             return described(run, model, None, why=f"as in the checkpoint of step {checkpoint.step}")
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
@@ -166,8 +171,20 @@ def measured(
         f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
     ]
     run.follow(tuned.way)
-    found = described(run, model, tuned)
+    found = described(run, model, tuned, data=_data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time))
     return found.model_copy(update={"notes": tuple(notes), "seconds": clock()})
+
+
+def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
+    """Measured where reading is worth a look; None leaves it as it is: in memory already, or by rule."""
+    chosen = tuned.chosen
+    if chosen is None or chosen.problem or run.residency.num_bytes or run.job.num_steps is None:
+        return None
+    steps_left = run.job.num_steps - steps_done
+    step_seconds = chosen.sample_seconds * run.rank_samples
+    if is_short_of_time and step_seconds * steps_left * BUDGET_SHARE < READING_SECONDS:
+        return None
+    return settle_data_path(run, step_seconds, steps_left, chosen.peak_bytes)
 
 
 def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
@@ -185,6 +202,7 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
     return Scope(
         rank_samples=run.rank_samples,
         remaining_samples=run.rank_samples * num_steps,
+        counts_memory=on_gpu,
         memory_limit_bytes=_free_bytes(run) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(pinned, model, device),
         precisions=_other_precisions(run) if may_change_precision else (),
@@ -275,7 +293,13 @@ def _sources(things: Iterable[Any]) -> list[str]:
 # In words
 
 
-def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by rule: nothing was measured") -> Plan:
+def described(
+    run: Setup,
+    model: nn.Module,
+    tuned: Tuned | None,
+    why: str = "by rule: nothing was measured",
+    data: Choice[DataPath] | None = None,
+) -> Plan:
     """The plan that is followed, each choice with its reason."""
     job, settings, way = run.job, run.settings, run.way
     reasons = tuned.reasons if tuned else {}
@@ -328,10 +352,7 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
             reason=reasons.get("activations", settings.activations.reason),
             alternatives=settings.activations.alternatives,
         ),
-        "data.num_workers": settings.num_workers,
-        "data.prefetch_factor": Choice(
-            value=settings.prefetch_factor.value or None, reason=settings.prefetch_factor.reason
-        ),
+        **_data_choices(run, data),
     }
     if way.compile_mode is not None:
         choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
@@ -345,7 +366,8 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
         forecast=Forecast(
             memory=_memory_of_shards(run, model) if run.shards else _memory(model, tuned, way),
             peak_bytes=(tuned.forecast_bytes or None) if tuned else None,
-            measured_peak_bytes=(chosen.peak_bytes or None) if chosen else None,
+            measured_peak_bytes=_verified(tuned),
+            run_peak_bytes=_run_peak(run, chosen),
             step_seconds=step_seconds,
             job_seconds=None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps,
         ),
@@ -353,6 +375,22 @@ def described(run: Setup, model: nn.Module, tuned: Tuned | None, why: str = "by 
         measured=tuned is not None,
         notes=() if tuned else (why,),
     )
+
+
+def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
+    """How samples reach the device: as it was measured, else as it is, else by rule."""
+    if data is not None and data.value.resident:
+        return {"data.resident": Choice(value="on", reason=data.reason, alternatives=data.alternatives)}
+    if data is None and run.residency.num_bytes:
+        return {"data.resident": Choice(value="on", reason="it is in memory already, and fits on the device")}
+    workers, ahead = run.settings.num_workers, run.settings.prefetch_factor
+    if data is not None:
+        workers = Choice(value=data.value.num_workers, reason=data.reason, alternatives=data.alternatives)
+        ahead = Choice(value=data.value.prefetch_factor, reason="by how evenly batches are read")
+    return {
+        "data.num_workers": workers,
+        "data.prefetch_factor": Choice(value=ahead.value or None, reason=ahead.reason),
+    }
 
 
 def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
@@ -383,6 +421,25 @@ def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
     if held is None:
         return MemoryForecast(parameters=0, gradients=0)
     return MemoryForecast(parameters=held.parameters + held.buffers, gradients=held.gradients, optimizer=held.optimizer)
+
+
+def _verified(tuned: Tuned | None) -> int | None:
+    """What the step took whose memory was forecast."""
+    if tuned is None or not tuned.forecast_bytes:
+        return None
+    plain = tuned.measurement_of(plainest(tuned.way))
+    return None if plain is None else plain.peak_bytes or None
+
+
+def _run_peak(run: Setup, chosen: Measurement | None) -> int | None:
+    """With the copy of weights and optimizer that is saved from beside training, where there is room for it."""
+    if chosen is None or not chosen.peak_bytes:
+        return None
+    beside = run.residency.num_bytes
+    state = chosen.parameter_bytes + chosen.optimizer_bytes
+    if run.config.checkpoint.async_save and has_room(run.world.device, state + chosen.peak_bytes + beside):
+        beside += state
+    return chosen.peak_bytes + beside
 
 
 def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:

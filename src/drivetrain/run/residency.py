@@ -58,6 +58,11 @@ class Residency:
         self._made[key] = source.dataset, resident
         return resident
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what was put there."""
+        return sum(resident.num_bytes for _, resident in self._made.values())
+
     def take_notes(self) -> list[str]:
         notes, self._notes = self._notes, []
         return notes

@@ -167,11 +167,11 @@ class Setup:
 
     def by_rule(self) -> Way:
         """How a step is run where nothing was measured."""
-        compiling = self.config.compile
+        config = self.config
         return Way(
             micro_batch=self._micro_batch(),
             precision=self.settings.precision.value,
-            compile_mode=compiling.mode if compiling.enabled else None,
+            compile_mode=config.compile.mode if config.compile.enabled else None,
             channels_last=self.config.data.channels_last == "on",
             recompute=self.settings.activations.value == "recompute",
             capture=self.config.kernels.capture == "on",
@@ -189,6 +189,19 @@ class Setup:
             return None
         pinned = {name: getattr(self.way, name) for name in self.pinned()}
         return Way.model_validate(recorded["way"] | pinned)
+
+    def _data_followed(self) -> dict[str, Any] | None:
+        """How samples reach the device, where that was measured."""
+        if self.residency.planned is None:
+            return None
+        return (self.data_path or DataPath(resident=True)).model_dump(mode="json")
+
+    def follow_data(self, recorded: dict[str, Any] | None) -> None:
+        """As it was measured before a checkpoint. Whatever it is, samples are the same."""
+        if recorded is not None:
+            path = DataPath.model_validate(recorded)
+            self.residency.planned = path.resident
+            self.data_path = None if path.resident else path
 
     def pinned(self) -> set[str]:
         """What of a way the user fixed."""
@@ -337,11 +350,13 @@ class Setup:
     @contextmanager
     def numerics(self) -> Iterator[None]:
         """The switches of torch that this run wants, for the time of the run."""
-        kernels = self.config.kernels
-        with (
-            numerics(self.precision, deterministic=kernels.deterministic, cudnn_benchmark=kernels.cudnn_benchmark),
-            num_threads(self.way.num_threads),
-        ):
+        config = self.config
+        switches = numerics(
+            self.precision,
+            deterministic=config.kernels.deterministic,
+            cudnn_benchmark=config.kernels.cudnn_benchmark,
+        )
+        with switches, num_threads(self.way.num_threads):
             yield
 
     def stream(self) -> AbstractContextManager[None]:
@@ -474,6 +489,7 @@ class Setup:
                 "world_size": self.world.size,
                 "machine": self.machine(),
                 "way": self.way.but(micro_batch=division.micro_batch).model_dump(mode="json"),
+                "data": self._data_followed(),
             },
             "job": self.job.identity(),
             "hooks": [dict(hook.state_dict()) for hook in self.job.hooks],
