@@ -62,6 +62,7 @@ def run_mixture(
     micro_batch: int | None,
     settings: dict[str, Any] | None = None,
     crash_at_call: int = 0,
+    changes: dict[str, Any] | None = None,
 ) -> Trained | None:
     """The main rank returns what came of it; None if it crashed at that call of the loss."""
     loss = CrashingLoss(mixture_loss, crash_at_call)
@@ -76,6 +77,7 @@ def run_mixture(
             settings=given,
             model=lambda: MixtureModel(wanted).to(wanted.dtype),
             loss=loss,
+            **(changes or {}),
         )
     except PlantedError:
         return None

@@ -148,7 +148,7 @@ def test_a_step_means_the_same_however_it_is_divided(
 
 
 def run_without_sharing_loads(folder: str) -> Trained | None:
-    with mock.patch("drivetrain.moe.balance._over_all_ranks", lambda counts: counts):
+    with mock.patch("drivetrain.moe.balance._over_all_ranks", lambda counts, group: counts):
         return run_mixture(folder, VARIANT, Mixture(num_slots=7), 8)
 
 

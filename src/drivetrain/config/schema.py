@@ -212,11 +212,13 @@ class CheckpointSection(Section):
 class DistributedSection(Section):
     """How several processes work together."""
 
-    strategy: Annotated[Literal["auto", "single", "data_parallel", "ddp", "fsdp"], Flag("parallel-strategy")] = Field(
+    strategy: Annotated[
+        Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel"], Flag("parallel-strategy")
+    ] = Field(
         "auto",
         description="how devices share a step: auto is ddp where a launcher started several processes (fsdp where a "
         "whole copy of model and optimizer does not fit a GPU), else single; data_parallel is one process for several "
-        "GPUs",
+        "GPUs; expert_parallel is ddp with the experts of mixtures shared out",
     )
     fsdp_offload: Annotated[bool, Flag("fsdp-offload")] = Field(
         False, description="fsdp: keep shards and optimizer in host memory, and step the optimizer there"

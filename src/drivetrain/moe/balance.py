@@ -45,6 +45,8 @@ class _Alike:
 class Settlement:
     """The end of a step for all mixtures of a model: loads over all ranks become known, and biases move."""
 
+    group: dist.ProcessGroup | None = None  # of the ranks that share a step; set by whoever makes them share it
+
     def __init__(self, model: nn.Module) -> None:
         layers = list(mixtures_in(model).values())
         self.layers: Sequence[MixtureOfExperts] = layers
@@ -67,7 +69,8 @@ class Settlement:
         """Collective where there are several ranks, and the same on all of them. The host does not wait."""
         for group in self._groups:
             layers = group.layers
-            load = _over_all_ranks(torch.stack([layer.tally.total(layer.load.device) for layer in layers]))
+            counts = torch.stack([layer.tally.total(layer.load.device) for layer in layers])
+            load = _over_all_ranks(counts, self.group)
             active = torch.stack([layer.router.active for layer in layers])
             mean = load.sum(1, keepdim=True) / active.sum(1, keepdim=True)
             moved = group.rates * torch.sign(mean - load) * active
@@ -78,9 +81,9 @@ class Settlement:
             layer.tally.losses.clear()
 
 
-def _over_all_ranks(counts: Tensor) -> Tensor:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(counts)
+def _over_all_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(counts, group=group)
     return counts
 
 

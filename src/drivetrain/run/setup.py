@@ -41,6 +41,7 @@ from drivetrain.strategies import (
     DataParallelStrategy,
     DdpOptions,
     DdpStrategy,
+    ExpertParallelStrategy,
     FsdpStrategy,
     Sharded,
     ShardOptions,
@@ -517,9 +518,18 @@ class Setup:
                 static_graph=config.distributed.static_graph,
                 gradient_as_bucket_view=config.distributed.gradient_as_bucket_view,
             )
-            strategy = DdpStrategy(self.world, replace(ddp, **changes))
+            ddp = replace(ddp, **changes)
+            strategy = DdpStrategy(self.world, ddp)
+            if config.distributed.strategy == ExpertParallelStrategy.name:
+                strategy = ExpertParallelStrategy(self.world, ddp, self._capability())
         self.strategy = strategy.name
         return strategy
+
+    def _capability(self) -> float:
+        """Of this rank's device, in TFLOP/s; 0 where it is not known."""
+        index = self.world.device.index if self.world.device.type == "cuda" else None
+        peaks = [gpu.peaks.get("bf16") for gpu in self.hardware.gpus if gpu.index == index]
+        return next((peak.value for peak in peaks if peak is not None), 0.0)
 
     def load_hooks(self, checkpoint: Checkpoint) -> None:
         hooks, states = self.job.hooks, checkpoint.meta["hooks"]

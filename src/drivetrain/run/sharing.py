@@ -20,9 +20,11 @@ def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -
     """Raises what contradicts the launcher or the machine. `auto` never does."""
     if world.size > 1 and asked in ("single", "data_parallel"):
         message = f"{asked} is one process, and a launcher started {world.size}"
-        raise _problem(asked, message, "auto, ddp, fsdp here", "use ddp, or start the script with plain python")
-    if world.size == 1 and asked == "ddp":
-        message = "ddp is several processes, and this is the only one"
+        raise _problem(
+            asked, message, "auto, ddp, fsdp, expert_parallel here", "use ddp, or start the script with plain python"
+        )
+    if world.size == 1 and asked in ("ddp", "expert_parallel"):
+        message = f"{asked} is several processes, and this is the only one"
         remedy = "start it with `drivetrain launch`, torchrun or srun; or leave --parallel-strategy out"
         raise _problem(asked, message, "auto, single, data_parallel, fsdp here", remedy)
     if asked == "data_parallel" and len(devices) < 2:

@@ -4,6 +4,7 @@ from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
 from drivetrain.strategies.data_parallel import DataParallelStrategy
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
+from drivetrain.strategies.expert_parallel import ExpertParallelStrategy
 from drivetrain.strategies.fsdp import FsdpStrategy
 from drivetrain.strategies.sharding import Sharded, ShardOptions
 from drivetrain.strategies.single import SingleStrategy
@@ -13,6 +14,7 @@ __all__ = [
     "DataParallelStrategy",
     "DdpOptions",
     "DdpStrategy",
+    "ExpertParallelStrategy",
     "FsdpStrategy",
     "Objective",
     "ShardOptions",

@@ -1,6 +1,6 @@
 """A moving average of the weights: often better than the weights, and what is then validated and exported."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,13 @@ class Average:
         self._live = [local_part(parameter) for parameter in self._trained]
         self._averaged = [part.clone() for part in self._live]
         self._model = model
+
+    def cut(self, parameter: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
+        """This rank holds other rows of a parameter now: so of its average."""
+        for number, trained in enumerate(self._trained):
+            if trained is parameter:
+                self._live[number] = local_part(parameter)
+                self._averaged[number] = fill(self._averaged[number])
 
     @torch.no_grad()
     def update(self) -> None:

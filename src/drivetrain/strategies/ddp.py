@@ -4,6 +4,7 @@ Loss sum, count and the wish to stop travel with the gradients: they are the gra
 part in every forward at value zero. So a step has no collective of its own, and no extra wait.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
-from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Together, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state
 
 
@@ -57,6 +58,7 @@ class DdpStrategy:
     """One process per device; the same weights on all of them after every step."""
 
     name = "ddp"
+    ignored: Sequence[str] = ()  # parameters that others see to, by their names in the objective
 
     def __init__(self, world: World, options: DdpOptions | None = None) -> None:
         self._world = world
@@ -64,8 +66,13 @@ class DdpStrategy:
 
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
         self._parts = parts
+        parts.mixtures.group = self._world.group
         self._objective = _CarryingObjective(parts, self._world)
         options = self._options
+        if self.ignored:  # private, and the only way: what has no gradient here would otherwise be waited for
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+                self._objective, self.ignored
+            )
         self._ddp = DistributedDataParallel(
             self._objective,
             device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
@@ -87,6 +94,11 @@ class DdpStrategy:
         objective: Tensor = self._ddp(batch, num_samples, step_samples, weight)
         return objective
 
+    @property
+    def together(self) -> Together | None:
+        """What knows what gradients come to of which ranks hold parts."""
+        return None
+
     def accumulate(self) -> AbstractContextManager[Any]:
         return cast(AbstractContextManager[Any], self._ddp.no_sync())
 
@@ -98,7 +110,8 @@ class DdpStrategy:
         if self._parts.scaler.is_enabled():
             carried = carried / self._parts.scale()
         total, count, stopping = carried.unbind()
-        norm, skipped = self._parts.update(rescaling(self._samples, count) if self._objective.counts_items else None)
+        factor = rescaling(self._samples, count) if self._objective.counts_items else None
+        norm, skipped = self._parts.update(factor, self.together)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)

@@ -35,6 +35,7 @@ class FsdpStrategy:
         """A trial without a batch is not tried out: in a loop of one's own nobody knows yet what the model gets."""
         sharded = self._sharded
         self._parts = parts = replace(parts, owners=sharded.owners)
+        parts.mixtures.group = self._world.group
         self._replicated = [p for p in sharded.replicated.values() if p.requires_grad]
         self._objective = Objective(parts, scale=1.0)
         self._has_buffers = any(True for _ in parts.model.buffers())

@@ -1,0 +1,199 @@
+"""Experts shared out over ranks learn what one process learns: gradients, norm, losses; in any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.world import World
+from drivetrain.moe import MixtureOfExperts
+from drivetrain.moe.placement import costs_of, free_slot, place
+from drivetrain.strategies import ExpertParallelStrategy, StrategyParts, Trial
+from drivetrain.strategies.expert_parallel import _Exchange
+from tests.gloo_pool import GlooPool
+from tests.moe.jobs import Mixture, mixture_loss, run_mixture
+from tests.training.jobs import Trained, Variant, run
+
+EXPERT_PARALLEL = {"parallel_strategy": "expert_parallel"}
+# 100 = 3 × 30 + 10: the last step of an epoch leaves ranks without samples.
+STEPS = Variant(steps=20, global_batch=30, num_samples=100)
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    """Whose steps are as long as its gradients: Adam would hide a wrong scale."""
+    return torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+
+
+def train(folder: str, wanted: Mixture, micro_batch: int, shares: bool, clip: float | None) -> Trained | None:
+    changes = {"optimizer": sgd, "clip_norm": clip, "weight_decay": 0.01}
+    settings = EXPERT_PARALLEL if shares else {}
+    return run_mixture(folder, STEPS, wanted, micro_batch, settings, changes=changes)
+
+
+def distances(one: Trained, other: Trained) -> dict[str, float]:
+    """Of losses, of the norms that clip, and of every tensor that was saved; relative to the largest in each."""
+    assert one.weights.keys() == other.weights.keys()
+    assert one.state.keys() == other.state.keys()
+    pairs: dict[str, tuple[Any, Any]] = {"losses": (one.losses, other.losses)}
+    if one.rows[0]["grad_norm"] is not None:
+        pairs["norms"] = tuple([row["grad_norm"] for row in trained.rows] for trained in (one, other))  # type: ignore[assignment]
+    ours, theirs = one.weights | one.state, other.weights | other.state
+    pairs |= {key: (ours[key], theirs[key]) for key in theirs}
+    return {key: _distance(*pair) for key, pair in pairs.items()}
+
+
+def _distance(one: Any, other: Any) -> float:
+    one, other = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    assert one.shape == other.shape
+    return float(np.abs(one - other).max(initial=0) / max(1e-3, np.abs(other).max(initial=0)))
+
+
+CASES = {
+    "2 ranks, k 2": (2, Mixture(num_experts=4), 5, 0.5),
+    "3 ranks, 5 experts, accumulation": (3, Mixture(num_experts=5, num_slots=7), 4, 0.5),
+    "4 ranks, k 1, no clipping": (4, Mixture(num_experts=5, k=1, kind="mlp"), 8, None),
+    "4 ranks, 3 experts: a rank has none": (4, Mixture(num_experts=3), 3, 0.5),
+    "3 ranks, skew that leaves ranks empty": (3, Mixture(num_experts=6, skewed=True, k=1), 10, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_learns_what_one_process_learns(gloo_pool: GlooPool, tmp_path: Path, case: str) -> None:
+    world, wanted, micro_batch, clip = CASES[case]
+    alone = train(str(tmp_path / "alone"), wanted, 30, False, clip)
+    assert alone is not None
+    if wanted.skewed:
+        assert np.count_nonzero(alone.weights["model/mixture.load"]) == 1, "all tokens go to one expert"
+    args = (str(tmp_path / "shared"), wanted, micro_batch, True, clip)
+    shared = gloo_pool.run(train, *args, world=world, time_limit_seconds=180)[0]
+    found = distances(shared, alone)
+    assert max(found.values()) < 1e-9, found
+
+
+def train_wrongly(folder: str, wanted: Mixture) -> Trained | None:
+    with mock.patch.object(ExpertParallelStrategy, "gradient_factor", 1.0):
+        return train(folder, wanted, 8, True, None)
+
+
+def train_without_backward(folder: str, wanted: Mixture) -> Trained | None:
+    """Gradients stay on the rank where they arose: what a plain all-to-all does."""
+
+    def forgetful(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].new_zeros(sum(ctx.sent), gradients[0].shape[1]), None, None, None
+
+    with mock.patch.object(_Exchange, "backward", staticmethod(forgetful)):
+        return train(folder, wanted, 8, True, None)
+
+
+@pytest.mark.parametrize("bug", [train_wrongly, train_without_backward])
+def test_a_planted_bug_is_caught(gloo_pool: GlooPool, tmp_path: Path, bug: Any) -> None:
+    wanted = Mixture(num_experts=4)
+    alone = train(str(tmp_path / "alone"), wanted, 30, False, None)
+    assert alone is not None
+    shared = gloo_pool.run(bug, str(tmp_path / "shared"), wanted, world=2, time_limit_seconds=180)[0]
+    found = distances(shared, alone)
+    assert found["losses"] > 1e-4
+    assert found["model/mixture.experts.w_in"] > 1e-4
+
+
+CHANGES: dict[str, Any] = {"ema": 0.9}
+
+
+def go_on(folder: str, micro_batch: int, shares: bool, crash_at_call: int, dtype: torch.dtype) -> Trained | None:
+    wanted = Mixture(num_experts=5, num_slots=7, dtype=dtype)
+    settings = EXPERT_PARALLEL if shares else {}
+    variant = Variant(dtype=dtype, steps=16, global_batch=30, num_samples=100, save_every=4)
+    return run_mixture(folder, variant, wanted, micro_batch, settings, crash_at_call, CHANGES)
+
+
+def test_a_run_goes_on_in_other_numbers_of_ranks(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """4 → 2 → 1 → 4 ranks, cut short in each, with optimizer and average; against one that was never stopped."""
+    whole = go_on(str(tmp_path / "whole"), 30, False, 0, torch.float64)
+    folder = str(tmp_path / "parts")
+    for world, micro_batch, crash_at_call in ((4, 8, 7), (2, 15, 6), (1, 30, 6)):
+        args = (folder, micro_batch, world > 1, crash_at_call, torch.float64)
+        assert gloo_pool.run(go_on, *args, world=world, time_limit_seconds=180)[0] is None
+    args = (folder, 8, True, 0, torch.float64)
+    parts = gloo_pool.run(go_on, *args, world=4, time_limit_seconds=180)[0]
+    assert parts.resumed_from == 12
+    assert whole is not None
+    assert any(key.startswith("ema/mixture.experts") for key in parts.state)
+    found = distances(parts, whole)
+    assert max(found.values()) < 1e-9, found
+
+
+def test_in_the_same_world_a_resumed_run_has_the_same_bits(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("whole", "parts")]
+    whole = gloo_pool.run(go_on, folders[0], 5, True, 0, torch.float32, world=3, time_limit_seconds=180)[0]
+    assert gloo_pool.run(go_on, folders[1], 5, True, 20, torch.float32, world=3, time_limit_seconds=180)[0] is None
+    resumed = gloo_pool.run(go_on, folders[1], 5, True, 0, torch.float32, world=3, time_limit_seconds=180)[0]
+    assert resumed.resumed_from == 8
+    assert resumed.rows == whole.rows
+    ours, theirs = resumed.weights | resumed.state, whole.weights | whole.state
+    assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+
+
+def run_without_experts(folder: str) -> str:
+    try:
+        run(folder, Variant(steps=2), 8, settings=EXPERT_PARALLEL)
+    except DrivetrainError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_without_experts_is_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    for words in gloo_pool.run(run_without_experts, str(tmp_path), world=2):
+        assert "no mixture of experts" in words
+        assert "--parallel-strategy ddp" in words
+
+
+def test_a_single_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expert_parallel is several processes"):
+        run_mixture(str(tmp_path), STEPS, Mixture(), 30, EXPERT_PARALLEL)
+    model = nn.Sequential(MixtureOfExperts(4, 2, 4))
+    parts = StrategyParts(model, mixture_loss, sgd(model.parameters()))
+    strategy = ExpertParallelStrategy(World())
+    with pytest.raises(DrivetrainError, match="several processes"):
+        strategy.prepare(parts, Trial(None, 1))
+
+
+costs = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=12)
+
+
+@given(costs, st.lists(st.floats(0.5, 4), min_size=1, max_size=4))
+def test_placement_is_near_the_best(found_costs: list[float], capabilities: list[float]) -> None:
+    """The dearest first, to whoever is done soonest: no rank is left waiting by more than one expert."""
+    placement = place(found_costs, capabilities)
+    assert len(placement) == len(found_costs)
+    assert set(placement) <= set(range(len(capabilities)))
+    if len(set(found_costs)) <= 1:
+        return
+    loads = [0.0] * len(capabilities)
+    for cost, rank in zip(found_costs, placement, strict=True):
+        loads[rank] += cost
+    even = sum(found_costs) / sum(capabilities)
+    slowest = max(load / capability for load, capability in zip(loads, capabilities, strict=True))
+    assert slowest <= even + max(found_costs) / min(capabilities) + 1e-9
+
+
+def test_equal_experts_on_equal_ranks_are_neighbours() -> None:
+    assert place([1.0] * 5, [1.0] * 2) == (0, 0, 1, 1, 1)
+    assert place([1.0] * 2, [1.0] * 3) == (1, 2)
+    assert place([1.0] * 6, [2.0, 1.0]).count(0) == 4, "by what a device can do"
+    assert place([9.0, 1.0, 1.0, 1.0, 0.0, 0.0], [1.0, 1.0]) == (0, 1, 1, 1, 0, 0), "free slots where the fewest are"
+
+
+def test_a_new_expert_goes_to_the_rank_with_the_least_to_do() -> None:
+    placement = (0, 0, 1, 1)
+    load, active = [9, 0, 2, 0], [True, False, True, False]
+    assert free_slot(load, active, active, placement, [1.0, 1.0]) == 3
+    assert free_slot(load, active, active, placement, [9.0, 1.0]) == 1
+    assert free_slot(load, [True] * 4, [True] * 4, placement, [1.0, 1.0]) is None
+    assert costs_of([0, 0], [True, False]) == [1.0, 0.0]
