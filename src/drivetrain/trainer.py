@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
@@ -81,6 +81,7 @@ class Trainer:
         self.ended_by_hook = False  # a hook found that the job is done
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
         self.check_after_first_step: Callable[[], Any] = lambda: None
+        self.average_of: Callable[[Tensor], Tensor | None] = lambda parameter: None
         self.before_step: Callable[[int], None] = lambda step: None  # with its number, from 1
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
         # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
@@ -229,7 +230,7 @@ class Trainer:
 
     def _call(self, hooks: list[Hook], place: Place) -> Verdict:
         epochs_done = place.epoch + place.ends_epoch
-        context = StepContext(place.step + 1, epochs_done, self._model, self._world, self._folder)
+        context = StepContext(place.step + 1, epochs_done, self._model, self._world, self._folder, self._companions)
         verdicts = []
         for hook in hooks:
             put_away(self._model)
@@ -237,6 +238,13 @@ class Trainer:
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         self._stepper.look_again()
         return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
+
+    def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is kept for a parameter, element by element."""
+        state = {**self._optimizer.state.get(parameter, {}), "average": self.average_of(parameter)}
+        return {
+            name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape
+        }
 
 
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:

@@ -1,24 +1,30 @@
 """Periodic work at step boundaries, on all ranks alike."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.core.world import World
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a hook sees after a step. It must not change weights; it is called on every rank."""
+    """What a hook sees after a step; it is called on every rank.
+
+    It must not change weights. What does, as experts that come and go, does it in place, on all ranks alike, and to
+    what goes with them: `companions` gives the optimizer's state of a parameter, and its moving average as `average`,
+    as far as they have its shape.
+    """
 
     step: int  # optimizer steps done
     epoch: int  # epochs done
     model: nn.Module
     world: World
     folder: Path
+    companions: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {}
 
 
 class Verdict(NamedTuple):

@@ -3,16 +3,21 @@
 from drivetrain.moe.balance import Settlement, auxiliary_loss, load_metrics, mixtures_in
 from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.layer import Balance, MixtureOfExperts
+from drivetrain.moe.lifecycle import Lifecycle, Rules
 from drivetrain.moe.load import LoadFigures
+from drivetrain.moe.slots import Slots
 from drivetrain.moe.ways import Way
 
 __all__ = [
     "Balance",
     "Dispatcher",
+    "Lifecycle",
     "LoadFigures",
     "LocalDispatcher",
     "MixtureOfExperts",
+    "Rules",
     "Settlement",
+    "Slots",
     "Way",
     "auxiliary_loss",
     "load_metrics",

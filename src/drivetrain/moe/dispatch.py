@@ -1,11 +1,13 @@
 """How tokens get to the experts that were chosen for them, and their results back."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from drivetrain.moe.experts import Experts
+from drivetrain.moe.placement import Placement
 from drivetrain.moe.router import Routing
 from drivetrain.moe.rows import from_rows, order_of, to_rows
 from drivetrain.moe.ways import Way, WayName, Work, choose_way
@@ -18,6 +20,15 @@ class Dispatcher(Protocol):
         """(tokens, inputs) in the type to compute in -> (tokens, outputs) in the same."""
 
     def way(self, experts: Experts, num_tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> Way: ...
+
+    def placement(self, num_slots: int) -> tuple[Placement, Sequence[float]]:
+        """The rank of each slot, and what each rank's device can do."""
+
+    def row_of(self, slot: int) -> int | None:
+        """Where this rank keeps a slot's expert; None if it is another's."""
+
+    def fetch(self, rows: Tensor, slot: int) -> Tensor:
+        """A slot's row of a tensor of rows, on every rank. All ranks call this together."""
 
 
 class LocalDispatcher:
@@ -36,6 +47,15 @@ class LocalDispatcher:
         if case not in self._known:
             self._known[case] = choose_way(work_of(experts, num_tokens, k, dtype, device))
         return self._known[case]
+
+    def placement(self, num_slots: int) -> tuple[Placement, Sequence[float]]:
+        return (0,) * num_slots, (1.0,)
+
+    def row_of(self, slot: int) -> int | None:
+        return slot
+
+    def fetch(self, rows: Tensor, slot: int) -> Tensor:
+        return rows[slot]
 
     def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
         chosen, weights = routing.chosen, routing.weights

@@ -31,6 +31,7 @@ class Balance:
 
 
 BALANCE = Balance()
+SAMPLE = 256  # tokens of a micro-batch that are kept to decide by which experts come and go
 
 
 class MixtureOfExperts(nn.Module):
@@ -41,6 +42,8 @@ class MixtureOfExperts(nn.Module):
     """
 
     load: Tensor
+    centroids: Tensor
+    spreads: Tensor
     expert_ids: Tensor
     next_id: Tensor
 
@@ -87,6 +90,10 @@ class MixtureOfExperts(nn.Module):
         ids = torch.cat([torch.arange(num_experts), torch.full((slots - num_experts,), -1)])
         self.register_buffer("expert_ids", ids)  # never given twice; -1 is an empty slot
         self.register_buffer("next_id", torch.tensor(num_experts))
+        self.can_grow = slots > num_experts
+        if self.can_grow:  # what each expert's tokens are like: their mean, and their mean square distance from it
+            self.register_buffer("centroids", torch.zeros(slots, num_inputs))
+            self.register_buffer("spreads", torch.zeros(slots))
         self.tally = Tally(slots)
         self.tally.on(self.load.device)
         self.dispatcher: Dispatcher = LocalDispatcher(way)
@@ -105,6 +112,8 @@ class MixtureOfExperts(nn.Module):
         if self.training:
             count(self.tally.on(tokens.device), routing.chosen)
             self._note_losses(routing)
+            if self.can_grow:
+                self.tally.sample = tokens[:SAMPLE].detach().clone()
         result = self.dispatcher(self.experts, tokens.to(dtype), routing)
         return result.view(*inputs.shape[:-1], result.shape[-1])
 
@@ -119,9 +128,8 @@ class MixtureOfExperts(nn.Module):
 
     def figures(self) -> LoadFigures:
         """How the last step's tokens were spread. The host waits for the device."""
-        ranks = getattr(self.dispatcher, "rank_of_slot", None)
-        num_ranks = getattr(self.dispatcher, "num_ranks", 1)
-        return figures_of(self.load.tolist(), self.router.active.tolist(), ranks, num_ranks)
+        ranks, capabilities = self.dispatcher.placement(self.num_slots)
+        return figures_of(self.load.tolist(), self.router.active.tolist(), ranks, len(capabilities))
 
     def _note_losses(self, routing: Routing) -> None:
         balance = self.balance

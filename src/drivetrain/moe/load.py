@@ -22,6 +22,7 @@ class Tally:
         self.num_slots = num_slots
         self.counts: dict[torch.device, Tensor] = {}
         self.losses: list[tuple[Tensor, int]] = []  # a sum over tokens, and how many
+        self.sample: Tensor | None = None  # a few tokens of the last forward, where experts may come and go
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self.counts:
@@ -81,9 +82,7 @@ class LoadFigures:
         return asdict(self)
 
 
-def figures_of(
-    load: Sequence[int], active: Sequence[bool], ranks: Sequence[int] | None = None, num_ranks: int = 1
-) -> LoadFigures:
+def figures_of(load: Sequence[int], active: Sequence[bool], ranks: Sequence[int], num_ranks: int) -> LoadFigures:
     """`ranks` says where each slot's expert lives."""
     loads = [tokens for tokens, is_active in zip(load, active, strict=True) if is_active]
     total = sum(loads)
@@ -91,7 +90,7 @@ def figures_of(
         return LoadFigures(0.0, len(loads), 1.0, 1.0)
     entropy = -sum(tokens / total * math.log(tokens / total) for tokens in loads if tokens)
     by_rank = [0] * num_ranks
-    for tokens, rank in zip(load, ranks or [0] * len(load), strict=True):
+    for tokens, rank in zip(load, ranks, strict=True):
         by_rank[rank] += tokens
     return LoadFigures(
         max_violation=max(loads) * len(loads) / total - 1,

@@ -24,6 +24,9 @@ class Average:
         self._averaged = [part.clone() for part in self._live]
         self._model = model
 
+    def of(self, parameter: Tensor) -> Tensor | None:
+        return next((a for p, a in zip(self._trained, self._averaged, strict=True) if p is parameter), None)
+
     def cut(self, parameter: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
         """This rank holds other rows of a parameter now: so of its average."""
         for number, trained in enumerate(self._trained):

@@ -57,8 +57,11 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.P
 class ExchangeDispatcher:
     """Sends each row to the rank of its expert and brings the result back. The host waits for the counts."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup, placement: Placement) -> None:
-        self.rank_of_slot, self.num_ranks = placement, world.size
+    def __init__(
+        self, world: World, group: dist.ProcessGroup, placement: Placement, capabilities: Sequence[float]
+    ) -> None:
+        self._rank_of_slot, self.num_ranks, self._capabilities = placement, world.size, capabilities
+        self._rows = {slot: row for row, slot in enumerate(_slots(placement, world.rank))}
         self._rank, self._group = world.rank, group
         by_rank = sorted(range(len(placement)), key=lambda slot: (placement[slot], slot))
         self._places = torch.empty(len(placement), dtype=torch.int64)  # of each slot, in the order of ranks
@@ -74,13 +77,25 @@ class ExchangeDispatcher:
             return Way("grouped", "tokens of all ranks arrive sorted by expert, and one kernel has groups")
         return Way("loop", f"tokens of all ranks arrive sorted by expert, and {obstacle}")
 
+    def placement(self, num_slots: int) -> tuple[Placement, Sequence[float]]:
+        return self._rank_of_slot, self._capabilities
+
+    def row_of(self, slot: int) -> int | None:
+        return self._rows.get(slot)
+
+    def fetch(self, rows: Tensor, slot: int) -> Tensor:
+        here = self.row_of(slot)
+        row = rows.new_empty(rows.shape[1:]) if here is None else rows[here].clone()
+        dist.broadcast(row, dist.get_global_rank(self._group, self._rank_of_slot[slot]), self._group)
+        return row
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
         if torch.is_grad_enabled() and not tokens.requires_grad:
             # A rank whose experts get no token would have nothing to differentiate, and miss the exchange in backward.
             tokens = tokens.detach().requires_grad_()
         self._places = self._places.to(tokens.device)
-        order = order_of(self._places[routing.chosen], len(self.rank_of_slot))
+        order = order_of(self._places[routing.chosen], len(self._rank_of_slot))
         table = self._counts_of_all(order.ends)
         bounds = [sum(self._held[:rank]) for rank in range(self.num_ranks + 1)]
         sent = [sum(table[self._rank][first:last]) for first, last in pairwise(bounds)]
@@ -228,7 +243,7 @@ class ExpertParallelStrategy(DdpStrategy):
         for name, layer in self._layers.items():
             placement = placements[name]
             assert self._group is not None
-            layer.dispatcher = ExchangeDispatcher(self._world, self._group, placement)
+            layer.dispatcher = ExchangeDispatcher(self._world, self._group, placement, self._capabilities)
             runs = _runs(placement, self._world.rank)
             for key, parameter in layer.experts.named_parameters():
                 # The same parameter with fewer rows: optimizer, average and whatever else holds it go on holding it.

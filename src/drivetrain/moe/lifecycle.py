@@ -1,0 +1,303 @@
+"""A hook that lets experts come and go: grown where inputs are new, merged where two say the same, pruned where idle.
+
+All of it is decided at a step's end from facts over all ranks, so every rank does the same. What it knows is saved: in
+the layer (who is there, what their tokens are like) and in this hook's state (for how long something has been so).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.hook import StepContext
+from drivetrain.core.world import World
+from drivetrain.moe.balance import mixtures_in
+from drivetrain.moe.layer import MixtureOfExperts
+from drivetrain.moe.router import Routing
+from drivetrain.moe.slots import Slots
+
+CENTROID_MEMORY = 0.9  # how much of a centroid stays at each look
+LOAD_MEMORY = 0.8
+PROBES = 64  # tokens on which outputs of experts are compared; as many others check a merge
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When experts come and go. A look is one call of the hook.
+
+    A token is new if its square distance from the nearest centroid is `far` times what is usual for that expert's own.
+    """
+
+    max_experts: int | None = None  # None: as many as there are slots
+    min_experts: int = 2
+    far: float = 4.0
+    new_share: float = 0.2  # of a look's tokens that are new, for it to count
+    patience: int = 2  # looks in a row that count, before an expert is grown
+    cooldown: int = 3  # looks between two growths
+    noise: float = 0.02
+    idle_share: float = 0.05  # of the mean load: less is idle
+    idle_looks: int = 10  # in a row, before an idle expert goes
+    agreement: float = 0.98  # of outputs on probes, for two to be merged: 1 is the same
+    harm: float = 0.02  # how much a merge may change the layer's outputs on other tokens, relative to them
+
+
+@dataclass
+class _Story:
+    """What the hook remembers of one layer."""
+
+    looks: int = 0
+    num_new: int = 0  # looks in a row with many new tokens
+    grown_at: int = -(10**9)  # which look
+    waiting: list[int] = field(default_factory=list)  # numbers of experts that are activated at the next look
+    shares: dict[str, float] = field(default_factory=dict)  # by number: mean load over looks, 1 is an even share
+    idle: dict[str, int] = field(default_factory=dict)  # by number: looks in a row
+    refused: list[list[int]] = field(default_factory=list)  # pairs whose merge did harm
+
+
+class Lifecycle:
+    """Looks at every mixture of the model that has room to grow, `every` so many steps."""
+
+    def __init__(self, every: int = 50, rules: Rules | None = None, seed: int = 0) -> None:
+        self.every, self._rules, self._seed = every, rules or Rules(), seed
+        self._stories: dict[str, _Story] = {}
+        self.history: list[dict[str, Any]] = []  # all that happened, in words and numbers
+
+    def __call__(self, context: StepContext) -> None:
+        for name, layer in mixtures_in(context.model).items():
+            if layer.can_grow:
+                story = self._stories.setdefault(name, _Story())
+                _Look(self._rules, self._seed, context, name, layer, story, self.history).run()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {
+            "stories": {name: asdict(story) for name, story in self._stories.items()},
+            "history": [dict(event) for event in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stories = {name: _Story(**values) for name, values in state["stories"].items()}
+        self.history = [dict(event) for event in state["history"]]
+
+
+class _Look:
+    """One look at one layer."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        seed: int,
+        context: StepContext,
+        name: str,
+        layer: MixtureOfExperts,
+        story: _Story,
+        history: list[dict[str, Any]],
+    ) -> None:
+        self._rules, self._seed, self._context, self._name = rules, seed, context, name
+        self._layer, self._story, self._history = layer, story, history
+        self._slots = Slots(layer, context.companions)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        story = self._story
+        story.looks += 1
+        self._activate_waiting()
+        self._watch_loads()
+        self._prune()
+        tokens = self._layer.tally.sample
+        tokens = self._layer.centroids.new_empty(0, self._layer.experts.num_inputs) if tokens is None else tokens
+        tokens = tokens.to(self._layer.centroids)
+        self._merge(tokens)
+        self._grow(tokens)
+
+    # Coming
+
+    def _activate_waiting(self) -> None:
+        places = {number: slot for slot, number in self._slots.ids.items()}
+        for number in self._story.waiting:
+            if number in places:
+                self._slots.activate(places[number])
+                self._tell("active", number)
+        self._story.waiting = []
+
+    def _grow(self, tokens: Tensor) -> None:
+        rules, story = self._rules, self._story
+        found = self._novelty(tokens)
+        story.num_new = story.num_new + 1 if found.share > rules.new_share else 0
+        there = self._slots.ids
+        limit = min(rules.max_experts or self._layer.num_slots, self._layer.num_slots)
+        is_due = story.num_new >= rules.patience and story.looks - story.grown_at > rules.cooldown
+        if not is_due or len(there) >= limit:
+            return
+        slot = self._slots.grow(found.parent, noise=rules.noise, seed=self._seed)
+        if slot is None:
+            return
+        number = self._slots.ids[slot]
+        self._layer.centroids[slot] = found.mean
+        self._layer.spreads[slot] = self._layer.spreads[found.parent]
+        story.grown_at, story.num_new = story.looks, 0
+        story.waiting.append(number)
+        self._tell("grown", number, parent=there[found.parent], new_share=round(found.share, 4))
+
+    def _novelty(self, tokens: Tensor) -> "_Novelty":
+        """How many tokens are far from all centroids, to whom they are nearest, what they are like; then learn."""
+        layer, active = self._layer, self._slots.active
+        chosen = self._route(tokens).chosen[:, 0]
+        known = [slot for slot in active if layer.spreads[slot] > 0]
+        count, num_new = torch.zeros(2, layer.num_slots, dtype=torch.float64, device=tokens.device).unbind()
+        total_new = torch.zeros(tokens.shape[1], device=tokens.device, dtype=torch.float64)
+        if known:
+            squares = torch.cdist(tokens, layer.centroids[known]).square()
+            least, nearest = squares.min(1)
+            is_new = least > self._rules.far * layer.spreads[known][nearest]
+            slots = torch.tensor(known, device=tokens.device)[nearest]
+            num_new.scatter_add_(0, slots[is_new], torch.ones_like(slots[is_new], dtype=torch.float64))
+            total_new += tokens[is_new].double().sum(0)
+        sums = torch.zeros_like(layer.centroids, dtype=torch.float64)
+        sums.index_add_(0, chosen, tokens.double())
+        count.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
+        self._sum(sums, count, num_new, total_new)
+        self._learn(tokens, chosen, sums, count)
+        overall = max(count.sum().item(), 1.0)
+        many = num_new.sum().item()
+        return _Novelty(many / overall, int(num_new.argmax()), (total_new / max(many, 1.0)).to(layer.centroids))
+
+    def _learn(self, tokens: Tensor, chosen: Tensor, sums: Tensor, count: Tensor) -> None:
+        """Centroids and spreads follow what their experts were given."""
+        layer = self._layer
+        seen = count > 0
+        mean = (sums / count.clamp_min(1).unsqueeze(1)).to(layer.centroids)
+        is_first = (layer.spreads == 0) & seen
+        memory = torch.where(is_first, 0.0, CENTROID_MEMORY)
+        memory = torch.where(seen, memory, 1.0)
+        layer.centroids.copy_(torch.lerp(mean, layer.centroids, memory.unsqueeze(1).to(layer.centroids)))
+        squares = torch.zeros_like(count)
+        squares.scatter_add_(0, chosen, (tokens - layer.centroids[chosen]).double().square().sum(1))
+        self._sum(squares)
+        spread = (squares / count.clamp_min(1)).to(layer.spreads)
+        layer.spreads.copy_(torch.lerp(spread, layer.spreads, memory.to(layer.spreads)))
+
+    # Going
+
+    def _watch_loads(self) -> None:
+        """From the last step's loads, which are over all ranks."""
+        story, load = self._story, self._layer.load.tolist()
+        active, ids = self._slots.active, self._slots.ids
+        total = sum(load)
+        if not total:
+            return
+        for slot in active:
+            number, share = str(ids[slot]), load[slot] * len(active) / total
+            before = story.shares.get(number, 1.0)
+            story.shares[number] = LOAD_MEMORY * before + (1 - LOAD_MEMORY) * share
+            is_idle = story.shares[number] < self._rules.idle_share
+            story.idle[number] = story.idle.get(number, 0) + 1 if is_idle else 0
+
+    def _prune(self) -> None:
+        """The idlest one that has been so for long enough, while enough are left."""
+        story, rules, ids = self._story, self._rules, self._slots.ids
+        idle = [slot for slot in self._slots.active if story.idle.get(str(ids[slot]), 0) >= rules.idle_looks]
+        if idle and len(self._slots.active) > max(rules.min_experts, self._layer.k):
+            slot = min(idle, key=lambda slot: story.shares[str(ids[slot])])
+            self._tell("pruned", ids[slot], share=round(story.shares[str(ids[slot])], 4))
+            self._forget(ids[slot])
+            self._clear(slot)
+
+    def _merge(self, tokens: Tensor) -> None:
+        """The two that agree best on some tokens, if the layer then says the same on others."""
+        rules, story, ids, active = self._rules, self._story, self._slots.ids, self._slots.active
+        if rules.agreement > 1 or len(active) <= max(rules.min_experts, self._layer.k):
+            return
+        probes, others = tokens[0::2][:PROBES], tokens[1::2][:PROBES]
+        best, into, gone = 0.0, -1, -1
+        agreements = self._agreements(probes, active)
+        for first, one in enumerate(active):
+            for second, other in enumerate(active[:first]):
+                is_refused = sorted([ids[one], ids[other]]) in story.refused
+                if not is_refused and agreements[first][second] > max(best, rules.agreement):
+                    best, into, gone = agreements[first][second], other, one
+        if into < 0:
+            return
+        loads = self._layer.load.tolist()
+        share = (loads[into] + 1) / (loads[into] + loads[gone] + 2)
+        put_back = self._slots.saved([into, gone])
+        before = self._outputs(others)
+        numbers = sorted([ids[into], ids[gone]])
+        self._slots.merge(into, gone, share)
+        change, size = (self._outputs(others) - before).double().square().sum(), before.double().square().sum()
+        self._sum(change, size)
+        harm = (change / size.clamp_min(1e-30)).sqrt().item()
+        if harm > rules.harm:
+            put_back()
+            story.refused.append(numbers)
+            self._tell("not merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
+            return
+        self._clear_centroid(gone)
+        self._forget(ids[gone])
+        self._tell("merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
+
+    def _agreements(self, tokens: Tensor, active: list[int]) -> list[list[float]]:
+        """1 − |a − b| ÷ (|a| + |b|) of the outputs of each pair: the same is 1, opposites are 0."""
+        outputs = torch.stack([self._outputs(tokens, slot) for slot in active]).double().flatten(1)
+        products = outputs @ outputs.T
+        self._sum(products)
+        norms = products.diagonal().clamp_min(0).sqrt()
+        distances = (products.diagonal()[:, None] + products.diagonal()[None] - 2 * products).clamp_min(0).sqrt()
+        found: list[list[float]] = (1 - distances / (norms[:, None] + norms[None]).clamp_min(1e-30)).tolist()
+        return found
+
+    # What all of it needs
+
+    def _outputs(self, tokens: Tensor, slot: int | None = None) -> Tensor:
+        """Of the layer, or of one of its experts. Counts for nothing."""
+        layer = self._layer
+        tokens = tokens.to(layer.experts.w_in.dtype)
+        routing = self._route(tokens)
+        if slot is not None:
+            chosen = torch.full((len(tokens), 1), slot, device=tokens.device)
+            routing = Routing(chosen, torch.ones_like(routing.weights[:, :1]), routing.logits, routing.scores)
+        return layer.dispatcher(layer.experts, tokens, routing)
+
+    def _route(self, tokens: Tensor) -> Routing:
+        router = self._layer.router
+        was_training = router.training
+        router.eval()  # without noise
+        try:
+            routing: Routing = router(tokens)
+        finally:
+            router.train(was_training)
+        return routing
+
+    def _sum(self, *tensors: Tensor) -> None:
+        world: World = self._context.world
+        for tensor in tensors:
+            world.all_reduce(tensor)
+
+    def _clear(self, slot: int) -> None:
+        self._slots.prune(slot)
+        self._clear_centroid(slot)
+
+    def _clear_centroid(self, slot: int) -> None:
+        self._layer.centroids[slot] = 0.0
+        self._layer.spreads[slot] = 0.0
+
+    def _forget(self, number: int) -> None:
+        self._story.shares.pop(str(number), None)
+        self._story.idle.pop(str(number), None)
+
+    def _tell(self, what: str, number: int, **more: Any) -> None:
+        self._history.append({
+            "step": self._context.step,
+            "layer": self._name,
+            "what": what,
+            "expert": number,
+            **more,
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Novelty:
+    share: float  # of all tokens
+    parent: int  # the slot that most new ones are nearest to
+    mean: Tensor  # of the new ones

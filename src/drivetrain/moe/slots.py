@@ -1,0 +1,180 @@
+"""Experts that come and go, in slots that were there from the start.
+
+An expert is a row of many tensors: its weights, the router's row, what the optimizer keeps of each, their moving
+averages. All of them change here and nowhere else, in place: so DDP, compiled and captured steps go on as they are.
+Every rank calls these together, at a step's end, with the same arguments.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.moe.layer import MixtureOfExperts
+from drivetrain.moe.placement import free_slot
+
+Companions = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+def no_companions(parameter: Tensor) -> Mapping[str, Tensor]:
+    return {}
+
+
+class _Kept(NamedTuple):
+    """A tensor with a row for each slot."""
+
+    name: str
+    tensor: Tensor
+    kind: str  # `weight`, `average`, or the optimizer's name for it
+    is_shared_out: bool  # of experts, which may live on other ranks
+
+
+class Slots:
+    """The slots of one layer, with all that is kept row by row for them.
+
+    `companions` tells what goes with a parameter and has its shape, by name: the optimizer's state, and `average`.
+    """
+
+    def __init__(self, layer: MixtureOfExperts, companions: Companions = no_companions) -> None:
+        self.layer, self._companions = layer, companions
+        if any(type(parameter.data) is not Tensor for parameter in layer.parameters()):
+            raise DrivetrainError(
+                "experts cannot come and go while fsdp holds parts of their weights",
+                remedy="use --parallel-strategy ddp or expert_parallel",
+            )
+
+    # What there is
+
+    @property
+    def ids(self) -> dict[int, int]:
+        """Slots that hold an expert, and its number, which no other expert ever gets. The host waits."""
+        return {slot: number for slot, number in enumerate(self.layer.expert_ids.tolist()) if number >= 0}
+
+    @property
+    def active(self) -> list[int]:
+        return [slot for slot, is_active in enumerate(self.layer.router.active.tolist()) if is_active]
+
+    # What can be done
+
+    @torch.no_grad()
+    def grow(self, parent: int, *, noise: float = 0.01, seed: int = 0) -> int | None:
+        """A copy of the parent in a free slot of the rank with the least to do; None if no slot is free.
+
+        It takes no part until it is activated, so nothing that is computed changes by a bit. Copies that are quite
+        alike would stay alike: each weight gets noise, by the spread of its row. What an optimizer keeps of past
+        gradients starts at 0, and of their squares as the parent's: with zeros in both, the first steps would be
+        several times too long.
+        """
+        self._check_there(parent)
+        layer = self.layer
+        load, active = layer.load.tolist(), layer.router.active.tolist()
+        taken = [number >= 0 for number in layer.expert_ids.tolist()]
+        placement, capabilities = layer.dispatcher.placement(layer.num_slots)
+        slot = free_slot(load, active, taken, placement, capabilities)
+        if slot is None:
+            return None
+        number = int(layer.next_id)
+        for kept in self._kept():
+            row = self._fetch(kept, parent)
+            if kept.kind in ("weight", "average"):
+                self._store(kept, slot, row + noise * _noise(row, (seed, number, kept.name)))
+            else:
+                self._store(kept, slot, row if _is_of_squares(kept.kind) else torch.zeros_like(row))
+        layer.router.bias[slot] = layer.router.bias[parent]
+        layer.load[slot] = 0
+        layer.expert_ids[slot] = number
+        layer.next_id += 1
+        return slot
+
+    @torch.no_grad()
+    def activate(self, slot: int) -> None:
+        self._check_there(slot)
+        self.layer.router.active[slot] = True
+
+    @torch.no_grad()
+    def prune(self, slot: int) -> None:
+        """The slot is as if nothing had ever been in it. Its expert's number is not given again."""
+        self._check_there(slot)
+        layer = self.layer
+        left = [other for other in self.active if other != slot]
+        if len(left) < layer.k:
+            raise DrivetrainError(
+                f"the expert in slot {slot} cannot go: {len(left)} would be left, and every token goes to {layer.k}",
+                remedy="grow others first, or use a smaller k",
+            )
+        for kept in self._kept():
+            self._store(kept, slot, torch.zeros_like(self._fetch(kept, slot)))
+        layer.router.active[slot] = False
+        layer.router.bias[slot] = 0.0
+        layer.load[slot] = 0
+        layer.expert_ids[slot] = -1
+
+    @torch.no_grad()
+    def merge(self, into: int, gone: int, share: float) -> None:
+        """One expert from two: the weighted mean of all that is kept of them, `share` of it the first's.
+
+        Hidden units of two experts correspond only where one was grown from the other; who merges others looks at what
+        comes out. What the optimizer keeps of past gradients starts at 0.
+        """
+        self._check_there(into)
+        self._check_there(gone)
+        for kept in self._kept():
+            mixed = share * self._fetch(kept, into) + (1 - share) * self._fetch(kept, gone)
+            is_mixed = kept.kind in ("weight", "average") or _is_of_squares(kept.kind)
+            self._store(kept, into, mixed if is_mixed else torch.zeros_like(mixed))
+        self.layer.load[into] += self.layer.load[gone]
+        self.prune(gone)
+
+    def saved(self, slots: list[int]) -> Callable[[], None]:
+        """What puts these slots back as they are now."""
+        layer = self.layer
+        rows = [(kept, slot, self._fetch(kept, slot).clone()) for kept in self._kept() for slot in slots]
+        buffers = [layer.router.active, layer.router.bias, layer.load, layer.expert_ids]
+        values = [buffer.clone() for buffer in buffers]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for kept, slot, row in rows:
+                self._store(kept, slot, row)
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+        return put_back
+
+    # Rows
+
+    def _kept(self) -> Iterator[_Kept]:
+        for name, parameter in self.layer.named_parameters():
+            is_shared_out = name.startswith("experts.")
+            yield _Kept(name, parameter.data, "weight", is_shared_out)
+            for kind, tensor in sorted(self._companions(parameter).items()):
+                yield _Kept(name, tensor, kind, is_shared_out)
+
+    def _fetch(self, kept: _Kept, slot: int) -> Tensor:
+        return self.layer.dispatcher.fetch(kept.tensor, slot) if kept.is_shared_out else kept.tensor[slot]
+
+    def _store(self, kept: _Kept, slot: int, row: Tensor) -> None:
+        place = self.layer.dispatcher.row_of(slot) if kept.is_shared_out else slot
+        if place is not None:
+            kept.tensor[place] = row
+
+    def _check_there(self, slot: int) -> None:
+        if slot not in self.ids:
+            raise DrivetrainError(f"slot {slot} holds no expert", remedy=f"one of {sorted(self.ids)}")
+
+
+def _is_of_squares(kind: str) -> bool:
+    """`exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, Adagrad's `sum`."""
+    return "sq" in kind or kind == "sum"
+
+
+def _noise(row: Tensor, key: tuple[object, ...]) -> Tensor:
+    """By the row's own spread, drawn on the host so that every device gets the same; none where a weight is 0."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    drawn = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
+    spread = row.square().mean().sqrt()
+    return drawn * spread * (row != 0)

@@ -1,0 +1,191 @@
+"""The hook: grows where inputs are new, merges what agrees, prunes what is idle; alike on all ranks, and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.hook import Hook, StepContext
+from drivetrain.core.world import World
+from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Slots, mixtures_in
+from tests.gloo_pool import GlooPool
+from tests.moe.jobs import Mixture, run_mixture
+from tests.strategies.test_expert_parallel import EXPERT_PARALLEL, distances, sgd
+from tests.training.jobs import Trained, Variant
+
+NEVER = {"agreement": 2.0, "idle_looks": 10**9}
+
+
+def layer_of(**changes: Any) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    return MixtureOfExperts(4, 3, 8, k=1, num_slots=6, balance=Balance(0.0), **changes)
+
+
+def look(hook: Lifecycle, model: nn.Module, tokens: Tensor, step: int) -> list[str]:
+    """One look after a step on these tokens; what happened."""
+    before = len(hook.history)
+    (layer,) = mixtures_in(model).values()
+    layer(tokens)
+    layer.load.copy_(layer.tally.on(torch.device("cpu")))
+    layer.tally.forget()
+    hook(StepContext(step, 0, model, World(), Path()))
+    return [event["what"] for event in hook.history[before:]]
+
+
+def test_new_inputs_grow_an_expert_and_known_ones_do_not() -> None:
+    hook = Lifecycle(1, Rules(patience=2, cooldown=3, max_experts=4, **NEVER))
+    layer = layer_of()
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(shift: float) -> Tensor:
+        return torch.randn(60, 4, generator=generator) + shift
+
+    assert isinstance(hook, Hook)
+    assert not any(look(hook, layer, tokens(0.0), step) for step in range(10)), "nothing is new"
+    happened = [look(hook, layer, torch.cat([tokens(0.0), tokens(12.0)]), step) for step in range(10, 20)]
+    assert happened[:4] == [[], ["grown"], ["active"], []], "after two looks in a row; it takes part one look later"
+    assert [event for events in happened for event in events] == ["grown", "active"], "no more than four experts"
+    assert hook.history[0]["expert"] == 3
+    assert sorted(Slots(layer).ids.values()) == [0, 1, 2, 3]
+
+
+def test_idle_experts_go_while_enough_are_left() -> None:
+    hook = Lifecycle(1, Rules(agreement=2.0, far=1e9, idle_looks=2, min_experts=2))
+    layer = layer_of()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[1, 0] = 1.0  # all that have a positive first number go to one expert
+    tokens = torch.rand(50, 4) + 0.1
+    happened = [event for step in range(60) for event in look(hook, layer, tokens, step)]
+    assert happened == ["pruned"]
+    assert len(Slots(layer).active) == 2
+    assert 1 in Slots(layer).active
+
+
+@pytest.mark.parametrize(("scores", "outcome"), [("sigmoid", "merged"), ("softmax", "not merged")])
+def test_experts_that_agree_are_merged_where_the_layer_then_says_the_same(scores: str, outcome: str) -> None:
+    """With softmax, one expert in place of two gets nearly twice the weight of either: the check finds that."""
+    hook = Lifecycle(1, Rules(agreement=0.95, harm=0.05, idle_looks=10**9, far=1e9, min_experts=2))
+    layer = layer_of(scores=scores)
+    tokens = torch.randn(200, 4, generator=torch.Generator().manual_seed(3))
+    assert look(hook, layer, tokens, 0) == [], "independent ones do not agree"
+    slots = Slots(layer)
+    slot = slots.grow(1, noise=1e-3)
+    assert slot is not None
+    slots.activate(slot)
+    before = layer(tokens).detach()
+    assert look(hook, layer, tokens, 1) == [outcome]
+    assert hook.history[-1]["expert"] == 3
+    assert hook.history[-1]["into"] == 1
+    assert slots.ids == {0: 0, 1: 1, 2: 2} | ({} if outcome == "merged" else {slot: 3})
+    assert (layer(tokens) - before).norm() < 0.1 * before.norm(), "all tokens, a few of them at a border"
+
+
+def test_a_merge_that_does_harm_is_taken_back_and_not_tried_again() -> None:
+    hook = Lifecycle(1, Rules(agreement=0.0, harm=1e-6, idle_looks=10**9, far=1e9, min_experts=2))
+    layer = layer_of()
+    tokens = torch.randn(200, 4, generator=torch.Generator().manual_seed(3))
+    before = {name: value.clone() for name, value in layer.state_dict().items() if "centroid" not in name}
+    happened = [look(hook, layer, tokens, step) for step in range(6)]
+    assert happened == [["not merged"]] * 3 + [[]] * 3, "each pair once"
+    after = layer.state_dict()
+    kept = [name for name in before if name not in ("spreads", "load")]
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+
+
+# In training
+
+RULES = Rules(far=1.01, new_share=0.01, patience=1, cooldown=1, agreement=2.0, idle_share=0.3, idle_looks=3)
+
+
+def train(folder: str, shares: bool, crash_at_call: int, micro_batch: int) -> Trained | None:
+    variant = Variant(dtype=torch.float32, steps=24, global_batch=30, num_samples=90, save_every=4)
+    changes = {"hooks": [Lifecycle(3, RULES)], "ema": 0.9}
+    settings = EXPERT_PARALLEL if shares else {}
+    wanted = Mixture(num_experts=3, num_slots=6, dtype=torch.float32)
+    return run_mixture(folder, variant, wanted, micro_batch, settings, crash_at_call, changes)
+
+
+@pytest.mark.parametrize(("world", "shares", "crash_at_call"), [(1, False, 40), (2, True, 40)])
+def test_a_resumed_run_has_the_same_bits(
+    gloo_pool: GlooPool, tmp_path: Path, world: int, shares: bool, crash_at_call: int
+) -> None:
+    """Through growth and pruning, before and after the stop."""
+    micro_batch = 10 if world == 1 else 5
+    folders = [str(tmp_path / name) for name in ("whole", "parts")]
+    args = (shares, 0, micro_batch)
+    whole = gloo_pool.run(train, folders[0], *args, world=world, time_limit_seconds=180)[0]
+    crashed = gloo_pool.run(train, folders[1], shares, crash_at_call, micro_batch, world=world, time_limit_seconds=180)[
+        0
+    ]
+    assert crashed is None
+    resumed = gloo_pool.run(train, folders[1], *args, world=world, time_limit_seconds=180)[0]
+    assert 0 < resumed.resumed_from < 24
+    assert int(whole.weights["model/mixture.next_id"]) > 3, "something grew"
+    assert resumed.rows == whole.rows
+    ours, theirs = resumed.weights | resumed.state, whole.weights | whole.state
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+
+
+class Planned:
+    """Growth, activation, pruning at given steps: the same in every world."""
+
+    every = 2
+
+    def __call__(self, context: StepContext) -> None:
+        (layer,) = mixtures_in(context.model).values()
+        slots = Slots(layer, context.companions)
+        if context.step == 4:
+            slots.grow(1, noise=0.1)
+        elif context.step == 6:
+            slots.activate(max(slots.ids, key=lambda slot: slots.ids[slot]))
+        elif context.step == 10:
+            slots.prune(next(slot for slot, number in slots.ids.items() if number == 0))
+            slots.activate(slots.grow(next(slot for slot, number in slots.ids.items() if number == 2), noise=0.1) or 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def train_planned(folder: str, shares: bool, micro_batch: int) -> Trained | None:
+    variant = Variant(steps=16, global_batch=30, num_samples=90)
+    changes = {"hooks": [Planned()], "ema": 0.9, "optimizer": sgd}
+    settings = EXPERT_PARALLEL if shares else {}
+    return run_mixture(folder, variant, Mixture(num_experts=3, num_slots=5), micro_batch, settings, changes=changes)
+
+
+@pytest.mark.parametrize(("world", "shares"), [(2, False), (3, True)])
+def test_growth_in_the_middle_of_a_run_is_the_same_in_any_world(
+    gloo_pool: GlooPool, tmp_path: Path, world: int, shares: bool
+) -> None:
+    """Slots may differ, as a new expert goes to whoever has the least to do; experts, by number, do not."""
+    alone = train_planned(str(tmp_path / "alone"), False, 30)
+    args = (str(tmp_path / "shared"), shares, 5)
+    shared = gloo_pool.run(train_planned, *args, world=world, time_limit_seconds=180)[0]
+    assert alone is not None
+    alone, shared = by_number(alone), by_number(shared)
+    found = distances(shared, alone)
+    assert max(found.values()) < 1e-9, found
+
+
+def by_number(trained: Trained) -> Trained:
+    """Rows in the order of experts' numbers instead of slots."""
+    order = np.argsort(trained.weights["model/mixture.expert_ids"], kind="stable")
+
+    def sorted_rows(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value[order] if "mixture." in key and value.ndim and len(value) == len(order) else value
+            for key, value in tensors.items()
+            if "centroids" not in key and "spreads" not in key
+        }
+
+    return Trained(
+        trained.losses, trained.rows, sorted_rows(trained.weights), sorted_rows(trained.state), trained.resumed_from
+    )
