@@ -17,8 +17,8 @@ from drivetrain.api import train
 from drivetrain.config import configure
 
 ROUNDS = 2
-STEPS = 30
-WARM_STEPS = 8
+STEPS = 20
+WARM_STEPS = 6
 BATCH = 32
 
 

@@ -323,3 +323,24 @@ def alone_steps(batch: list[Tensor], steps: int) -> list[float]:
         strategy.backward(objective(batch, 4, 4, 1))
         norms.append(float(strategy.step(False).grad_norm or 0.0))
     return norms
+
+
+class Branched(nn.Module):
+    """Every rank uses another part of it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.out(self.branches[self.rank % 2](inputs))
+        return result
+
+
+def run_branched(folder: str, strategy: str) -> Trained | None:
+    rank = world_here().rank
+    settings = {"parallel_strategy": strategy, "find_unused_parameters": True}
+    variant = Variant("mlp", torch.float64, 12, num_samples=60, steps=4)
+    return run(folder, variant, 3, settings=settings, model=lambda: Branched(rank).double())

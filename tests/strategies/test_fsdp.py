@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import drivetrain as dt
@@ -47,6 +48,14 @@ def test_where_things_are_kept_changes_nothing(gloo_pool: GlooPool, tmp_path: Pa
     variant = Variant("transformer", torch.float64, 12, num_samples=60, steps=7)
     trained = gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", variant, 2, settings, world=2)[0]
     of_losses, of_weights = difference(trained, *plain_loop(variant))
+    assert max(of_losses, of_weights) < 1e-10
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch cannot")
+def test_ranks_that_use_other_weights(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    ddp = gloo_pool.run(fsdp_runs.run_branched, str(tmp_path / "ddp"), "ddp", world=2)[0]
+    fsdp = gloo_pool.run(fsdp_runs.run_branched, str(tmp_path / "fsdp"), "fsdp", world=2)[0]
+    of_losses, of_weights = difference(fsdp, ddp.losses, ddp.weights)
     assert max(of_losses, of_weights) < 1e-10
 
 

@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drivetrain.api import train
 from drivetrain.config import configure
+from drivetrain.core.precision import Precision
+from drivetrain.core.world import World
+from drivetrain.strategies import ShardOptions
+from drivetrain.strategies.sharding import shard
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Trained, Variant, make_job, plain_loop, run
 from tests.training.test_equivalence import difference
@@ -47,9 +52,9 @@ def test_float64_equals_the_plain_loop(
     assert max(of_losses, of_weights) < 1e-9
 
 
-@pytest.mark.parametrize(("cast", "tolerance"), [("operations", 1e-3), ("blocks", 3e-2)])
+@pytest.mark.parametrize(("cast", "tolerance"), [("operations", 3e-3), ("blocks", 5e-2)])
 def test_two_ranks_in_bf16_equal_ddp(gloo_pool: GlooPool, tmp_path: Path, cast: str, tolerance: float) -> None:
-    variant = Variant("transformer", torch.float32, 12, num_samples=60, steps=8)
+    variant = Variant("transformer", torch.float32, 12, num_samples=60, steps=6)
     bf16 = {"precision": "bf16"}
     ddp = gloo_pool.run(on_gpu, str(tmp_path / "ddp"), "ddp", variant, 3, bf16, world=2, **LIMIT)[0]
     settings = {**bf16, "fsdp_cast": cast}
@@ -68,6 +73,23 @@ def test_bit_identical_after_a_stop(gloo_pool: GlooPool, tmp_path: Path, world: 
     assert_identical(mended, whole)
 
 
+def peak_of_sharding() -> tuple[int, int]:
+    """The most that the device held while a model was cut, and what the model takes."""
+    world = World.join([torch.device("cuda:0")])
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8)))
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    shard(model, world, ShardOptions(), Precision("fp32", "cuda"))
+    return torch.cuda.max_memory_allocated() - before, whole
+
+
+def test_no_device_ever_holds_the_whole_model(gloo_pool: GlooPool) -> None:
+    for peak, whole in gloo_pool.run(peak_of_sharding, world=2, **LIMIT):
+        assert 0.5 * whole <= peak < 0.8 * whole  # a half, and one block
+
+
 # In this process: a world of one makes an NCCL group for itself
 
 
@@ -79,7 +101,7 @@ def test_one_rank_over_nccl_equals_single(tmp_path: Path, precision: str) -> Non
     fsdp = on_gpu(str(tmp_path / "fsdp"), "fsdp", variant, 6, given)
     assert single is not None
     assert fsdp is not None
-    assert fsdp.losses == pytest.approx(single.losses, rel=1e-5 if precision == "fp32" else 1e-3)
+    assert fsdp.losses == pytest.approx(single.losses, rel=1e-5 if precision == "fp32" else 5e-3)
     assert fsdp.weights.keys() == single.weights.keys()
     assert not torch.distributed.is_initialized()
 
