@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench soak clean
+.PHONY: help install demo test test-slurm lint bench soak clean
 
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP)  ## the virtual environment in .venv, with the tested versions
 
@@ -38,6 +38,9 @@ bench: $(STAMP)  ## measure, and write JSON with machine and versions to benchma
 
 soak: $(STAMP)  ## the long runs: deep property tests, repeated crashes and hangs
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600
+
+test-slurm: $(STAMP)  ## jobs in a real SLURM, started for the tests (needs root, slurm-wlm, munge)
+	@$(BIN)/python -m pytest -m slurm
 
 clean:  ## remove the virtual environment and caches (never the runs)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,13 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from benchmarks import capture, correctness, feed, fsdp, gpt2, moe, overhead, resident, saving, startup, table, watching
+from benchmarks import (
+    capture,
+    correctness,
+    feed,
+    fsdp,
+    gpt2,
+    launch,
+    moe,
+    overhead,
+    resident,
+    saving,
+    startup,
+    table,
+    watching,
+)
 from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
+    "launch": launch.measure,
     "overhead": overhead.measure,
     "gpt2": gpt2.measure,
     "fsdp": fsdp.measure,

@@ -110,7 +110,11 @@ OWN_FLAGS = {
     "verify": ["--json", "--only", "--quick", "--save", "--time-limit-seconds"],
     "config": ["--json"],
     "train": LAUNCH_FLAGS,
-    "launch": LAUNCH_FLAGS,
+    "launch": [
+        *LAUNCH_FLAGS,
+        *("--slurm", "--submit", "--job-name", "--partition", "--account", "--time-limit", "--cpus", "--modules"),
+        *("--activate", "--signal-seconds"),
+    ],
     "benchmark": ["--iterations", "--json"],
     "eval": ["--json", "--which"],
     "plan": ["--for", "--gpu-memory", "--gpus", "--json", "--measure", "--out"],

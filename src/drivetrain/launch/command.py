@@ -7,8 +7,8 @@ from pydantic import Field
 
 from drivetrain.config import Positional, Resolved, Rest
 from drivetrain.hardware import detect
-from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.start import start
+from drivetrain.launch.slurm import SlurmOptions, inside_slurm, write_and_submit
+from drivetrain.launch.start import check_script, start
 
 EXAMPLES = (
     "drivetrain launch train.py --lr 0.1         every GPU; what follows the script is the script's",
@@ -16,10 +16,11 @@ EXAMPLES = (
     "drivetrain launch --cpu --num-processes 2 train.py",
     "drivetrain launch --nodes 2 --node-rank 0 --main-address 10.0.0.1 train.py   the main machine",
     "drivetrain launch --nodes 2 --node-rank 1 --main-address 10.0.0.1 train.py   the second",
+    "drivetrain launch --slurm --submit --nodes 2 --num-gpus 4 --time-limit 4:00:00 train.py",
 )
 
 
-class Options(LaunchOptions):
+class Options(SlurmOptions):
     script: Annotated[Path, Positional()] = Field(description="a Python file; flags of ours stand before it")
     arguments: Annotated[tuple[str, ...], Rest()] = Field((), description="for the script, as they are")
 
@@ -27,10 +28,13 @@ class Options(LaunchOptions):
 def run(options: Options, resolved: Resolved) -> int:
     words = ("script", str(options.script), *options.arguments)
     config = resolved.config
+    if options.slurm or options.submit:
+        check_script(options.script)
+        return write_and_submit(options, options.script, options.arguments, config.run.output_dir)
     return start(
         words,
         options.script,
-        options,
+        inside_slurm(options),
         detect(config.run.output_dir),
         config.run.output_dir,
         skip_preflight=config.distributed.skip_preflight,

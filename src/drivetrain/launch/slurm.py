@@ -1,0 +1,133 @@
+"""SLURM: a batch script from the flags, submitted on request; and inside the job, the place of this machine.
+
+The script starts one supervisor per node. A signal before the time limit makes them save and end with the code of
+that signal; the script then puts the job back into the queue, and its next start goes on from there.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from drivetrain.config import Allowed
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.launchers import first_host, resolves
+from drivetrain.launch.options import LaunchOptions
+
+REQUEUE_CODE = 128 + signal.SIGUSR1
+
+
+class SlurmOptions(LaunchOptions):
+    slurm: bool = Field(False, description="write a batch script for SLURM instead of starting anything")
+    submit: bool = Field(False, description="and submit it with sbatch")
+    job_name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name there (default: the script's)"
+    )
+    partition: str | None = Field(None, pattern=r"^[\w.,-]+$", description="SLURM's partition")
+    account: str | None = Field(None, pattern=r"^[\w.,-]+$", description="SLURM's account")
+    time_limit: Annotated[str | None, Allowed("minutes, hours:minutes:seconds or days-hours")] = Field(
+        None, pattern=r"^[\d:-]+$", description="SLURM's time limit per start, such as 4:00:00"
+    )
+    cpus: int | None = Field(None, ge=1, description="cores per node (default: as the partition gives)")
+    modules: tuple[str, ...] = Field((), description="environment modules to load, such as cuda/13,gcc")
+    activate: Path | None = Field(None, description="folder of the virtual environment to activate")
+    signal_seconds: int = Field(
+        120, ge=1, description="how long before the time limit to save and requeue (default: 120)"
+    )
+
+
+def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], output_dir: Path, folder: Path) -> str:
+    """The text of it. `folder` is where it was written, and where it runs."""
+    name = options.job_name or script.stem
+    gpus = len(options.gpu_ids) if options.gpu_ids else options.num_gpus
+    if gpus is None and not options.cpu:
+        gpus = options.num_processes
+    asked = {
+        "job-name": name,
+        "nodes": options.nodes,
+        "ntasks-per-node": 1,  # a supervisor; it starts one process per GPU
+        "gpus-per-node": gpus,
+        "cpus-per-task": options.cpus,
+        "partition": options.partition,
+        "account": options.account,
+        "time": options.time_limit,
+        "output": f"{output_dir}/slurm-%j.log",
+        "open-mode": "append",
+        "signal": f"USR1@{options.signal_seconds}",
+    }
+    lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None)]
+    lines += ["#SBATCH --requeue", "", f"cd {shlex.quote(str(folder))} || exit 1"]
+    lines += [f"module load {shlex.quote(module)}" for module in options.modules]
+    if options.activate is not None:
+        lines.append(f"source {shlex.quote(str(options.activate / 'bin' / 'activate'))}")
+    words = ["drivetrain", "launch", *_flags(options, output_dir), str(script), *arguments]
+    lines += [
+        "",
+        f"srun --kill-on-bad-exit=0 {shlex.join(words)}",
+        "code=$?",
+        f"# {REQUEUE_CODE}: saved after the signal above. The next start goes on from there.",
+        f'[ "$code" -eq {REQUEUE_CODE} ] && scontrol requeue "$SLURM_JOB_ID"',
+        'exit "$code"',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[str], output_dir: Path) -> int:
+    name = options.job_name or script.stem
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir / f"{name}.sbatch"
+    path.write_text(batch_script(options, script, arguments, output_dir, Path.cwd()), encoding="utf-8")
+    print(f"written to {path}")
+    if not options.submit:
+        print(f"submit it with: sbatch {path}")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise DrivetrainError("there is no sbatch here", remedy=f"on a machine of the cluster: sbatch {path}")
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DrivetrainError("sbatch did not answer within 60 s", remedy="`sinfo` says if SLURM is up") from None
+    if done.returncode != 0:
+        raise DrivetrainError(
+            f"sbatch refused {path}: {done.stderr.strip()}",
+            remedy="mend what it names, or edit the script and submit it",
+        )
+    job = done.stdout.strip().partition(";")[0]
+    print(f"submitted as job {job}; its output: {output_dir}/slurm-{job}.log; `squeue -j {job}` shows it")
+    return 0
+
+
+def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = None) -> LaunchOptions:
+    """One supervisor per node under `srun`: how many, which one, and where the first is, unless flags say so."""
+    environ = os.environ if environ is None else environ
+    nodes = environ.get("SLURM_STEP_NUM_NODES", "")
+    one_each = nodes and environ.get("SLURM_STEP_NUM_TASKS") == nodes
+    if not one_each or "nodes" in options.model_fields_set or nodes == "1":
+        return options
+    first = first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    address = first if first and resolves(first) else environ.get("SLURM_LAUNCH_NODE_IPADDR", first)
+    found = {"nodes": int(nodes), "node_rank": int(environ.get("SLURM_NODEID", "0")), "main_address": address}
+    job = environ.get("SLURM_JOB_ID", "0")
+    port = {} if "main_port" in options.model_fields_set else {"main_port": 20000 + int(job) % 12000}
+    return options.model_copy(update={**found, **port})
+
+
+def _flags(options: SlurmOptions, output_dir: Path) -> list[str]:
+    """Those that were given and are not SLURM's own business."""
+    flags = [f"--output-dir={output_dir}"]
+    for name in sorted(options.model_fields_set & set(LaunchOptions.model_fields) - {"nodes", "node_rank"}):
+        value = getattr(options, name)
+        if value is None or name == "gpu_ids":  # SLURM hands out GPUs, and numbers them anew
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        flags.append(f"--{name.replace('_', '-')}={text}")
+    return flags

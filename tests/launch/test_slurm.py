@@ -1,0 +1,75 @@
+"""The batch script, and what a supervisor reads inside the job. The real SLURM is in tests/slurm."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.slurm import SlurmOptions, batch_script, inside_slurm
+from tests.launch.jobs import launch, script
+
+INSIDE = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "node-that-is-not[1-2]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+def test_the_script(tmp_path: Path) -> None:
+    options = SlurmOptions(
+        slurm=True,
+        nodes=2,
+        num_gpus=4,
+        partition="long",
+        account="me",
+        time_limit="4:00:00",
+        modules=("cuda/13", "gcc"),
+        activate=Path("/home/me/it's"),
+        max_restarts=5,
+    )
+    text = batch_script(options, Path("train.py"), ["--name", "a b"], Path("runs"), Path("/home/me"))
+    for line in (
+        "#SBATCH --job-name=train",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --partition=long",
+        "#SBATCH --account=me",
+        "#SBATCH --time=4:00:00",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --requeue",
+        "module load cuda/13",
+        "srun --kill-on-bad-exit=0 drivetrain launch --output-dir=runs --max-restarts=5 --num-gpus=4 train.py "
+        "--name 'a b'",
+    ):
+        assert line in text.splitlines(), text
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_command_writes_it(tmp_path: Path) -> None:
+    job = script(tmp_path, "")
+    done = launch(tmp_path, "--slurm", str(job))
+    assert done.code == 0
+    path = tmp_path / "runs" / "job.sbatch"
+    assert f"sbatch {path}" in done.out
+    assert "--num-processes=2" in path.read_text()
+    assert launch(tmp_path, "--slurm", str(tmp_path / "missing.py")).code == 2
+
+
+def test_inside_a_job_nothing_needs_to_be_said() -> None:
+    found = inside_slurm(LaunchOptions(), INSIDE)
+    assert (found.nodes, found.node_rank, found.main_address, found.main_port) == (2, 1, "10.0.0.1", 20077)
+    given = LaunchOptions(nodes=3, node_rank=0, main_address="10.0.0.9")
+    assert inside_slurm(given, INSIDE) is given
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {**INSIDE, "SLURM_STEP_NUM_TASKS": "4"}, {**INSIDE, "SLURM_STEP_NUM_NODES": "1"}]
+)
+def test_elsewhere_nothing_is_read(environ: dict[str, str]) -> None:
+    assert inside_slurm(LaunchOptions(), environ).nodes == 1

@@ -1,0 +1,87 @@
+"""A real SLURM: submitted by one command, saved on its signal, put back into the queue, finished to the same bits."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import launch
+from tests.launch.test_training_integration import SCRIPT, losses, wait_for_step, weights
+from tests.slurm.cluster import Cluster, is_possible
+
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_possible(), reason="needs root, SLURM and munge")]
+WHERE = """
+from drivetrain.core.launchers import find_place
+place = find_place()
+print(f"{place.launcher} {place.rank} of {place.size}, {place.local_rank} of {place.local_size} {place.main_address}")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.close()
+
+
+def test_srun_is_recognised(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "where.py"
+    script.write_text(WHERE)
+    said = cluster.call("srun", "-N2", "-n4", sys.executable, str(script)).splitlines()
+    assert sorted(said) == [f"srun {rank} of 4, {rank % 2} of 2 127.0.0.1" for rank in range(4)]
+    said = cluster.call("srun", "-N1", "-n2", sys.executable, str(script)).splitlines()
+    assert sorted(said) == [f"srun {rank} of 2, {rank} of 2 127.0.0.1" for rank in range(2)]
+
+
+def test_a_job_trains_under_srun_alone(cluster: Cluster, tmp_path: Path) -> None:
+    said = cluster.call("srun", "-N2", "-n2", sys.executable, str(SCRIPT), str(tmp_path), "6", timeout=200)
+    assert said.count("finished 6") == 2, said
+
+
+def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    steps = "60"
+    command = tmp_path / "bin" / "drivetrain"  # also where the package is not installed
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m drivetrain "$@"\n')
+    command.chmod(0o755)
+    for name, value in {
+        **cluster.environment,
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "PAUSE": "0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    done = launch(cut, "--submit", "--signal-seconds", "30", "--time-limit", "10", str(SCRIPT), str(cut), steps)
+    assert done.code == 0, done.err
+    job = done.out.split("submitted as job ")[1].split(";")[0]
+    wait_for_step(cut, 5)
+    cluster.call("scancel", "--signal=USR1", job)  # what SLURM sends before the limit, to the same processes
+    signalled = time.monotonic()
+    cluster.until(lambda: cluster.state(job).get("Restarts") == "1", "the restart")
+    wait_for_step(cut, 6, after=signalled + 0.5)
+    cluster.until(lambda: cluster.state(job).get("JobState") in ("COMPLETED", "FAILED"), "the end", 200)
+    log = (cut / "runs" / f"slurm-{job}.log").read_text()
+    assert cluster.state(job)["JobState"] == "COMPLETED", log
+    assert "stopped by SIGUSR1; the checkpoint of step" in log
+    assert "going on from step" in log
+    monkeypatch.setenv("PAUSE", "0")
+    again = launch(whole, str(SCRIPT), str(whole), steps)
+    assert again.code == 0, again.err
+    assert weights(cut) == weights(whole)
+    assert losses(cut) == losses(whole)
+
+
+def test_what_sbatch_refuses_is_said(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    done = launch(tmp_path, "--submit", "--partition", "nowhere", str(SCRIPT))
+    assert done.code == 1
+    assert "sbatch refused" in done.err
+    assert "invalid partition" in done.err
