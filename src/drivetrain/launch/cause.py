@@ -213,7 +213,9 @@ _REMEDIES = {
 
 
 def _remedy_of(kind: str) -> str:
-    return _REMEDIES.get(kind, "mend the line above; then start the same command again: it goes on from the last save")
+    return _REMEDIES.get(
+        kind, "mend the line above, and start the same command again; a run of drivetrain goes on from its last save"
+    )
 
 
 def _signal_name(number: int) -> str:
