@@ -125,7 +125,7 @@ def test_the_memory_is_pinned_and_the_way_chosen_by_what_is_free() -> None:
     shards = [Shard.whole("w", torch.ones(1000, device="cuda"))]
     for has_room in (True, False):
         copies = Staging()
-        with mock.patch.object(staging, "_has_room", lambda *_, answer=has_room: answer):
+        with mock.patch.object(staging, "has_room", lambda *_, answer=has_room: answer):
             copies.prepare(shards)
         (copy,) = copies._copies
         assert isinstance(copy, _CudaCopy)
@@ -133,8 +133,8 @@ def test_the_memory_is_pinned_and_the_way_chosen_by_what_is_free() -> None:
         assert all(view.is_pinned() for view in copy.views)
     free, total = torch.cuda.mem_get_info()
     device = torch.device("cuda", torch.cuda.current_device())
-    assert staging._has_room(device, int(free - 0.11 * total))
-    assert not staging._has_room(device, int(free - 0.09 * total))
+    assert staging.has_room(device, int(free - 0.11 * total))
+    assert not staging.has_room(device, int(free - 0.09 * total))
 
 
 @BOTH_WAYS

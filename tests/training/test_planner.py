@@ -272,3 +272,32 @@ def test_the_longest_samples_are_what_is_measured(tmp_path: Path, monkeypatch: p
     decide(monkeypatch, Way(micro_batch=2))
     run(tmp_path, job)
     assert lengths[0] == 53
+
+
+class Stubborn(nn.Module):
+    """Cannot be copied, so nothing can be tried on a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot copy an open connection")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.layer(inputs)
+        return result
+
+
+def test_what_cannot_be_copied_is_trained_by_rule(tmp_path: Path) -> None:
+    folder = run(tmp_path, make_job(replace(VARIANT, dtype=torch.float32), model=Stubborn))
+    assert "cannot copy an open connection" in plan_of(folder)["notes"][0]
+    assert len(rows(folder)) == 9
+
+
+def test_a_broken_loss_shows_its_own_traceback(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        run(tmp_path, make_job(VARIANT, loss=loss))

@@ -1,5 +1,6 @@
 """On a GPU: skipped steps of fp16, deterministic kernels, the average, validation, memory."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ def test_less_memory_for_activations(tmp_path: Path, how: str) -> None:
         epochs=2,
     )
     peaks, losses = [], []
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # of tests before this one, whatever it is
     for name in ("keep", how):
         settings = {"gpu_mode": "single_gpu", "precision": "fp32", "resident": "off"}
         config = configure(output_dir=tmp_path / name, activations=name, **settings)
@@ -157,4 +160,4 @@ def test_less_memory_for_activations(tmp_path: Path, how: str) -> None:
         peaks.append(memory[-1]["peak_allocated_bytes"])
         losses.append(result.last.loss if result.last else None)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert peaks[1] < 0.6 * peaks[0]
+    assert peaks[1] - before < 0.6 * (peaks[0] - before), before

@@ -26,6 +26,8 @@ class Tally:
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self.counts:
+            if device.type == "cuda":
+                self.counts.pop(torch.device("cpu"), None)  # of before the layer was moved: to ask for it would wait
             self.counts[device] = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         return self.counts[device]
 

@@ -214,8 +214,10 @@ class _Search:
             return way
         largest = self._largest(way)
         best = self._fastest(way, largest)
-        if best is None:
+        if best is None and any(tried.measurement.out_of_memory for tried in self._tried):
             raise DoesNotFitError(self._tried)
+        if best is None:
+            raise UnusableError(self._tried[-1].measurement.problem)
         return best
 
     def _largest(self, way: Way) -> int:
@@ -239,7 +241,7 @@ class _Search:
             if measured.out_of_memory:
                 return False
             if measured.problem:
-                raise UnusableError(measured.problem)
+                return True  # batch normalisation, for one, cannot take one sample: then nothing is forecast
             self._limit_budget(measured)
             if not measured.peak_bytes:
                 return True  # nobody counts memory here

@@ -43,6 +43,10 @@ READING_SECONDS = 0.5  # that measuring what reading takes may take
 LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
 
 
+class NotMeasuredError(DrivetrainError):
+    """No way of running a step could be tried, for a reason other than memory."""
+
+
 class Told:
     """Says what is being tried, once planning takes long enough to wonder."""
 
@@ -75,7 +79,10 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
     why_not = _why_not_measured(run, steps_done)
     if why_not:
         return described(run, model, None, why=why_not)
-    return measured(run, model, steps_done, on_probe, is_short_of_time=True)
+    try:
+        return measured(run, model, steps_done, on_probe, is_short_of_time=True)
+    except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
+        return described(run, model, None, why=f"by rule: {error.message}")
 
 
 def _why_not_measured(run: Setup, steps_done: int) -> str:
@@ -149,9 +156,9 @@ def measured(
         except DoesNotFitError as error:
             raise _does_not_fit(run, model, error.tried) from error
         except UnusableError as error:
-            raise DrivetrainError(
+            raise NotMeasuredError(
                 f"a step of this job cannot be run: {error}",
-                remedy="`drivetrain train --no-auto-optimize` shows where, with the traceback",
+                remedy="`drivetrain train` shows where, with the traceback",
             ) from None
 
     tuned = search()
