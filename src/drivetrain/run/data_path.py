@@ -25,7 +25,9 @@ def settle_data_path(run: Setup, step_seconds: float, steps_left: int | None, st
     `step_seconds` is what a step takes when its data is there, `step_bytes` what it needs on the device beyond what is
     allocated now.
     """
-    figures = measure_data(run, step_seconds, steps_left, step_bytes)
+    own = measure_data(run, step_seconds, steps_left, step_bytes)
+    agreed = run.world.agree(None if own is None else own.model_dump(mode="json"))  # one plan for all ranks
+    figures = None if agreed is None else DataFigures.model_validate(agreed)
     if figures is None:
         path = DataPath(num_workers=run.settings.num_workers.value, prefetch_factor=run.settings.prefetch_factor.value)
         return Choice(value=path, reason=run.settings.num_workers.reason, pinned=run.settings.num_workers.pinned)
