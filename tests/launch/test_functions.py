@@ -9,7 +9,8 @@ import pytest
 import drivetrain as dt
 from tests.launch.jobs import FOREIGN, script
 
-SUM = """
+JOB = """
+import os
 import torch
 import torch.distributed as dist
 import drivetrain as dt
@@ -17,6 +18,16 @@ import drivetrain as dt
 world = dt.setup_distributed_environment(world_size=2, backend="gloo")
 total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
+links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+inodes = {os.readlink(link) for link in links if os.path.lexists(link)}
+found = []
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{name}").readlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            found.append(fields[1].split(":")[0])
+open(f"listening-{world.rank}", "w").write(" ".join(found))
+world.barrier()
 open(f"sum-{world.rank}", "w").write(f"{total.item()} {world.device} {dist.get_backend()}")
 world.close()
 """
@@ -30,9 +41,13 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_two_processes_from_python(tmp_path: Path) -> None:
-    job = script(tmp_path, SUM)
+    """And nothing listens beyond loopback: neither torch's store nor gloo's sockets."""
+    job = script(tmp_path, JOB)
     dt.launch_distributed_training(job, 2, cpu=True, output_dir=tmp_path / "runs")
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3.0 cpu gloo"] * 2
+    listening = [(tmp_path / f"listening-{rank}").read_text().split() for rank in (0, 1)]
+    assert len(listening[0]) >= 2  # the store's, and gloo's own
+    assert {address for addresses in listening for address in addresses} == {"0100007F"}
 
 
 def test_a_failure_is_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,30 +76,3 @@ def test_a_free_port_is_free() -> None:
         with socket.create_server(("127.0.0.1", port)):
             pass
     assert os.environ.get("MASTER_PORT") is None
-
-
-LISTENERS = """
-import os
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-inodes = {os.readlink(link) for link in links if os.path.lexists(link)}
-found = []
-for name in ("tcp", "tcp6"):
-    for line in open(f"/proc/self/net/{name}").readlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-            found.append(fields[1].split(":")[0])
-open(f"found-{dist.get_rank()}", "w").write(" ".join(found))
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
-    """A script with plain torch and nothing of ours: its store and gloo's sockets are on 127.0.0.1, all of them."""
-    dt.launch_distributed_training(script(tmp_path, LISTENERS), 2, cpu=True, output_dir=tmp_path / "runs")
-    found = [(tmp_path / f"found-{rank}").read_text().split() for rank in (0, 1)]
-    assert len(found[0]) >= 2  # the store's, and gloo's own
-    assert {address for addresses in found for address in addresses} == {"0100007F"}

@@ -13,6 +13,7 @@ from drivetrain.launch.control import TOKEN
 from tests.launch.hosts import Hosts, clock_shim, two_hosts
 from tests.launch.jobs import are_gone, environment, script, wait_for
 from tests.launch.test_training_integration import SCRIPT, losses, wait_for_step
+from tests.launch.training_script import train
 
 RANK = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
 PIDS = RANK + "open(f'pid-{rank}', 'w').write(str(os.getpid()))\ntime.sleep(100)\n"
@@ -100,10 +101,11 @@ def test_different_code_is_refused_by_name(tmp_path: Path) -> None:
             assert ended.out == ""  # nothing was started
 
 
+@pytest.mark.soak
 def test_another_secret_is_not_let_in(tmp_path: Path) -> None:
     job = script(tmp_path, PIDS)
     with two_hosts(tmp_path) as hosts:
-        first = hosts.launch(0, "--join-seconds", "6", str(job), **{TOKEN: "one"})
+        first = hosts.launch(0, "--join-seconds", "4", str(job), **{TOKEN: "one"})
         second = hosts.launch(1, str(job), **{TOKEN: "two"})
         stranger = hosts.end(1, second, 60)
         assert "has another secret" in stranger.err
@@ -111,6 +113,7 @@ def test_another_secret_is_not_let_in(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("pid-*"))
 
 
+@pytest.mark.soak
 def test_a_wrong_main_address(tmp_path: Path) -> None:
     job = script(tmp_path, "")
     with two_hosts(tmp_path) as hosts:
@@ -158,12 +161,8 @@ def train_on_two_hosts(folder: Path, hosts: Hosts, shift: int, cut_seconds: floa
 
 
 def plain(folder: Path) -> list[float]:
-    """The same job in one process, under plain python."""
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), "24"], env=environment(PAUSE="0"), capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    """The same job in this one process."""
+    train(folder, 24)
     return losses(folder)
 
 

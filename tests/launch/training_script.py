@@ -21,12 +21,12 @@ class Diary:
 
     every = 1
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pause_seconds: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._pause_seconds = folder, pause_seconds
 
     def __call__(self, context: dt.StepContext) -> None:
-        time.sleep(float(os.environ.get("PAUSE", "0.02")))
+        time.sleep(self._pause_seconds)
         with (self._folder / f"diary-{context.world.rank}").open("a") as file:
             file.write(f"{context.step} {time.monotonic()} {os.getpid()}\n")
 
@@ -37,7 +37,7 @@ class Diary:
         pass
 
 
-def make_job(folder: Path, steps: int) -> dt.Job:
+def make_job(folder: Path, steps: int, pause_seconds: float) -> dt.Job:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(96, 6, generator=generator, dtype=torch.float64)
     labels = (inputs.sum(1) > 0).long()
@@ -47,15 +47,19 @@ def make_job(folder: Path, steps: int) -> dt.Job:
         data=torch.utils.data.TensorDataset(inputs, labels),
         loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        hooks=[Diary(folder)],
+        hooks=[Diary(folder, pause_seconds)],
         global_batch=12,
         max_steps=steps,
         checkpoint_every=2,
     )
 
 
+def train(folder: Path, steps: int, pause_seconds: float = 0.0, mode: str = "cpu", *, quiet: bool = True) -> dt.Result:
+    config = configure(output_dir=str(folder / "runs"), num_workers=0, report=False, gpu_mode=mode)
+    return dt.train(make_job(folder, steps, pause_seconds), config, quiet=quiet)
+
+
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    config = configure(output_dir=str(where / "runs"), num_workers=0, report=False, gpu_mode="cpu")
-    result = dt.train(make_job(where, int(sys.argv[2])), config)
+    pause, mode = float(os.environ.get("PAUSE", "0.02")), os.environ.get("MODE", "cpu")
+    result = train(Path(sys.argv[1]), int(sys.argv[2]), pause, mode, quiet=False)
     print("finished" if result.finished else "stopped", result.steps, flush=True)

@@ -82,7 +82,7 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
     exception = f"{kind}: {first_line}" if first_line else kind
     common: dict[str, Any] = {"exception": exception, "step": int(error.get("step", 0)), "exit_code": 1, **place}
     if error.get("expected"):
-        follows = bool(_LOST_A_PEER.search(message))
+        follows = bool(_LOST_A_PEER.search(f"{message}\n{error.get('origin', '')}"))
         return Failure(
             REFUSED, headline=message, remedy=str(error.get("remedy", "")), follows=follows, **common
         )  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import is_finished
 from drivetrain.launch.cause import (
     LEFT_EARLY,
     NODE_LOST,
@@ -41,7 +42,7 @@ from drivetrain.launch.signals import hearing
 TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only
 # suffered, for the one that did it.
-UNAWARE_SECONDS, LEAVING_SECONDS, CULPRIT_SECONDS = 1.0, 3.0, 10.0
+UNAWARE_SECONDS, LEAVING_SECONDS, CULPRIT_SECONDS = 0.5, 3.0, 10.0
 GONE_SECONDS = 10.0  # killed processes are gone sooner; a machine that cannot say so is lost
 OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without progress
 
@@ -305,6 +306,8 @@ class Supervisor:
         self._outside_in_a_row = 0 if made_progress else self._outside_in_a_row + from_outside
         if not cause.is_ours_to_retry or limit == 0:
             return "-"
+        if self._run_folder is not None and is_finished(self._run_folder):
+            return "its run is finished; another start would begin a new one"
         if attempt.number >= limit:
             return f"{limit} restart{'s' if limit > 1 else ''} of --max-restarts are used up"
         if before is not None and cause.resembles(before):
