@@ -147,6 +147,12 @@ def test_a_step_means_the_same_however_it_is_divided(
     assert trained.weights["model/mixture.load"].sum() == 20  # the last step has 10 samples, each k times
 
 
+def test_fsdp_shares_loads_too(gloo_pool: GlooPool, tmp_path: Path, alone: Trained) -> None:
+    args = (str(tmp_path), VARIANT, Mixture(num_slots=7), 5, {"parallel_strategy": "fsdp"})
+    trained = gloo_pool.run(run_mixture, *args, world=2, time_limit_seconds=180)[0]
+    alike(trained, alone, 1e-10)
+
+
 def run_without_sharing_loads(folder: str) -> Trained | None:
     with mock.patch("drivetrain.moe.balance._over_all_ranks", lambda counts, group: counts):
         return run_mixture(folder, VARIANT, Mixture(num_slots=7), 8)

@@ -25,6 +25,8 @@ class Tally:
         self.sample: Tensor | None = None  # a few tokens of the last forward, where experts may come and go
 
     def on(self, device: torch.device) -> Tensor:
+        if device.type == "meta":  # of a model that is not made yet; nothing is counted there
+            return torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         if device not in self.counts:
             if device.type == "cuda":
                 self.counts.pop(torch.device("cpu"), None)  # of before the layer was moved: to ask for it would wait

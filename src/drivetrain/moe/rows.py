@@ -69,8 +69,9 @@ class _FromRows(Function):
         if ctx.needs_input_grad[1]:
             of_pairs = (gradient * rows).sum(1, dtype=weights.dtype)
             of_weights = of_pairs.index_select(0, places).view(weights.shape)
-        of_rows = gradient * weights.reshape(-1).index_select(0, pairs).unsqueeze(1)
-        return of_rows.to(rows.dtype), of_weights, None, None
+        # In place: a product of bf16 and fp32 would be fp32, twice the size.
+        of_rows = gradient.mul_(weights.reshape(-1).index_select(0, pairs).unsqueeze(1))
+        return of_rows, of_weights, None, None
 
 
 class _GatedSilu(Function):

@@ -19,7 +19,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.moe.balance import mixtures_in
-from drivetrain.moe.dispatch import Dispatcher, run_rows, work_of
+from drivetrain.moe.dispatch import run_rows, work_of
 from drivetrain.moe.experts import Experts
 from drivetrain.moe.layer import MixtureOfExperts
 from drivetrain.moe.placement import Placement, costs_of, place
@@ -225,7 +225,6 @@ class ExpertParallelStrategy(DdpStrategy):
         self._capabilities = capabilities if all(capabilities) else [1.0] * self._world.size
         # A group of its own: what the exchange sends does not stand in line with DDP's gradients.
         self._group = dist.new_group()
-        self._before: dict[str, Dispatcher] = {name: layer.dispatcher for name, layer in self._layers.items()}
         self._share_out({name: self._placed(layer) for name, layer in self._layers.items()}, self._cut)
         self.ignored = [f"model.{name}" for name in self._held]
         return super().prepare(parts, trial)
