@@ -154,7 +154,10 @@ def test_after_any_story_slots_and_numbers_hold(story: list[tuple[str, int, int]
             if what != "merge":
                 assert slots.ids == before, "what is refused changes nothing"
         empty = [slot for slot in range(6) if slot not in slots.ids]
-        assert all(not value.any() for name, value in learner.rows(empty).items() if name != "expert_ids")
+        rows = learner.rows(empty)
+        assert not rows.pop("expert_ids").add(1).any()
+        assert rows.pop("router.mask").isneginf().all()
+        assert all(not value.any() for value in rows.values())
         assert len(slots.active) >= learner.layer.k
         assert set(slots.active) <= set(slots.ids)
     assert learner.step().isfinite().all()

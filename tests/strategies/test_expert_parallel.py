@@ -50,7 +50,7 @@ def distances(one: Trained, other: Trained) -> dict[str, float]:
 
 
 def _distance(one: Any, other: Any) -> float:
-    one, other = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    one, other = (np.nan_to_num(np.asarray(value, np.float64), nan=1e9, neginf=-1e6) for value in (one, other))  # masks
     assert one.shape == other.shape
     return float(np.abs(one - other).max(initial=0) / max(1e-3, np.abs(other).max(initial=0)))
 

@@ -85,7 +85,7 @@ class MixtureOfExperts(nn.Module):
         # Experts that are not there are all zeros: they get no gradient, and decay leaves zeros as they are.
         with torch.no_grad():
             self.router.weight[num_experts:] = 0.0
-            self.router.active[num_experts:] = False
+            self.router.mask[num_experts:] = float("-inf")
         self.register_buffer("load", torch.zeros(slots, dtype=torch.int64))  # of the last step, over all ranks
         ids = torch.cat([torch.arange(num_experts), torch.full((slots - num_experts,), -1)])
         self.register_buffer("expert_ids", ids)  # never given twice; -1 is an empty slot
@@ -137,7 +137,7 @@ class MixtureOfExperts(nn.Module):
             return
         total = routing.weights.new_zeros(())
         if balance.auxiliary:
-            scores = routing.scores
+            scores = self.router.score(routing.logits)
             if self.router.scores == "sigmoid":
                 scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
             total = total + balance.auxiliary * (scores.sum(0) * self._relative_load().to(scores.dtype)).sum()

@@ -256,7 +256,7 @@ class _Look:
         routing = self._route(tokens)
         if slot is not None:
             chosen = torch.full((len(tokens), 1), slot, device=tokens.device)
-            routing = Routing(chosen, torch.ones_like(routing.weights[:, :1]), routing.logits, routing.scores)
+            routing = Routing(chosen, torch.ones_like(routing.weights[:, :1]), routing.logits)
         return layer.dispatcher(layer.experts, tokens, routing)
 
     def _route(self, tokens: Tensor) -> Routing:

@@ -16,7 +16,6 @@ class Routing(NamedTuple):
     chosen: Tensor  # (tokens, k): slots of experts, best first
     weights: Tensor  # (tokens, k), fp32 or better
     logits: Tensor  # (tokens, slots): -inf where there is no expert
-    scores: Tensor  # (tokens, slots): 0 where there is no expert
 
 
 class Router(nn.Module):
@@ -27,7 +26,7 @@ class Router(nn.Module):
     which a run keys by step, rank and micro-step.
     """
 
-    active: Tensor
+    mask: Tensor  # 0 for an active expert, -inf for any other slot
     bias: Tensor
 
     def __init__(
@@ -49,7 +48,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_slots, num_inputs))
         bound = num_inputs**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
-        self.register_buffer("active", torch.ones(num_slots, dtype=torch.bool))
+        self.register_buffer("mask", torch.zeros(num_slots))
         self.register_buffer("bias", torch.zeros(num_slots))
         self.uses_bias = False
 
@@ -58,17 +57,29 @@ class Router(nn.Module):
         logits = functional.linear(tokens.to(dtype), self.weight.to(dtype))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
-        logits = torch.where(self.active, logits, float("-inf"))
-        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
-        ranked = torch.where(self.active, scores.detach() + self.bias, float("-inf")) if self.uses_bias else logits
+        logits = logits + self.mask
+        ranked = logits
+        if self.uses_bias:
+            ranked = self.score(logits.detach()) + self.bias + self.mask
         chosen = ranked.topk(self.k, -1).indices
-        weights = scores.gather(1, chosen)
+        return Routing(chosen, self._weights(logits, chosen), logits)
+
+    def score(self, logits: Tensor) -> Tensor:
+        """(tokens, slots): 0 where there is no expert."""
+        return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+
+    @property
+    def active(self) -> Tensor:
+        return self.mask == 0
+
+    def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        if self.scores == "softmax" and self.normalize:
+            return logits.gather(1, chosen).softmax(-1)  # the same as scores over their sum, in half the kernels
+        weights = self.score(logits).gather(1, chosen)
         if self.normalize:
             total = weights.sum(-1, keepdim=True)
-            if self.scores == "sigmoid":
-                total = total.clamp_min(torch.finfo(dtype).tiny)  # all of them may underflow
-            weights = weights / total
-        return Routing(chosen, weights, logits, scores)
+            weights = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)  # all of them may underflow
+        return weights
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -92,7 +92,7 @@ class Slots:
     @torch.no_grad()
     def activate(self, slot: int) -> None:
         self._check_there(slot)
-        self.layer.router.active[slot] = True
+        self.layer.router.mask[slot] = 0.0
 
     @torch.no_grad()
     def prune(self, slot: int) -> None:
@@ -107,7 +107,7 @@ class Slots:
             )
         for kept in self._kept():
             self._store(kept, slot, torch.zeros_like(self._fetch(kept, slot)))
-        layer.router.active[slot] = False
+        layer.router.mask[slot] = float("-inf")
         layer.router.bias[slot] = 0.0
         layer.load[slot] = 0
         layer.expert_ids[slot] = -1
@@ -132,7 +132,7 @@ class Slots:
         """What puts these slots back as they are now."""
         layer = self.layer
         rows = [(kept, slot, self._fetch(kept, slot).clone()) for kept in self._kept() for slot in slots]
-        buffers = [layer.router.active, layer.router.bias, layer.load, layer.expert_ids]
+        buffers = [layer.router.mask, layer.router.bias, layer.load, layer.expert_ids]
         values = [buffer.clone() for buffer in buffers]
 
         @torch.no_grad()

@@ -319,8 +319,8 @@ class ExpertParallelStrategy(DdpStrategy):
         stored = source.meta.get(_PLACEMENT, {}).get(name)
         if stored is not None and source.meta["plan"]["world_size"] == self._world.size:
             return tuple(stored)
-        load, active = (source.read(prefix + key).tolist() for key in ("load", "router.active"))
-        return place(costs_of(load, active), self._capabilities)
+        load, mask = (source.read(prefix + key) for key in ("load", "router.mask"))
+        return place(costs_of(load.tolist(), (mask == 0).tolist()), self._capabilities)
 
     def _room(self, rows: Tensor, placement: Placement) -> Tensor:
         return rows.new_zeros(placement.count(self._world.rank), *rows.shape[1:])
