@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.moe import Balance, MixtureOfExperts, Settlement
+from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Settlement
 from tests.moe.jobs import Mixture, run_mixture
 from tests.moe.reference import distance, gradients, plain_gradients
 from tests.training.jobs import Variant
@@ -123,3 +123,24 @@ def test_it_trains_in_any_precision_as_on_the_cpu(tmp_path: Path, precision: str
     assert on_cpu is not None
     assert on_gpu is not None
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=limit)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_captured_step_learns_and_counts_the_same(tmp_path: Path, hooks: bool) -> None:
+    """Loads are settled between replays, and experts come and go between them, in place."""
+    variant = Variant(dtype=torch.float32, steps=40, global_batch=32, num_samples=320)
+    wanted = Mixture(num_experts=3, num_slots=6, dtype=torch.float32)
+    found = []
+    for capture in ("off", "on"):
+        settings = {"precision": "fp32", "gpu_mode": "single_gpu", "capture": capture, "auto_optimize": False}
+        rules = Rules(far=1.01, new_share=0.01, patience=1, cooldown=1, agreement=2.0)
+        changes = {"hooks": [Lifecycle(5, rules)] if hooks else []}
+        trained = run_mixture(str(tmp_path / capture), variant, wanted, None, settings, changes=changes)
+        assert trained is not None
+        found.append(trained)
+    words = (tmp_path / "on" / "suite" / "events.jsonl").read_text()
+    assert "step captured" in words, words
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-5)
+    for key in ("model/mixture.load", "model/mixture.expert_ids"):
+        assert (found[0].weights[key] == found[1].weights[key]).all(), key
+    assert found[0].weights["model/mixture.load"].sum() == 64

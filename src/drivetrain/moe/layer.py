@@ -31,7 +31,6 @@ class Balance:
 
 
 BALANCE = Balance()
-SAMPLE = 256  # tokens of a micro-batch that are kept to decide by which experts come and go
 
 
 class MixtureOfExperts(nn.Module):
@@ -94,8 +93,8 @@ class MixtureOfExperts(nn.Module):
         if self.can_grow:  # what each expert's tokens are like: their mean, and their mean square distance from it
             self.register_buffer("centroids", torch.zeros(slots, num_inputs))
             self.register_buffer("spreads", torch.zeros(slots))
-        self.tally = Tally(slots)
-        self.tally.on(self.load.device)
+        self.tally = Tally(slots, num_inputs if self.can_grow else 0)
+        self.tally.move(self.load.device)
         self.dispatcher: Dispatcher = LocalDispatcher(way)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -113,13 +112,13 @@ class MixtureOfExperts(nn.Module):
             count(self.tally.on(tokens.device), routing.chosen)
             self._note_losses(routing)
             if self.can_grow:
-                self.tally.sample = tokens[:SAMPLE].detach().clone()
+                self.tally.keep(tokens)
         result = self.dispatcher(self.experts, tokens.to(dtype), routing)
         return result.view(*inputs.shape[:-1], result.shape[-1])
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tally.on(self.load.device)  # there before the first forward: a compiled one would notice it appear
+        self.tally.move(self.load.device)
         return self
 
     def way(self, num_tokens: int, dtype: torch.dtype) -> Way:

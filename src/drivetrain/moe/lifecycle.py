@@ -105,9 +105,7 @@ class _Look:
         self._activate_waiting()
         self._watch_loads()
         self._prune()
-        tokens = self._layer.tally.sample
-        tokens = self._layer.centroids.new_empty(0, self._layer.experts.num_inputs) if tokens is None else tokens
-        tokens = tokens.to(self._layer.centroids)
+        tokens = self._layer.tally.sample_on(self._layer.centroids.device).to(self._layer.centroids.dtype)
         self._merge(tokens)
         self._grow(tokens)
 

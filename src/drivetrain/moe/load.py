@@ -10,6 +10,8 @@ from torch import Tensor
 
 from drivetrain.core.micro_step import is_counted
 
+SAMPLE = 256  # tokens of a micro-batch that are kept to decide by which experts come and go
+
 
 class Tally:
     """What a layer counted since the last step, per device, and the auxiliary losses it has not handed over yet.
@@ -18,20 +20,41 @@ class Tally:
     copies that `replicate` makes of a layer share it; a deep copy gets one of its own.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, sample_width: int = 0) -> None:
+        self.num_slots, self.sample_width = num_slots, sample_width
         self.counts: dict[torch.device, Tensor] = {}
         self.losses: list[tuple[Tensor, int]] = []  # a sum over tokens, and how many
-        self.sample: Tensor | None = None  # a few tokens of the last forward, where experts may come and go
+        self.samples: dict[torch.device, Tensor] = {}  # some tokens of the last forward, where experts come and go
 
     def on(self, device: torch.device) -> Tensor:
         if device.type == "meta":  # of a model that is not made yet; nothing is counted there
             return torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         if device not in self.counts:
-            if device.type == "cuda":
-                self.counts.pop(torch.device("cpu"), None)  # of before the layer was moved: to ask for it would wait
             self.counts[device] = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         return self.counts[device]
+
+    def sample_on(self, device: torch.device) -> Tensor:
+        if device not in self.samples:
+            self.samples[device] = torch.zeros(SAMPLE, self.sample_width, device=device)
+        return self.samples[device]
+
+    def keep(self, tokens: Tensor) -> None:
+        """In place and always as many, fewer ones several times: so it can be compiled and captured."""
+        count = tokens.shape[0]
+        if count:
+            picked = tokens[:SAMPLE] if count >= SAMPLE else tokens[torch.arange(SAMPLE, device=tokens.device) % count]
+            self.sample_on(tokens.device).copy_(picked.detach())
+
+    def move(self, device: torch.device) -> None:
+        """The layer is there now. What it counted elsewhere is dropped: to ask for it would wait for the device.
+
+        All is made before the first forward: a compiled one would notice it appear.
+        """
+        self.counts.clear()
+        self.samples.clear()
+        if device.type != "meta":
+            self.on(device)
+            self.sample_on(device)
 
     def total(self, device: torch.device) -> Tensor:
         """Over all devices of this process."""
@@ -44,10 +67,13 @@ class Tally:
         self.losses.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self.num_slots)
+        twin = type(self)(self.num_slots, self.sample_width)
+        for device in self.counts:
+            twin.move(device)
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.num_slots,)
+        return type(self), (self.num_slots, self.sample_width)
 
 
 def is_recomputing() -> bool:
