@@ -86,6 +86,16 @@ def wait_for(path: Path, seconds: float = 120) -> str:
     raise AssertionError(f"{path} did not appear within {seconds} s")
 
 
+def wait_for_words(path: Path, words: str, seconds: float = 60) -> str:
+    """The content of a file, once the words are in it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and words in (text := path.read_text()):
+            return text
+        time.sleep(0.02)
+    raise AssertionError(f"{path} did not say {words!r} within {seconds} s: {path.read_text()}")
+
+
 def are_gone(pids: list[int], seconds: float = 5) -> list[int]:
     """Those of the processes that are still running after so long. Zombies are gone."""
     deadline = time.monotonic() + seconds

@@ -166,11 +166,15 @@ def node_lost(node: int, host: str, why: str, at: float) -> Failure:
     return Failure(NODE_LOST, None, node, host, None, headline=why, remedy=remedy, at=at)
 
 
-def in_words(cause: Failure, attempt: int, others: Sequence[Failure] = ()) -> str:
+def in_words(
+    cause: Failure, attempt: int, others: Sequence[Failure] = (), report: str = "", not_again: str = ""
+) -> str:
     """The last lines on the screen: traceback, class, remedy."""
     at = f" after step {cause.step}" if cause.step else ""
     again = f", attempt {attempt + 1}" if attempt else ""
     lines = [f"drivetrain: {cause.where} failed first{at}{again}"]
+    if not_again:
+        lines.append(f"  not started again: {not_again}")
     if cause.traceback:
         lines += [f"  | {line}" for line in cause.traceback.rstrip().splitlines()]
     if cause.kind == REFUSED or not cause.traceback.rstrip().endswith(cause.headline):
@@ -180,6 +184,8 @@ def in_words(cause: Failure, attempt: int, others: Sequence[Failure] = ()) -> st
     also = sorted({one.rank for one in others if one.rank is not None and one.rank != cause.rank})
     if also:
         lines.append(f"  then:   rank{'s' if len(also) > 1 else ''} {', '.join(map(str, also))}")
+    if report:
+        lines.append(f"  report: {report}")
     lines.append(f"  cause:  {cause.kind}")
     if cause.remedy:
         lines.append(f"  remedy: {cause.remedy}")

@@ -124,27 +124,35 @@ class Supervisor:
             if cause is None:
                 return (0, "") if finished else (130, "")
             self._write_crash(cause, outcome.others, attempt, last=False)
-            why_not = self._why_not_again(cause, attempt)
-            if not why_not and (missing := self._nodes.gather(self._options.rejoin_seconds, self._wish.has_come)):
-                why_not = (
-                    f"node {', '.join(map(str, missing))} did not come back within {self._options.rejoin_seconds:g} s"
-                )
+            why_not = self._why_not_again(cause, attempt) or self._why_not_all_here(cause)
+            if self._wish.has_come():
+                return self._wish.exit_code, self._stopped_in_words(attempt, cause)
             if why_not:
                 path = self._write_crash(cause, outcome.others, attempt, last=True)
-                words = in_words(cause, number, outcome.others)
-                again = "" if why_not == "-" else f"  not started again: {why_not}\n"
-                head, _, tail = words.partition("\n")
-                return _exit_code(
-                    cause
-                ), f"{head}\n{again}{tail.replace('  cause:', f'  report: {path}{os.linesep}  cause:')}"
+                reason = "" if why_not == "-" else why_not
+                return _exit_code(cause), in_words(cause, number, outcome.others, str(path), reason)
             number += 1
+            _say(self._restart_in_words(cause, number))
+
+    def _why_not_all_here(self, cause: Failure) -> str:
+        """A machine that was lost may come back. Why there is no start, where it does not."""
+        seconds = self._options.rejoin_seconds
+        if self._nodes.missing:
             _say(
-                f"drivetrain: {cause.where} failed first"
-                + (f" after step {cause.step}" if cause.step else "")
-                + f" ({cause.kind}: {cause.headline.splitlines()[0]}).\n  Starting again from "
-                + (f"the checkpoint of step {self._best_checkpoint}" if self._best_checkpoint else "the beginning")
-                + f", restart {number} of {self._options.max_restarts}"
+                f"drivetrain: {cause.where} failed first ({cause.kind}: {cause.headline.splitlines()[0]}).\n"
+                f"  All workers were ended; waiting up to {seconds:g} s for node "
+                f"{', '.join(map(str, self._nodes.missing))} to come back"
             )
+        missing = self._nodes.gather(seconds, self._wish.has_come)
+        return f"node {', '.join(map(str, missing))} did not come back within {seconds:g} s" if missing else ""
+
+    def _restart_in_words(self, cause: Failure, number: int) -> str:
+        after = f" after step {cause.step}" if cause.step else ""
+        place = f"the checkpoint of step {self._best_checkpoint}" if self._best_checkpoint else "the beginning"
+        return (
+            f"drivetrain: {cause.where} failed first{after} ({cause.kind}: {cause.headline.splitlines()[0]}).\n"
+            f"  Starting again from {place}, restart {number} of {self._options.max_restarts}"
+        )
 
     @property
     def _sizes(self) -> list[int]:
