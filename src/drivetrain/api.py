@@ -179,6 +179,7 @@ class _Run(Setup):
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
             trainer.before_step = books.before_step
+            trainer.tell = books.event
             if average is not None:
                 trainer.average_of = average.of
             memory = watch_memory(world.device, books.event, books.say)

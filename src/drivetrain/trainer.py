@@ -82,6 +82,7 @@ class Trainer:
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
         self.check_after_first_step: Callable[[], Any] = lambda: None
         self.average_of: Callable[[Tensor], Tensor | None] = lambda parameter: None
+        self.tell: Callable[..., None] = lambda kind, **facts: None
         self.before_step: Callable[[int], None] = lambda step: None  # with its number, from 1
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
         # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
@@ -230,7 +231,9 @@ class Trainer:
 
     def _call(self, hooks: list[Hook], place: Place) -> Verdict:
         epochs_done = place.epoch + place.ends_epoch
-        context = StepContext(place.step + 1, epochs_done, self._model, self._world, self._folder, self._companions)
+        context = StepContext(
+            place.step + 1, epochs_done, self._model, self._world, self._folder, self._companions, self.tell
+        )
         verdicts = []
         for hook in hooks:
             put_away(self._model)

@@ -1,5 +1,6 @@
 """The hook: grows where inputs are new, merges what agrees, prunes what is idle; alike on all ranks, and resumed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.hook import Hook, StepContext
 from drivetrain.core.world import World
-from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Slots, mixtures_in
+from drivetrain.moe import Balance, Lifecycle, LoadReport, MixtureOfExperts, Rules, Slots, mixtures_in
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, run_mixture
 from tests.strategies.test_expert_parallel import EXPERT_PARALLEL, distances, sgd
@@ -103,7 +104,7 @@ RULES = Rules(far=1.01, new_share=0.01, patience=1, cooldown=1, agreement=2.0, i
 
 def train(folder: str, shares: bool, crash_at_call: int, micro_batch: int) -> Trained | None:
     variant = Variant(dtype=torch.float32, steps=24, global_batch=30, num_samples=90, save_every=4)
-    changes = {"hooks": [Lifecycle(3, RULES)], "ema": 0.9}
+    changes = {"hooks": [Lifecycle(3, RULES), LoadReport(6)], "ema": 0.9}
     settings = EXPERT_PARALLEL if shares else {}
     wanted = Mixture(num_experts=3, num_slots=6, dtype=torch.float32)
     return run_mixture(folder, variant, wanted, micro_batch, settings, crash_at_call, changes)
@@ -125,6 +126,12 @@ def test_a_resumed_run_has_the_same_bits(
     resumed = gloo_pool.run(train, folders[1], *args, world=world, time_limit_seconds=180)[0]
     assert 0 < resumed.resumed_from < 24
     assert int(whole.weights["model/mixture.next_id"]) > 3, "something grew"
+    events = [json.loads(line) for line in (tmp_path / "whole" / "suite" / "events.jsonl").read_text().splitlines()]
+    assert "grown" in [event["what"] for event in events if event["event"] == "expert"]
+    loads = [event for event in events if event["event"] == "load"]
+    assert [event["step"] for event in loads] == [6, 12, 18, 24]
+    assert all(event["layer"] == "mixture" and 0 < event["entropy"] <= 1 for event in loads)
+    assert (max(event["straggler"] for event in loads) > 1) == (world > 1)
     assert resumed.rows == whole.rows
     ours, theirs = resumed.weights | resumed.state, whole.weights | whole.state
     assert ours.keys() == theirs.keys()

@@ -16,7 +16,7 @@ class StepContext:
 
     It must not change weights. What does, as experts that come and go, does it in place, on all ranks alike, and to
     what goes with them: `companions` gives the optimizer's state of a parameter, and its moving average as `average`,
-    as far as they have its shape.
+    as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books.
     """
 
     step: int  # optimizer steps done
@@ -25,6 +25,7 @@ class StepContext:
     world: World
     folder: Path
     companions: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {}
+    tell: Callable[..., None] = lambda kind, **facts: None
 
 
 class Verdict(NamedTuple):

@@ -1,6 +1,6 @@
 """Mixtures of experts: a layer for any model, its balance, and how its experts come and go."""
 
-from drivetrain.moe.balance import Settlement, auxiliary_loss, load_metrics, mixtures_in
+from drivetrain.moe.balance import LoadReport, Settlement, auxiliary_loss, load_metrics, mixtures_in
 from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.layer import Balance, MixtureOfExperts
 from drivetrain.moe.lifecycle import Lifecycle, Rules
@@ -13,6 +13,7 @@ __all__ = [
     "Dispatcher",
     "Lifecycle",
     "LoadFigures",
+    "LoadReport",
     "LocalDispatcher",
     "MixtureOfExperts",
     "Rules",

@@ -1,12 +1,14 @@
 """Keeping experts equally busy: a bias on the choice, auxiliary losses, and the step's end where loads are settled."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain.core.hook import StepContext
 from drivetrain.moe.layer import MixtureOfExperts
 
 
@@ -85,6 +87,23 @@ def _over_all_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(counts, group=group)
     return counts
+
+
+class LoadReport:
+    """A hook that writes the figures of all mixtures into the run's books, as events named `load`."""
+
+    def __init__(self, every: int = 100) -> None:
+        self.every = every
+
+    def __call__(self, context: StepContext) -> None:
+        for name, layer in mixtures_in(context.model).items():
+            context.tell("load", step=context.step, layer=name, **layer.figures().as_dict())
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 def load_metrics(model: nn.Module) -> dict[str, float]:

@@ -285,13 +285,9 @@ class _Look:
         self._story.idle.pop(str(number), None)
 
     def _tell(self, what: str, number: int, **more: Any) -> None:
-        self._history.append({
-            "step": self._context.step,
-            "layer": self._name,
-            "what": what,
-            "expert": number,
-            **more,
-        })  # fmt: skip
+        facts = {"step": self._context.step, "layer": self._name, "what": what, "expert": number, **more}
+        self._history.append(facts)
+        self._context.tell("expert", **facts)
 
 
 @dataclass(frozen=True)
