@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.world import World
-from drivetrain.moe import MixtureOfExperts
+from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.moe.placement import costs_of, free_slot, place
 from drivetrain.strategies import ExpertParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.expert_parallel import _Exchange
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, mixture_loss, run_mixture
-from tests.training.jobs import Trained, Variant, run
+from tests.training.jobs import Trained, Variant, Vectors, run
 
 EXPERT_PARALLEL = {"parallel_strategy": "expert_parallel"}
 # 100 = 3 × 30 + 10: the last step of an epoch leaves ranks without samples.
@@ -103,21 +103,48 @@ def test_a_planted_bug_is_caught(gloo_pool: GlooPool, tmp_path: Path, bug: Any) 
     assert found["model/mixture.experts.w_in"] > 1e-4
 
 
-CHANGES: dict[str, Any] = {"ema": 0.9}
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.mixture = MixtureOfExperts(6, 3, 8, k=2, balance=Balance(1e-2, 1e-2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = inputs + self.mixture(self.norm(inputs))
+        return result
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(6, 4)).double()
+
+
+def train_blocks(folder: str, micro_batch: int, settings: dict[str, Any]) -> Trained | None:
+    return run(folder, STEPS, micro_batch, settings=settings, model=blocks, optimizer=sgd)
+
+
+def test_recomputed_blocks_exchange_their_tokens_again(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    alone = train_blocks(str(tmp_path / "alone"), 30, {})
+    args = (str(tmp_path / "shared"), 8, {**EXPERT_PARALLEL, "activations": "recompute"})
+    shared = gloo_pool.run(train_blocks, *args, world=2, time_limit_seconds=180)[0]
+    assert alone is not None
+    found = distances(shared, alone)
+    assert max(found.values()) < 1e-9, found
 
 
 def go_on(folder: str, micro_batch: int, shares: bool, crash_at_call: int, dtype: torch.dtype) -> Trained | None:
     wanted = Mixture(num_experts=5, num_slots=7, dtype=dtype)
     settings = EXPERT_PARALLEL if shares else {}
     variant = Variant(dtype=dtype, steps=16, global_batch=30, num_samples=100, save_every=4)
-    return run_mixture(folder, variant, wanted, micro_batch, settings, crash_at_call, CHANGES)
+    # Averaged and validated, too: ranks with fewer samples left take part in every exchange.
+    changes = {"ema": 0.9, "valid": Vectors(Variant(dtype=dtype, num_samples=23)), "valid_every": 5}
+    return run_mixture(folder, variant, wanted, micro_batch, settings, crash_at_call, changes)
 
 
 def test_a_run_goes_on_in_other_numbers_of_ranks(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """4 → 2 → 1 → 4 ranks, cut short in each, with optimizer and average; against one that was never stopped."""
     whole = go_on(str(tmp_path / "whole"), 30, False, 0, torch.float64)
     folder = str(tmp_path / "parts")
-    for world, micro_batch, crash_at_call in ((4, 8, 7), (2, 15, 6), (1, 30, 6)):
+    for world, micro_batch, crash_at_call in ((4, 8, 8), (2, 15, 7), (1, 30, 7)):
         args = (folder, micro_batch, world > 1, crash_at_call, torch.float64)
         assert gloo_pool.run(go_on, *args, world=world, time_limit_seconds=180)[0] is None
     args = (folder, 8, True, 0, torch.float64)
