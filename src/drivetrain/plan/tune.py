@@ -22,6 +22,7 @@ MOST_OUT_OF_MEMORY = 2
 LEAST_SECONDS, MOST_SECONDS, NUM_MEASUREMENTS = 0.05, 0.4, 15
 # Longer steps keep the device busy however they are given to it: neither a recorded step nor wider numbers can gain.
 SHORT_STEP_SECONDS = 0.02
+STEPS_TO_COMPARE = 14  # two ways, each warmed up and timed
 
 
 class Way(Value):
@@ -170,22 +171,25 @@ class _Search:
         )
 
     def _why_too_short(self, way: Way) -> str:
-        left = self._seconds_left(way)
-        if left >= self._scope.least_job_seconds:
-            return ""
-        return f"not tried: about {left:.1f} s of work are left, too little to measure for"
+        scope, left = self._scope, self._seconds_left(way)
+        if left < scope.least_job_seconds:
+            return f"not tried: about {left:.1f} s of work are left, too little to measure for"
+        num_steps = scope.remaining_samples / scope.rank_samples
+        if num_steps * scope.budget_share < STEPS_TO_COMPARE:
+            return f"not tried: {num_steps:,.0f} steps are left, and to compare two ways takes {STEPS_TO_COMPARE}"
+        return ""
 
     def _quick_ones(self, best: Way) -> Way:
         """What takes no longer to try than a few steps."""
         scope = self._scope
+        if scope.may_use_channels_last:
+            best = self._compared(best, best.but(channels_last=True), "memory_format", "channels-last")
         for number in scope.num_threads:
             best = self._compared(best, best.but(num_threads=number), "threads", f"{number} threads")
         is_short = self._try(best).sample_seconds * scope.rank_samples < SHORT_STEP_SECONDS
         for precision in scope.precisions if is_short else ():
             least = scope.least_precision_gain
             best = self._compared(best, best.but(precision=precision), "precision", precision, least)
-        if scope.may_use_channels_last:
-            best = self._compared(best, best.but(channels_last=True), "memory_format", "channels-last")
         if not scope.may_capture:
             self._reasons["capture"] = scope.why_not_captured
         elif best.micro_batch < scope.rank_samples:

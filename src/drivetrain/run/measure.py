@@ -230,8 +230,8 @@ def _untouched(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()
         if device.type == "cuda":
+            gc.collect()  # on a CPU nobody needs the memory that soon
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
             assert on_device is not None

@@ -317,11 +317,12 @@ def described(
         return "asked for" if name in pinned else reasons.get(topic, otherwise if tuned else why)
 
     by_rule = settings.precision.reason
-    precision_reason = reasons.get("precision", by_rule)
-    if tuned is not None and "precision" in reasons and way.precision == settings.precision.value:
-        precision_reason = f"{by_rule}; {reasons['precision']}"
-    elif tuned is None and way.precision != settings.precision.value:
-        precision_reason = why
+    tried = reasons.get("precision", "")
+    precision_reason = by_rule
+    if way.precision != settings.precision.value:
+        precision_reason = tried if tuned else why
+    elif tried and not tried.startswith("not tried"):
+        precision_reason = f"{by_rule}; {tried}"
     choices: dict[str, Choice[Any]] = {
         "distributed.strategy": _strategy(run, model),
         "precision.dtype": Choice(
