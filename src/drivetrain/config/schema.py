@@ -96,6 +96,9 @@ class KernelSection(Section):
     deterministic: Annotated[bool, Flag("deterministic")] = Field(
         False, description="only kernels that give the same bits every time; an operation without one is an error"
     )
+    num_threads: Annotated[int | None, Flag("num-threads")] = Field(
+        None, ge=1, description="threads that a CPU computes with (auto: one or all, as measured, else as torch has it)"
+    )
     cudnn_benchmark: Annotated[bool, Flag("cudnn-benchmark")] = Field(
         True, description="let cuDNN try its convolutions on the first batch and take the fastest"
     )

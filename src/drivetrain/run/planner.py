@@ -257,7 +257,8 @@ def _why_not_captured(run: Setup) -> str:
 
 def _thread_counts(run: Setup) -> tuple[int, ...]:
     """Small layers lose more by sharing their work than they gain."""
-    return (1,) if torch.get_num_threads() > 1 and run.world.size == 1 else ()
+    is_free = "num_threads" not in run.pinned() and run.world.size == 1
+    return (1,) if is_free and torch.get_num_threads() > 1 else ()
 
 
 # What figures depend on
@@ -362,6 +363,10 @@ def described(
         ),
         **_data_choices(run, data),
     }
+    if run.world.device.type == "cpu" and (way.num_threads is not None or "threads" in reasons):
+        choices["kernels.num_threads"] = Choice(
+            value=way.num_threads or torch.get_num_threads(), reason=reason("threads", "num_threads", "as torch has it")
+        )
     if way.compile_mode is not None:
         choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
     chosen = tuned.chosen if tuned else None

@@ -176,6 +176,7 @@ class Setup:
             channels_last=self.config.data.channels_last == "on",
             recompute=self.settings.activations.value == "recompute",
             capture=self.config.kernels.capture == "on",
+            num_threads=self.config.kernels.num_threads,
         )
 
     def follow(self, way: Way) -> None:
@@ -214,6 +215,7 @@ class Setup:
             "channels_last": config.data.channels_last != "auto",
             "recompute": config.memory.activations != "auto",
             "capture": config.kernels.capture != "auto",
+            "num_threads": config.kernels.num_threads is not None,
         }
         return {name for name, is_fixed in fixed.items() if is_fixed}
 
