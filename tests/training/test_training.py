@@ -206,7 +206,7 @@ def test_events_and_files_of_a_run(tmp_path: Path) -> None:
     run(str(tmp_path), SMALL, checkpoint_every=3)
     folder = tmp_path / "suite"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", "flops", "checkpoint", "checkpoint", "finish"]
+    assert [event["event"] for event in events] == ["start", "flops", "checkpoint", "checkpoint", "verdict", "finish"]
     names = {path.name for path in folder.iterdir()}
     assert {"job.yaml", "plan.yaml", "config.yaml", "hardware.json", "steps.jsonl", "checkpoints"} <= names
 
