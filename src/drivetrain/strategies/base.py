@@ -77,7 +77,8 @@ class StrategyParts:
         """Apart from the rest: how far the average moves depends on how many steps there were; loads are shared."""
         if self.average is not None:
             self.average.update()
-        self.mixtures.settle()
+        if self.mixtures.layers:
+            self.mixtures.settle()
 
     def move(
         self, factor: Tensor | float | None, together: "Together | None" = None
