@@ -1,6 +1,7 @@
 """Shared by every test: a cache folder of its own, and hypothesis profiles."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,10 @@ __all__ = ["gloo_pool"]
 
 # Child processes, whatever folder they start in, find the package also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
+
+# A shell that runs this in the background has it ignore Ctrl-C, and every child too: tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes examples slowly; that is no fault of what is tested.
 settings.register_profile("default", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
