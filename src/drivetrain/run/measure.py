@@ -10,7 +10,7 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from drivetrain.data.division import Division
 from drivetrain.data.items import Columns
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
+from drivetrain.plan.held import count_held
 from drivetrain.plan.tune import Measurement, Way
+from drivetrain.run.peak import CudaPeakMeter, NoPeakMeter
 from drivetrain.step import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
-from drivetrain.strategies.compiling import compiled
+from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.rates import put_rates_on_device
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
@@ -89,7 +91,8 @@ class Probe:
     def _run(self, way: Way, seconds: float) -> Measurement:
         job, device = self._job, self._world.device
         share = -(-(job.global_batch or 1) // self._world.size)
-        before = _reset_peak(device)
+        meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
+        meter.reset()
         batch, num_samples = self._batch(way)
         model = copy.deepcopy(self._model)
         if way.channels_last:
@@ -103,7 +106,7 @@ class Probe:
                 return Measurement(problem=problem)
             called, graphs = None, 0
             if way.compile_mode:  # to look for the compiler alone takes seconds
-                graphs = _num_graphs()
+                graphs = num_graphs()
                 called = compiled(job.loss, way.compile_mode)
             optimizer = job.make_optimizer(model)
             if way.capture:
@@ -144,15 +147,14 @@ class Probe:
                 one = more = _timed(lambda: step(at_once), device, seconds) / at_once
             # A step is one micro-step with the optimizer's, and count - 1 more without.
             whole = one + (count - 1) * max(more, 0.0)
+            held = count_held(model, optimizer)
             return Measurement(
                 sample_seconds=whole / share,
-                peak_bytes=max(0, _peak_bytes(device) - before),
+                peak_bytes=meter.peak_bytes(),
                 setup_seconds=max(0.0, warm - (WARM_STEPS + 1) * one) if way.compile_mode else 0.0,
-                parameter_bytes=_num_bytes([*model.parameters(), *model.buffers()]),
-                gradient_bytes=_num_bytes(p.grad for p in model.parameters() if p.grad is not None),
-                optimizer_bytes=_num_bytes(
-                    value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-                ),
+                parameter_bytes=held.parameters + held.buffers,
+                gradient_bytes=held.gradients,
+                optimizer_bytes=held.optimizer,
                 is_brief=not seconds,
             )
 
@@ -283,35 +285,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _reset_peak(device: torch.device) -> int:
-    """Returns what is held now, and is not the probe's."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """On a CPU nobody counts; 0 says so."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else ""
 
 
-def _num_graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def _was_compiled(loss: Any, graphs_before: int) -> bool:
     """In this probe, or by an earlier one whose code is used again."""
-    if _num_graphs() > graphs_before:
+    if num_graphs() > graphs_before:
         return True
     code = getattr(loss, "__code__", None)
     return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))

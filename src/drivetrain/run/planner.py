@@ -23,12 +23,14 @@ from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, key_of_facts
 from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.held import num_bytes
 from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
 from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, plainest, tune
 from drivetrain.run.data_path import settle_data_path
 from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
 from drivetrain.run.needs import explained
 from drivetrain.run.setup import Setup
+from drivetrain.step import why_not_here
 from drivetrain.strategies.sharding import forecast_local, layout_of
 
 OnProbe = Callable[[Way, Measurement], None]
@@ -248,11 +250,7 @@ def _why_not_captured(run: Setup) -> str:
     """As far as that can be told without an optimizer; the probe knows more, and the run itself most."""
     if "capture" in run.pinned():
         return "asked for"
-    if run.world.device.type != "cuda":
-        return f"only CUDA devices replay a step, and this run is on {run.world.device.type}"
-    if run.world.size > 1:
-        return f"{run.world.size} processes share a step, and a replay cannot wait for the others"
-    return "device assertions look at every batch from Python" if run.config.device.assertions else ""
+    return why_not_here(run.world, asserts=run.config.device.assertions)
 
 
 def _thread_counts(run: Setup) -> tuple[int, ...]:
@@ -458,9 +456,10 @@ def _run_peak(run: Setup, chosen: Measurement | None) -> int | None:
 def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
     chosen = tuned.chosen if tuned else None
     if chosen is None or not chosen.parameter_bytes:
-        parameters = sum(value.numel() * value.element_size() for value in [*model.parameters(), *model.buffers()])
-        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        return MemoryForecast(parameters=parameters, gradients=gradients)
+        return MemoryForecast(
+            parameters=num_bytes([*model.parameters(), *model.buffers()]),
+            gradients=num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad),
+        )
     fixed = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
     line = tuned.memory if tuned else None
     activations = None if line is None else round(line.sample_bytes * way.micro_batch)

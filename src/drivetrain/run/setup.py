@@ -50,7 +50,7 @@ from drivetrain.strategies import (
 )
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compiled
+from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.validation import Validator
 
@@ -297,7 +297,7 @@ class Setup:
         """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
         if self.way.compile_mode is None:
             return "not asked for" if self.config.compile.enabled is not None else "not used"
-        graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        graphs = num_graphs()
         return f"{graphs} graphs in mode {self.way.compile_mode}" if graphs else "asked for, but nothing was compiled"
 
     @property

@@ -1,7 +1,7 @@
 """One optimizer step, given to the device call by call, or recorded once and replayed."""
 
 from drivetrain.step.captured import CAPTURED, NOT_CAPTURED, CapturedStep, CapturedStepper, CudaRecorder, own_stream
-from drivetrain.step.reasons import make_capturable, why_not_captured
+from drivetrain.step.reasons import make_capturable, why_not_captured, why_not_here
 from drivetrain.step.stepper import Stepper
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "make_capturable",
     "own_stream",
     "why_not_captured",
+    "why_not_here",
 ]

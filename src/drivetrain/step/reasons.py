@@ -21,11 +21,9 @@ def why_not_captured(
     draws: Draws | None = None,
 ) -> str:
     """The reason in words; empty if nothing is known that stands in the way."""
-    device = world.device
-    if device.type != "cuda":
-        return f"only CUDA devices replay a step, and this run is on {device.type}"
-    if world.size > 1:
-        return f"{world.size} processes share a step, and a replay cannot wait for the others"
+    here = why_not_here(world, asserts=asserts)
+    if here:
+        return here
     if strategy != "single":
         return f"the strategy {strategy} gives work to several devices"
     if num_micro_steps > 1:
@@ -35,11 +33,18 @@ def why_not_captured(
         return f"activations: {activations}, for which the host {how[activations]} in every step"
     if compile_mode in ("reduce-overhead", "max-autotune"):
         return f"compiling in mode {compile_mode} captures the model by itself"
-    if asserts:
-        return "device assertions look at every batch from Python"
     if draws is not None and draws.python:
         return "the model or the loss draws from Python's or numpy's generators, which a replay would not"
-    return _why_not_optimizer(optimizer, device, precision)
+    return _why_not_optimizer(optimizer, world.device, precision)
+
+
+def why_not_here(world: World, *, asserts: bool) -> str:
+    """What is known before there is a model."""
+    if world.device.type != "cuda":
+        return f"only CUDA devices replay a step, and this run is on {world.device.type}"
+    if world.size > 1:
+        return f"{world.size} processes share a step, and a replay cannot wait for the others"
+    return "device assertions look at every batch from Python" if asserts else ""
 
 
 def _why_not_optimizer(optimizer: Optimizer, device: torch.device, precision: Precision) -> str:

@@ -14,6 +14,11 @@ from drivetrain.core.loss import LossSum
 from drivetrain.strategies.base import LossFunction
 
 
+def num_graphs() -> int:
+    """What the compiler has made so far in this process: it can do nothing, and say nothing."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def compiled(loss: LossFunction, mode: str) -> LossFunction:
     if inspect.isfunction(loss) or inspect.ismethod(loss):
         return torch.compile(loss, mode=mode)

@@ -29,6 +29,7 @@ from drivetrain.moe.ways import Way, grouped_obstacle
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
 from drivetrain.strategies.replicated import load_whole_state, whole_state
+from drivetrain.strategies.together import norm_over_ranks, share_infinities
 
 _PLACEMENT = "expert_placement"
 
@@ -284,16 +285,10 @@ class ExpertParallelStrategy(DdpStrategy):
         if not self._world.is_main:
             own = {held.parameter for held in self._held.values()}
             parts = [part for part in parts if part in own]
-        gradients = [part.grad for part in parts if part.grad is not None and part.numel()]
-        own_norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        squared = own_norm.to(self._world.device, torch.float64).square()
-        dist.all_reduce(squared, group=self._world.group)
-        return squared.sqrt().to(self._parts.trained[0].dtype)
+        return norm_over_ranks(parts, self._world, self._parts.trained[0].dtype)
 
     def share_infinities(self, found: list[Tensor]) -> None:
-        """1 on all ranks where it is on one: a step is skipped by all or by none."""
-        for flag in found:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, self._world.group)
+        share_infinities(found, self._world)
 
     # Checkpoints
 

@@ -21,6 +21,7 @@ from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, share_buffers, whole_state
 from drivetrain.strategies.sharding import Sharded
+from drivetrain.strategies.together import norm_over_ranks, share_infinities
 
 
 class FsdpStrategy:
@@ -148,16 +149,10 @@ class FsdpStrategy:
         if not self._world.is_main:
             whole = set(self._replicated)
             parts = [part for part in parts if part not in whole]
-        gradients = [part.grad for part in parts if part.grad is not None]
-        own = torch.nn.utils.get_total_norm(gradients)
-        squared = own.to(self._world.device, torch.float64).square()
-        dist.all_reduce(squared, group=self._world.group)
-        return squared.sqrt().to(self._parts.trained[0].dtype)
+        return norm_over_ranks(parts, self._world, self._parts.trained[0].dtype)
 
     def share_infinities(self, found: list[Tensor]) -> None:
-        """1 on all ranks where it is on one: a step is skipped by all or by none."""
-        for flag in found:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, self._world.group)
+        share_infinities(found, self._world)
 
     # Checkpoints
 
