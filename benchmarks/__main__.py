@@ -44,6 +44,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "resident": resident.measure,
     "moe": moe.measure,
     "saving": saving.measure,
+    "saving-explained": saving.measure_explained,
     "saving-cpu": saving.measure_on_cpu,
     "watching": watching.measure,
     "correctness": correctness.measure,
@@ -62,7 +63,17 @@ CONTESTS = {
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
-NEEDS_A_GPU = {"capture", "feed", "fsdp", "gpt2", "moe", "saving", *SEVERAL["plan"], *SEVERAL["whole-job"]}
+NEEDS_A_GPU = {
+    "capture",
+    "feed",
+    "fsdp",
+    "gpt2",
+    "moe",
+    "saving",
+    "saving-explained",
+    *SEVERAL["plan"],
+    *SEVERAL["whole-job"],
+}
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
 weights on the CPU, 100 MB per checkpoint, where the thread that writes takes its share of the cores. A step is long
 enough for a save to end before the next one is due; were it not, the next would wait, and `waited` would say so.
 
-Of each save beside training a line is printed: the longest gap between two micro-steps after it, and what both threads
-were doing then.
+Of each save beside training a line is printed: the longest gap between two micro-steps after it. `saving-explained`
+says, too, what both threads were doing then; looking at them takes a share of the time itself.
 """
 
 import json
@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ RUNS = ((BESIDE, True, 80), ("waiting", False, 40), (BESIDE, True, 80))  # in th
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def measure() -> dict[str, list[float]]:
+def measure(*, explains: bool = False) -> dict[str, list[float]]:
     """On a GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("saving needs a GPU; saving-cpu does not")
@@ -51,8 +52,12 @@ def measure() -> dict[str, list[float]]:
     settings = {"gpu_mode": "single_gpu", "precision": "bf16", "batch_size": gpt2.BATCH, "capture": "off"}
     return {
         **_both_ways_to_copy(),
-        **_compare(gpt2.Gpt2, gpt2.loss_of, data, gpt2.BATCH * micro_batches, micro_batches, settings),
+        **_compare(gpt2.Gpt2, gpt2.loss_of, data, gpt2.BATCH * micro_batches, micro_batches, settings, explains),
     }
+
+
+def measure_explained() -> dict[str, list[float]]:
+    return measure(explains=True)
 
 
 def _both_ways_to_copy() -> dict[str, list[float]]:
@@ -114,6 +119,7 @@ def _compare(
     global_batch: int,
     micro_batches: int,
     settings: dict[str, Any],
+    explains: bool = False,
 ) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {}
     for way, beside, num_steps in RUNS:
@@ -123,7 +129,8 @@ def _compare(
             marks.append(time.perf_counter())
             return loss(network, batch)
 
-        with tempfile.TemporaryDirectory() as folder, Threads() as threads:
+        watched = Threads() if explains else nullcontext()
+        with tempfile.TemporaryDirectory() as folder, watched as threads:
             job = Job(
                 name="saving",
                 model=model,
@@ -151,7 +158,7 @@ def _compare(
     return samples
 
 
-def _gaps(marks: list[float], micro_batches: int, num_steps: int, threads: Threads) -> list[float]:
+def _gaps(marks: list[float], micro_batches: int, num_steps: int, threads: Threads | None) -> list[float]:
     """Of each save; and a line about it."""
     gaps = [(after - before, before) for before, after in pairwise(marks)]
     usual = statistics.median(gap for gap, _ in gaps[WARM_UP * micro_batches : (EVERY - 1) * micro_batches])
@@ -161,9 +168,10 @@ def _gaps(marks: list[float], micro_batches: int, num_steps: int, threads: Threa
         longest, began = max(after)
         found.append(1e3 * (longest - usual))
         which = "first" if number == 0 else "later"
+        then = "" if threads is None else f"; then {threads.between(began, began + longest)}"
         print(
             f"  {which} save, of step {saved}: longest gap {found[-1]:.1f} ms more than the usual {1e3 * usual:.1f}, "
-            f"{began - after[0][1]:.3f} s after it began; then {threads.between(began, began + longest)}"
+            f"{began - after[0][1]:.3f} s after it began{then}"
         )
     return found
 

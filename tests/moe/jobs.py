@@ -65,7 +65,8 @@ def run_mixture(
     changes: dict[str, Any] | None = None,
 ) -> Trained | None:
     """The main rank returns what came of it; None if it crashed at that call of the loss."""
-    loss = CrashingLoss(mixture_loss, crash_at_call)
+    # What counts its calls cannot be captured: only where something is to crash.
+    loss = CrashingLoss(mixture_loss, crash_at_call) if crash_at_call else mixture_loss
     given = dict(settings or {})
     gpu_mode = given.pop("gpu_mode", "cpu")
     try:

@@ -134,6 +134,8 @@ def held_and_forecast(kind: str) -> tuple[dict[str, int], dict[str, int], int]:
     objective = strategy.prepare(parts, Trial(batch, 4))
     strategy.backward(objective(batch, 4, 4 * world.size, 1))
     owned = [*sharded.parameters.values(), *sharded.replicated.values()]
+    before = [parameter for parameter, name in sharded.replaced.items() if name not in sharded.replicated]
+    assert num_bytes(before) == 0, "the whole weights are kept beside the shards"
     gradients = num_bytes(local(p.grad) for p in owned if p.grad is not None)
     strategy.step(False)
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]

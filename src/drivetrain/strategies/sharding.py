@@ -258,6 +258,10 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
         if options.reduces_unused:
             module.set_reduce_scatter_unused_params(True, recurse=False)
         fully_sharded.append(module)
+        for parameter in unit.parameters.values():
+            # Who is asked later which parameter was whose keeps these: without their values, of which the shards are
+            # copies. Kept whole, every rank would hold the whole model beside its part.
+            parameter.data = parameter.data.new_empty(0)
     assert all(isinstance(module, FSDPModule) for module in fully_sharded)
     return Sharded(
         model=model,
