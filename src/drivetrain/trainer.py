@@ -3,10 +3,14 @@
 Record n is read after step n+1 was given to the device, so the host does not wait for the device in the loop. It waits
 where somebody needs to know: before a hook, at the end. A checkpoint's state is copied at the end of its step, and it
 counts once the record of that step was read.
+
+Where the device itself notes what short steps came to, the records of some milliseconds are read at once, after as many
+steps more were given to it. Then each has their mean for its seconds.
 """
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +20,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, StepContext, Verdict
-from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
+from drivetrain.core.records import Note, PinnedSlots, Reading, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
@@ -36,17 +40,21 @@ class Begun(NamedTuple):
     began: float
 
 
-class _Enqueued(NamedTuple):
+class _Enqueued:
     """A step that the device was given; its outcome may not be there yet."""
 
-    place: Place
-    reading: Reading
-    lr: float
-    began: float
+    __slots__ = ("began", "ended", "lr", "place", "reading")
+
+    def __init__(self, begun: Begun, reading: Reading) -> None:
+        self.place, self.lr, self.began = begun
+        self.reading = reading
+        self.ended = math.nan  # for the host: when it began the next one
 
 
 # On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
 LAST_WAIT_SECONDS = 10.0
+# Of noted steps, for how long and how many at most are read at once.
+TOGETHER_SECONDS, MOST_TOGETHER = 4e-3, 32
 
 
 class Trainer:
@@ -74,7 +82,8 @@ class Trainer:
         self._hooks = [(hook, hook.every) for hook in ([validation] if validation else []) + [*job.hooks]]
         self._rounds_rates = are_rounded(optimizer)
         self._slots = PinnedSlots()
-        self._ahead: _Enqueued | None = None
+        self._ahead: deque[_Enqueued] = deque()
+        self._together = 1  # how many noted steps are read at once
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
         self.stopped_early = False  # somebody asked to stop; the run can go on later
@@ -116,23 +125,30 @@ class Trainer:
     def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
         """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
         place, ahead, clock = begun.place, self._ahead, self._stepper.clock
-        self._ahead = _Enqueued(place, Reading(outcome, self._world.device, self._slots), begun.lr, begun.began)
+        if ahead:
+            ahead[-1].ended = begun.began
+        ahead.append(_Enqueued(begun, Reading(outcome, self._world.device, self._slots)))
         done, is_last = place.step + 1, self._is_last(place)
         if done == self._first_step + 1:
             self.check_after_first_step()
-        commit, self._commit = self._commit, None
-        if ahead is not None:
-            yield self._record(ahead, begun.began)
-        if commit is not None:
-            commit(False)
-        clock.lap(LOGGING)
-        save_due = _is_due(self._save_every, place) or is_last or self.stopped_early
+        save_due = _is_due(self._save_every, place) or is_last
         hooks_due = [
             hook
             for hook, every in self._hooks
             if _is_due(every, place) or (is_last and hook is self._validation)  # the end is always validated
         ]
+        commit, self._commit = self._commit, None
+        is_awaited = save_due or hooks_due or commit is not None or self.wants_stop
+        num_due = len(ahead) - 1 if outcome.note is None or is_awaited else self._due_together(outcome.note)
+        if num_due:
+            yield from self._records(num_due)
+        if commit is not None:
+            commit(False)
+        clock.lap(LOGGING)
+        save_due |= self.stopped_early
         ends = is_last or self.is_over
+        if save_due or hooks_due or self.is_over:
+            clock.look()
         if save_due and not ends and not hooks_due and self.snapshot is not None:
             self._commit = self.snapshot(done)
             clock.lap(CHECKPOINT)
@@ -151,27 +167,44 @@ class Trainer:
         clock.next_step()
 
     def outstanding(self, *, leaving: bool = False) -> Iterator[StepRecord]:
-        """The record of the last step, if it was not read yet. The host waits for it.
+        """The records of the last steps, if they were not read yet. The host waits for them.
 
         `leaving` says that the loop was left before its end, perhaps by this rank alone.
         """
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
         commit, self._commit = self._commit, None
-        if ahead is not None:
-            yield self._record(ahead, time.perf_counter())
+        if ahead:
+            ahead[-1].ended = time.perf_counter()
+            yield from self._records(len(ahead))
         if commit is not None:
             commit(leaving)
 
+    def _due_together(self, note: Note) -> int:
+        """How many steps to read now, of those that are noted on the device; as many stay, for it to go on with."""
+        if note.noted.num_unsent >= self._together:
+            note.noted.send()
+        return len(self._ahead) - self._together if len(self._ahead) >= 2 * self._together else 0
+
+    def _records(self, count: int) -> Iterator[StepRecord]:
+        """Of the steps that were given to the device first."""
+        taken = [self._ahead.popleft() for _ in range(count)]
+        seconds = sum(enqueued.ended - enqueued.began for enqueued in taken) / count
+        for enqueued in taken:
+            yield self._record(enqueued, seconds)
+        self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_SECONDS / seconds))) if seconds > 0 else MOST_TOGETHER
+
     def last_words(self) -> Iterator[StepRecord]:
         """After an error: the record of the step before, if its state was copied and only its judgement is missing."""
-        ahead, commit = self._ahead, self._commit
-        self._ahead = self._commit = None
-        if ahead is None or commit is None:
+        ahead, commit = [*self._ahead], self._commit
+        self._ahead.clear()
+        self._commit = None
+        if len(ahead) != 1 or commit is None:
             return
+        (last,) = ahead
         try:
-            if not ahead.reading.is_there(LAST_WAIT_SECONDS):
+            if not last.reading.is_there(LAST_WAIT_SECONDS):
                 return
-            record = self._record(ahead, time.perf_counter())
+            record = self._record(last, time.perf_counter() - last.began)
         except Exception:  # noqa: BLE001  (a bad step, or a device that is gone: the first error is the news)
             return
         yield record
@@ -193,7 +226,7 @@ class Trainer:
             set_rate(group, rounded(lr) if self._rounds_rates else lr)
         return float(lr)
 
-    def _record(self, enqueued: _Enqueued, now: float) -> StepRecord:
+    def _record(self, enqueued: _Enqueued, seconds: float) -> StepRecord:
         """Reads the outcome. The host waits until that step is done on the device."""
         place = enqueued.place
         asked = time.perf_counter()
@@ -212,7 +245,7 @@ class Trainer:
             num_items=count,
             lr=enqueued.lr,
             grad_norm=norm,
-            seconds=now - enqueued.began,
+            seconds=seconds,
             skipped=skipped > 0,
         )
 

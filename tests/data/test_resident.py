@@ -169,7 +169,7 @@ def test_numbers_ahead_are_those_of_the_stream(
                 place = division.place(step)
                 parts = division.micro_steps(place, rank)
                 expected = [stream.samples(place.epoch, part.start, part.stop).tolist() for part in parts]
-                assert [found.tolist() for found in ahead.take(parts)] == expected
+                assert [rows.samples.tolist() for rows in ahead.take(parts)] == expected
             ahead.close()
 
 

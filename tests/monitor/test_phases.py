@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, PHASES, HostClock, Laps, NoClock
+from drivetrain.monitor.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, EventClock, HostClock, Laps, NoClock
 from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, make_job, run, vector_loss
@@ -141,3 +141,72 @@ def test_a_job_can_be_watched_twice(tmp_path: Path) -> None:
     laps = clock.take()
     assert laps.steps == 3
     assert set(laps.per_step()) == {"backward", "communication"}
+
+
+class FakeDevice:
+    """Time passes on it as it is told to; its events are past once it has come to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given = 0.0  # when all that it was given will be done
+        self.now = 0.0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                self.at = float("inf")
+
+            def record(self, stream: Any) -> None:
+                self.at = device.given
+
+            def query(self) -> bool:
+                return self.at <= device.now
+
+            def synchronize(self) -> None:
+                device.now = max(device.now, self.at)
+
+            def elapsed_time(self, other: Any) -> float:
+                assert other.query()
+                return 1e3 * float(other.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+
+@pytest.mark.parametrize("behind", [0.0, 0.005])
+@pytest.mark.parametrize(("step_seconds", "is_sampled"), [(2e-3, False), (1e-4, True)])
+def test_events_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, behind: float, step_seconds: float, is_sampled: bool
+) -> None:
+    """Long steps are measured each, short ones now and then; what is rare is measured whenever it happens."""
+    device = FakeDevice(monkeypatch)
+    clock = EventClock(torch.device("cuda"))
+    num_steps, num_events = 500, 0
+    lap = clock.lap
+
+    def counted(phase: int) -> None:
+        nonlocal num_events
+        num_events += clock._current is not None
+        lap(phase)
+
+    monkeypatch.setattr(clock, "lap", counted)
+    clock.start()
+    for step in range(1, num_steps + 1):
+        for phase, share in ((FORWARD, 0.25), (BACKWARD, 0.75)):
+            device.given += share * step_seconds
+            clock.lap(phase)
+        if step % 50 == 0:
+            clock.look()
+            device.given += 0.01
+            clock.lap(CHECKPOINT)
+        device.now = device.given - behind
+        clock.next_step()
+    clock.finish()
+    laps = clock.take()
+    assert laps.steps == pytest.approx(num_steps, abs=32 if is_sampled else 0)
+    found = dict(zip(PHASES, laps.seconds, strict=True))
+    assert found["forward"] == pytest.approx(0.25 * step_seconds * laps.steps)
+    assert found["backward"] == pytest.approx(0.75 * step_seconds * laps.steps)
+    assert found["checkpoint"] == pytest.approx(10 * 0.01)
+    assert clock.lost == 0
+    assert (num_events < 2 * num_steps / 5) == is_sampled

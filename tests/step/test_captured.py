@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import api, trainer
+from drivetrain import DrivetrainError, api, trainer
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.run import Setup
 from drivetrain.step import CapturedStepper
 from drivetrain.step import captured as captured_module
 from drivetrain.strategies import SingleStrategy
 from tests.step.rerun import Rerun
-from tests.training.jobs import Trained, Variant, run, vector_loss
+from tests.training.jobs import Trained, Variant, Vectors, make_model, run, vector_loss
 from tests.training.test_resume import CrashingLoss, PlantedError, assert_identical
 
 # 4 steps per epoch, the last of them ragged; saved every 5 steps.
@@ -70,6 +70,10 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "suite" / "events.jsonl").read_text().splitlines()]
 
 
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "suite" / "steps.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
@@ -100,6 +104,78 @@ def test_the_same_as_without(captures: Captures, tmp_path: Path, variant: Varian
     assert f"{expected} of" in events(tmp_path / "captured")[-1]["capture"]
     phases = (tmp_path / "captured" / "suite" / "speed.jsonl").read_text()
     assert '"step": 0.' in phases, "a replay is a phase of its own"
+
+
+RESIDENT = {"resident": "on"}
+
+
+@pytest.mark.parametrize("together", [1, 3, 32])
+@pytest.mark.parametrize(
+    "changes", [{"clip_norm": None}, {"ema": 0.9}, {"valid_every": 9}], ids=["a loss alone", "with a norm", "validated"]
+)
+def test_steps_that_are_read_together(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, changes: dict[str, Any]
+) -> None:
+    """Over the ends of windows of numbers, with a shape of its own for an epoch's last step, with saves between."""
+    monkeypatch.setattr(trainer, "MOST_TOGETHER", together)
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr("drivetrain.data.ahead.FIRST", 40)
+    monkeypatch.setattr("drivetrain.data.ahead.FOLLOWING", 100)
+    if "valid_every" in changes:
+        changes = {**changes, "valid": Vectors(replace(BASE, num_samples=21))}
+    variant = replace(BASE, steps=90, save_every=25)
+    plain = captures.run(tmp_path / "plain", variant, "off", settings=RESIDENT, **changes)
+    captured = captures.run(tmp_path / "captured", variant, settings=RESIDENT, **changes)
+    assert_identical(captured, plain)
+    assert captures.recorders[0].num_recorded == 2
+    assert captures.recorders[0].num_replayed == 90 - 6
+    seconds = [row["seconds"] for row in rows(tmp_path / "captured")]
+    assert all(value > 0 for value in seconds)
+    if together == 32:
+        assert len(set(seconds)) < 45, "many were read together"
+
+
+def test_a_bad_step_among_those_read_together(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the run; those before it are written, nothing after it is saved."""
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    variant = replace(BASE, steps=90, save_every=25)
+
+    def spoilt(model: nn.Module, batch: Any) -> Tensor:
+        model.calls += 1  # type: ignore[operator,assignment]
+        return vector_loss(model, batch) / (model.calls != 61)  # type: ignore[operator]
+
+    def counting() -> nn.Module:
+        model = make_model(variant)
+        model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        return model
+
+    with pytest.raises(DrivetrainError, match="step 61 "):
+        captures.run(tmp_path, variant, settings=RESIDENT, loss=spoilt, model=counting, clip_norm=None)
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, 61)]
+    saved = [event["step"] for event in events(tmp_path) if event["event"] == "checkpoint"]
+    assert saved == [25, 50]
+
+
+def test_a_wish_to_stop_is_heard_at_once(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    asked = []
+    set_lr = trainer.Trainer._set_lr
+
+    def asking(self: trainer.Trainer, step: int, num_steps: int | None) -> float:
+        if step == 40 and not asked:
+            asked.append(step)
+            self.stop()
+        return set_lr(self, step, num_steps)
+
+    monkeypatch.setattr(trainer.Trainer, "_set_lr", asking)
+    variant = replace(BASE, steps=90, save_every=80)
+    whole = captures.run(tmp_path / "plain", variant, "off", settings=RESIDENT)
+    asked.clear()
+    stopped = captures.run(tmp_path / "captured", variant, settings=RESIDENT)
+    assert [row["step"] for row in rows(tmp_path / "captured")][-1] == 42
+    assert stopped.rows == whole.rows[:42]
 
 
 def test_rare_shapes_are_not_recorded(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def is_finished(path: Path) -> bool:
 class Record(Protocol):
     """What can be written as a line."""
 
-    def as_dict(self) -> dict[str, Any]: ...
+    def as_json(self) -> str: ...
 
 
 class JsonLines:
@@ -135,6 +135,7 @@ class JsonLines:
     """
 
     FLUSH_SECONDS = 1.0
+    MOST_WAITING = 512  # more at once would hold up a loop of very short steps for longer than the device has work
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -144,13 +145,15 @@ class JsonLines:
 
     def append(self, record: "Mapping[str, Any] | Record") -> None:
         self._waiting.append(record)
-        if time.monotonic() - self._flushed > self.FLUSH_SECONDS:
+        if len(self._waiting) > self.MOST_WAITING or time.monotonic() - self._flushed > self.FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         if self._waiting:
-            records = (record if isinstance(record, Mapping) else record.as_dict() for record in self._waiting)
-            self._write("".join(f"{json.dumps(record)}\n" for record in records).encode())
+            lines = [
+                json.dumps(record) if isinstance(record, Mapping) else record.as_json() for record in self._waiting
+            ]
+            self._write("".join(f"{line}\n" for line in lines).encode())
             self._waiting = []
         self._flushed = time.monotonic()
 

@@ -10,10 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
-from torch import Tensor
 
 from drivetrain.data.division import Division, MicroStep
-from drivetrain.data.resident import Resident
+from drivetrain.data.resident import Resident, Rows, Window
 from drivetrain.data.stream import Indices, SampleStream
 
 # Positions of an epoch that are computed at once. The first piece is waited for, and so it is a small one.
@@ -38,18 +37,17 @@ class NumbersAhead:
         self._next_step, self._last_step = first_step, last_step
         self._thread = ThreadPoolExecutor(1, "drivetrain-samples")
         self._coming: Future[Indices] | None = None
-        self._piece: Tensor | None = None
+        self._window: Window | None = None
         self._taken = self._length = 0
 
-    def take(self, parts: list[MicroStep]) -> list[Tensor]:
-        """For the micro-steps of the step that comes next."""
+    def take(self, parts: list[MicroStep]) -> list[Rows]:
+        """For the micro-steps of the step that comes next. Good until the step after it is taken."""
         if self._taken == self._length:
             self._turn()
-        piece, taken, found = self._piece, self._taken, []
-        assert piece is not None
+        window, taken, found = self._window, self._taken, []
         for part in parts:
             count = part.stop - part.start
-            found.append(piece.narrow(0, taken, count))
+            found.append(Rows(self._resident, None, window, taken, count))
             taken += count
         self._taken = taken
         return found
@@ -64,7 +62,16 @@ class NumbersAhead:
         numbers = coming.result()
         self._coming = self._begin(FOLLOWING)
         # Pinned and sent by this thread: a step may just be recorded for replay, and then no other may ask for memory.
-        self._piece, self._taken, self._length = self._resident.numbers(numbers), 0, len(numbers)
+        if self._window is None:
+            self._window = Window(self._most_numbers(), self._resident.device)
+        self._window.fill(self._resident.on_host(numbers))
+        self._taken, self._length = 0, len(numbers)
+
+    def _most_numbers(self) -> int:
+        """Of a piece: this rank's samples of its steps, and those that are repeated at weight 0."""
+        division = self._division
+        in_a_step = -(-division.global_batch // division.world_size) + division.num_micro_steps(division.place(0))
+        return in_a_step * max(1, max(FIRST, FOLLOWING) // division.global_batch)
 
     def _begin(self, num_positions: int) -> Future[Indices] | None:
         first = self._next_step

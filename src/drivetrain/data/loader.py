@@ -274,8 +274,7 @@ class Loader:
         self._numbers = numbers
         for step in steps.without_contents():
             parts = step.parts
-            samples = numbers.take(parts)
-            yield step, [_micro_batch(Rows(resident, these), parts, n) for n, these in enumerate(samples)]
+            yield step, [_micro_batch(rows, parts, number) for number, rows in enumerate(numbers.take(parts))]
 
     def _read_rows(self, step: RankStep, resident: Resident) -> Iterator[MicroBatch]:
         for number, content in enumerate(step.contents):

@@ -143,17 +143,73 @@ class Resident:
 
     def numbers(self, samples: Any) -> Tensor:
         """Numbers of samples on the device. The copy does not make the host wait."""
+        return self.on_host(samples).to(self.device, non_blocking=True)
+
+    def on_host(self, samples: Any) -> Tensor:
+        """Numbers of samples, from where a copy to the device does not make the host wait."""
         found = torch.as_tensor(samples, dtype=torch.int64)
-        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
+        return found.pin_memory() if self.device.type == "cuda" else found
+
+
+class Window:
+    """The numbers of the samples of the steps that come next, on the device, and a place in them.
+
+    A recorded step reads from its place on and moves it by itself, so nothing has to be told to a replay that follows
+    another: what is given to the device between two of them would keep it from beginning the second at once.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.numbers = torch.zeros(length, dtype=torch.int64, device=device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._place: int | None = 0  # what is on the device once it has done all that was given to it; None: who knows
+
+    def fill(self, numbers: Tensor) -> None:
+        """With others; what was given to the device before still gets the old ones."""
+        self.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+
+    def go_to(self, start: int) -> None:
+        if self._place != start:
+            self.place.fill_(start)
+            self._place = start
+
+    def passed(self, count: int) -> None:
+        """A replay was begun that moves the place so far."""
+        assert self._place is not None
+        self._place += count
+
+    def lose_place(self) -> None:
+        self._place = None
+
+    def chosen(self, offsets: Tensor) -> Tensor:
+        """The numbers at these distances from the place; part of what is recorded."""
+        return self.numbers.index_select(0, self.place + offsets)
 
 
 class Rows:
-    """Some samples of resident data that were not gathered yet: whoever needs the batch does it, where it needs it."""
+    """Some samples of resident data that were not gathered yet: whoever needs the batch does it, where it needs it.
 
-    __slots__ = ("resident", "samples")
+    They are given by their numbers, or by where those are in a window.
+    """
 
-    def __init__(self, resident: Resident, samples: Tensor) -> None:
-        self.resident, self.samples = resident, samples
+    __slots__ = ("_samples", "count", "resident", "start", "window")
+
+    def __init__(
+        self,
+        resident: Resident,
+        samples: Tensor | None = None,
+        window: Window | None = None,
+        start: int = 0,
+        count: int = 0,
+    ) -> None:
+        self.resident, self._samples = resident, samples
+        self.window, self.start, self.count = window, start, count
+
+    @property
+    def samples(self) -> Tensor:
+        if self._samples is None:
+            assert self.window is not None
+            return self.window.numbers.narrow(0, self.start, self.count)
+        return self._samples
 
     def gather(self, out: Any = None) -> Any:
         return self.resident.gather(self.samples, out)

@@ -2,9 +2,12 @@
 
 Laps leave no gap, so the phases of a step add up to its time. On a CPU the clock is the host's. On a GPU it is the
 device's: a lap is an event in its stream, read steps later, when it is long past, so that nobody waits for it. There a
-phase is what the device spent on it, and what it spent idle before the next was given to it.
+phase is what the device spent on it, and what it spent idle before the next was given to it. Events take microseconds
+of the device's time, and of the host's: of steps that are shorter than a millisecond only some are measured, and each
+stands for those between. What does not happen in every step is measured whenever it does.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from operator import sub
 from time import perf_counter
@@ -21,6 +24,7 @@ PHASES = (
 DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, STEP, LOGGING, HOOKS, VALIDATION, CHECKPOINT = range(
     len(PHASES)
 )
+RARE = frozenset((HOOKS, VALIDATION, CHECKPOINT))  # not part of every step
 
 
 class Laps(NamedTuple):
@@ -51,6 +55,9 @@ class PhaseClock(Protocol):
     def end_backward(self) -> None:
         """After it: the rest was communication that nothing hid."""
 
+    def look(self) -> None:
+        """What comes now is not part of every step: it is measured, whether or not the rest of the step is."""
+
     def waited(self, seconds: float) -> None:
         """The host has waited so long for the device, to read how a step went."""
 
@@ -76,6 +83,9 @@ class NoClock:
         pass
 
     def end_backward(self) -> None:
+        pass
+
+    def look(self) -> None:
         pass
 
     def waited(self, seconds: float) -> None:
@@ -155,24 +165,27 @@ class HostClock(_Clock):
 class _StepLaps:
     """The events of one step. Kept and used again: making one costs more than recording it."""
 
-    __slots__ = ("before", "events", "phases", "used")
+    __slots__ = ("before", "begin", "events", "phases", "stands_for", "used")
 
     def __init__(self) -> None:
-        self.before: torch.cuda.Event | None = None  # the last lap of the step before
+        self.begin: torch.cuda.Event | None = None  # of its own, where the step before was not measured
+        self.before: torch.cuda.Event | None = None  # what the first lap counts from
         self.events: list[torch.cuda.Event] = []
         self.phases: list[int] = []
         self.used = 0
+        self.stands_for = 1  # steps; 0: only a part of one was measured
 
 
 class EventClock(_Clock):
     """For a GPU: laps are events in its stream.
 
-    A step is read when the third after it begins. The loop has waited for the outcome of the step after it by then, so
-    its events are past; were they not, the step would be left out (`lost`). Its first lap counts from the last event of
-    the step before, which is not recorded anew until then: hence a ring of four.
+    A step is read once its last event is past, which is asked whenever another has been measured. Its first lap counts
+    from the last event of the step before where that was measured, too: so events are used again one reading later.
     """
 
-    _RING = 4
+    SHORT_SECONDS = 1e-3  # one step in so much time is measured
+    MOST_STRIDE = 32
+    MOST_PENDING = 256  # steps whose events are not past yet; more are left out (`lost`)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -180,16 +193,33 @@ class EventClock(_Clock):
         self._waited = 0.0
         # This device's, always: an event without a stream would be recorded on whichever device is current.
         self._stream = torch.cuda.current_stream(device)
-        self._ring = [_StepLaps() for _ in range(self._RING)]
-        self._at = 0
-        self._current = self._ring[0]
+        self._stride, self._until_next = 1, 1
+        self._current: _StepLaps | None = None  # None: this step is not measured
+        self._pending: deque[_StepLaps] = deque()
+        self._free: list[_StepLaps] = []
+        self._read_last: _StepLaps | None = None  # the step behind it may count from its last event
 
     def start(self) -> None:
-        event = self._current.before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        self._begin(self._stride)
+
+    def look(self) -> None:
+        if self._current is None:
+            self._begin(0)
+
+    def _begin(self, stands_for: int, before: torch.cuda.Event | None = None) -> None:
+        step = self._current = self._free.pop() if self._free else _StepLaps()
+        step.used, step.stands_for = 0, stands_for
+        if before is None:
+            if step.begin is None:
+                step.begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            before = step.begin
+            before.record(self._stream)
+        step.before = before
 
     def lap(self, phase: int) -> None:
         current = self._current
+        if current is None:
+            return
         if current.used == len(current.events):
             current.events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             current.phases.append(phase)
@@ -205,33 +235,53 @@ class EventClock(_Clock):
         return super().take()._replace(waited=waited)
 
     def next_step(self) -> None:
-        last = self._current.events[self._current.used - 1] if self._current.used else self._current.before
-        self._at = (self._at + 1) % self._RING
-        self._read(self._ring[(self._at + 1) % self._RING])
-        self._current = self._ring[self._at]
-        self._current.before, self._current.used = last, 0
+        last = self._put_by()
+        self._until_next -= 1
+        if not self._until_next:
+            self._until_next = self._stride
+            self._begin(self._stride, last)
+
+    def _put_by(self) -> torch.cuda.Event | None:
+        """The step that is over, to be read when it is past. Returns its last event."""
+        step, self._current = self._current, None
+        if step is None:
+            return None
+        if not step.used:
+            self._free.append(step)
+            return None
+        self._pending.append(step)
+        while self._pending and self._pending[0].events[self._pending[0].used - 1].query():  # type: ignore[no-untyped-call]
+            self._read(self._pending.popleft())
+        if len(self._pending) > self.MOST_PENDING:
+            self._pending.popleft()
+            self.lost += 1
+        return step.events[step.used - 1]
 
     def _read(self, step: _StepLaps) -> None:
-        before, used = step.before, step.used
-        if before is None or not used:
-            return
-        step.used = 0
-        if not step.events[used - 1].query():  # type: ignore[no-untyped-call]
-            self.lost += 1
-            return
-        for event, phase in zip(step.events[:used], step.phases[:used], strict=True):
-            self._sums[phase] += before.elapsed_time(event) / 1e3
+        before, seconds = step.before, 0.0
+        for event, phase in zip(step.events[: step.used], step.phases[: step.used], strict=True):
+            assert before is not None
+            elapsed = before.elapsed_time(event) / 1e3
             before = event
-        self._steps += 1
+            if phase in RARE or not step.stands_for:
+                self._sums[phase] += elapsed
+            else:
+                self._sums[phase] += elapsed * step.stands_for
+                seconds += elapsed
+        self._steps += step.stands_for
+        if step.stands_for:
+            self._stride = max(1, min(self.MOST_STRIDE, int(self.SHORT_SECONDS / seconds))) if seconds else 1
+        if self._read_last is not None:
+            self._free.append(self._read_last)
+        self._read_last = step
 
     def finish(self) -> None:
-        if self._current.used:  # a step that ended the loop from within
-            self.next_step()
-        last = self._current.before
-        if last is not None:
+        last = self._put_by()  # of a step that ended the loop from within
+        if self._pending:
+            last = last or self._pending[-1].events[self._pending[-1].used - 1]
             last.synchronize()  # the host waits for the device here: the loop is over
-        for ahead in range(1, self._RING + 1):
-            self._read(self._ring[(self._at + ahead) % self._RING])
+        while self._pending:
+            self._read(self._pending.popleft())
 
 
 def make_clock(device: torch.device) -> PhaseClock:

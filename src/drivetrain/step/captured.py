@@ -5,9 +5,10 @@ changes something in Python, cannot be replayed, and the run goes on without, wi
 shape that is not rare is recorded, and replayed from there on; rare ones, such as an epoch's last, run as ever.
 
 All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be recorded. What changes from
-step to step reaches a replay through memory: the batch is copied into place, or of resident data the numbers of its
-samples, which the replay gathers; the learning rate is on the device (`strategies.rates`); the generators' seeds are
-read when a replay begins.
+step to step reaches a replay through memory: the batch is copied into place, or is gathered by the replay itself from
+resident data, whose `Window` says which samples are next; the learning rate is on the device (`strategies.rates`); the
+generators' seeds are read when a replay begins. Of a step on resident data nothing is given to the device but the
+replay: what it came to is noted there, and fetched for many steps at once (`core.records.Noted`).
 """
 
 import threading
@@ -21,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import StepOutcome
+from drivetrain.core.records import Noted, StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place
-from drivetrain.data.resident import Rows
+from drivetrain.data.resident import Rows, Window
 from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.step.inputs import NotStaticError, signature, with_tensors
 from drivetrain.step.python_state import State, changes, generators_state, python_state
@@ -64,38 +65,64 @@ class CapturedStep:
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
+        self._window: Window | None = batch.window if isinstance(batch, Rows) else None
+        self._count = 0 if self._window is None else batch.count
+        # A recording does not keep what it reads: this object does.
+        self._noted: Noted | None = None
+        self._offsets: Tensor | None = None
+        if self._window is not None:
+            self._noted = Noted(len(self._window.numbers), self._window.place.device)
+            self._offsets = torch.arange(self._count, device=self._window.place.device)
+
+        def learn(data: Any) -> StepOutcome:
+            strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
+            return _on_device(strategy.move())
 
         def body() -> None:
-            data = batch.gather() if isinstance(batch, Rows) else batch
-            strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
-            self._outcome = _packed(strategy.move())
+            window, noted, offsets = self._window, self._noted, self._offsets
+            if window is None or noted is None or offsets is None:
+                outcome = learn(batch.gather() if isinstance(batch, Rows) else batch)
+                self._outcome = outcome._replace(packed=outcome.pack())
+                return
+            self._outcome = learn(batch.resident.gather(window.chosen(offsets)))
+            noted.keep(window.place, self._outcome)
+            window.place.add_(self._count)
 
         try:
             self._replay = record(body)
         except BaseException:
             strategy.abandon()
             raise
+        finally:
+            if self._window is not None:
+                self._window.lose_place()
         # Others may give the parameters gradients of their own between replays: whoever looks at them sees these again.
         self._gradients = [(parameter, parameter.grad) for parameter in strategy.parts.trained]
 
-    def replay(self, stop: float = 0.0) -> StepOutcome:
+    def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
+        """`start`: where in their window its samples are, if they are in one."""
+        window, note = self._window, None
+        if window is not None:
+            note = None if self._noted is None else self._noted.expect(start)
+            window.go_to(start)
+            window.passed(self._count)
         self._replay()
         self._strategy.follow()
         outcome = self._outcome
         assert outcome is not None
-        return outcome._replace(stop=stop) if stop else outcome
+        return outcome._replace(stop=stop, note=note) if stop or note is not None else outcome
 
     def show_gradients(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
 
-def _packed(outcome: StepOutcome) -> StepOutcome:
-    """With its numbers as one tensor, made by the device itself. A count on the host is a constant of this shape."""
+def _on_device(outcome: StepOutcome) -> StepOutcome:
+    """With tensors only where the device makes them anew. A count on the host is a constant of this shape."""
     count = outcome.num_items
     if isinstance(count, Tensor) and count.device != outcome.losses[0][0].device:
-        outcome = outcome._replace(num_items=count.item())
-    return outcome._replace(packed=outcome.pack())
+        return outcome._replace(num_items=count.item())
+    return outcome
 
 
 class CudaRecorder:
@@ -239,10 +266,10 @@ class CapturedStepper(Stepper):
             return self._warm_up(key, batch, leaves, place, micro, stop)
         if not recorded.take(leaves):
             return self._run_here(batch, place, micro, stop)
-        return self._replay(recorded, stop)
+        return self._replay(recorded, batch, stop)
 
-    def _replay(self, recorded: _Recorded, stop: bool) -> StepOutcome:
-        outcome = recorded.step.replay(float(stop))
+    def _replay(self, recorded: _Recorded, batch: Any, stop: bool) -> StepOutcome:
+        outcome = recorded.step.replay(float(stop), batch.start if type(batch) is Rows else 0)
         if self._shown is not recorded:
             recorded.step.show_gradients()
             self._shown = recorded
@@ -314,7 +341,7 @@ class CapturedStepper(Stepper):
         found = changes(state, self._python_state())
         recorded.take(leaves)
         self._begin_again(place, micro)
-        outcome = self._replay(recorded, stop)
+        outcome = self._replay(recorded, batch, stop)
         if found:
             # What Python did while this step was recorded belongs to it; the next must do it again.
             self._give_up(f"the step changes {found[0]} in Python, which a replay would not")

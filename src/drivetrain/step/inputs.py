@@ -26,6 +26,8 @@ def signature(batch: Any, tensors: list[Tensor]) -> Hashable:
         return batch.shape, batch.dtype, batch.stride(), batch.device
     kind = type(batch)
     if kind is Rows:
+        if batch.window is not None:
+            return kind, id(batch.resident), id(batch.window), batch.count
         return kind, id(batch.resident), signature(batch.samples, tensors)
     if kind in _PLAIN:
         return kind, batch  # with its kind: 1, 1.0 and True are equal
@@ -43,7 +45,7 @@ def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Rows):
-        return Rows(batch.resident, next(tensors))
+        return batch if batch.window is not None else Rows(batch.resident, next(tensors))
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(with_tensors(value, tensors) for value in batch))
     if isinstance(batch, (list, tuple)):
