@@ -119,6 +119,8 @@ class Trainer:
 
     def begin(self, place: Place) -> Begun:
         self.before_step(place.step + 1)
+        if self._job.hooks:
+            self._stepper.keep_batch(any(_is_due(hook.every, place) for hook in self._job.hooks))
         began = time.perf_counter()
         return Begun(place, self._set_lr(place.step, self._num_steps), began)
 
@@ -265,7 +267,14 @@ class Trainer:
     def _call(self, hooks: list[Hook], place: Place) -> Verdict:
         epochs_done = place.epoch + place.ends_epoch
         context = StepContext(
-            place.step + 1, epochs_done, self._model, self._world, self._folder, self._companions, self.tell
+            place.step + 1,
+            epochs_done,
+            self._model,
+            self._world,
+            self._folder,
+            self._companions,
+            self.tell,
+            batch=self._stepper.last_batch,
         )
         verdicts = []
         for hook in hooks:

@@ -16,7 +16,8 @@ class StepContext:
 
     It must not change weights. What does, as experts that come and go, does it in place, on all ranks alike, and to
     what goes with them: `companions` gives the optimizer's state of a parameter, and its moving average as `average`,
-    as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books.
+    as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books. `batch()` is this rank's
+    last micro-batch of the step that counted, as the loss function got it; None if there was none.
     """
 
     step: int  # optimizer steps done
@@ -26,6 +27,7 @@ class StepContext:
     folder: Path
     companions: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {}
     tell: Callable[..., None] = lambda kind, **facts: None
+    batch: Callable[[], Any] = lambda: None
 
 
 class Verdict(NamedTuple):

@@ -78,6 +78,7 @@ class Settlement:
             moved = group.rates * torch.sign(mean - load) * active
             torch._foreach_add_([layer.router.bias for layer in layers], list(moved.unbind()))
             torch._foreach_copy_([layer.load for layer in layers], list(load.unbind()))
+            torch._foreach_add_([layer.uses for layer in layers], list(load.unbind()))
             torch._foreach_zero_([counts for layer in layers for counts in layer.tally.counts.values()])
         for layer in self.layers:
             layer.tally.losses.clear()

@@ -41,6 +41,8 @@ class MixtureOfExperts(nn.Module):
     """
 
     load: Tensor
+    uses: Tensor
+    together: Tensor
     centroids: Tensor
     spreads: Tensor
     expert_ids: Tensor
@@ -86,6 +88,7 @@ class MixtureOfExperts(nn.Module):
             self.router.weight[num_experts:] = 0.0
             self.router.mask[num_experts:] = float("-inf")
         self.register_buffer("load", torch.zeros(slots, dtype=torch.int64))  # of the last step, over all ranks
+        self.register_buffer("uses", torch.zeros(slots, dtype=torch.int64))  # of all steps since the expert came
         ids = torch.cat([torch.arange(num_experts), torch.full((slots - num_experts,), -1)])
         self.register_buffer("expert_ids", ids)  # never given twice; -1 is an empty slot
         self.register_buffer("next_id", torch.tensor(num_experts))
@@ -93,6 +96,8 @@ class MixtureOfExperts(nn.Module):
         if self.can_grow:  # what each expert's tokens are like: their mean, and their mean square distance from it
             self.register_buffer("centroids", torch.zeros(slots, num_inputs))
             self.register_buffer("spreads", torch.zeros(slots))
+            # Which part of all tokens two experts get both of, as far as somebody has looked.
+            self.register_buffer("together", torch.zeros(slots, slots))
         self.tally = Tally(slots, num_inputs if self.can_grow else 0)
         self.tally.move(self.load.device)
         self.dispatcher: Dispatcher = LocalDispatcher(way)
@@ -112,7 +117,7 @@ class MixtureOfExperts(nn.Module):
             count(self.tally.on(tokens.device), routing.chosen)
             self._note_losses(routing)
             if self.can_grow:
-                self.tally.keep(tokens)
+                self.tally.keep(tokens, tokens.shape[0] // max(inputs.shape[0], 1) if inputs.dim() > 1 else 1)
         result = self.dispatcher(self.experts, tokens.to(dtype), routing)
         return result.view(*inputs.shape[:-1], result.shape[-1])
 

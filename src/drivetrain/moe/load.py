@@ -24,7 +24,9 @@ class Tally:
         self.num_slots, self.sample_width = num_slots, sample_width
         self.counts: dict[torch.device, Tensor] = {}
         self.losses: list[tuple[Tensor, int]] = []  # a sum over tokens, and how many
-        self.samples: dict[torch.device, Tensor] = {}  # some tokens of the last forward, where experts come and go
+        # Where experts come and go: some tokens of the last forward that counted, and of how many they are, with how
+        # many tokens to a sample of the batch.
+        self.samples: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> Tensor:
         if device.type == "meta":  # of a model that is not made yet; nothing is counted there
@@ -34,16 +36,24 @@ class Tally:
         return self.counts[device]
 
     def sample_on(self, device: torch.device) -> Tensor:
-        if device not in self.samples:
-            self.samples[device] = torch.zeros(SAMPLE, self.sample_width, device=device)
-        return self.samples[device]
+        return self._sample(device)[0]
 
-    def keep(self, tokens: Tensor) -> None:
+    def sampled(self, device: torch.device) -> tuple[Tensor, int]:
+        """The sample without repetitions, and how many tokens a sample of the batch has. The host waits."""
+        tokens, sizes = self._sample(device)
+        count, per_sample = sizes.tolist()
+        return tokens[:count], per_sample
+
+    def keep(self, tokens: Tensor, per_sample: int) -> None:
         """In place and always as many, fewer ones several times: so it can be compiled and captured."""
-        count = tokens.shape[0]
-        if count:
-            picked = tokens[:SAMPLE] if count >= SAMPLE else tokens[torch.arange(SAMPLE, device=tokens.device) % count]
-            self.sample_on(tokens.device).copy_(picked.detach())
+        if tokens.shape[0] and tokens.device.type != "meta":
+            keep(*self._sample(tokens.device), tokens.detach(), per_sample)
+
+    def _sample(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self.samples:
+            sizes = torch.tensor([0, 1], device=device)
+            self.samples[device] = torch.zeros(SAMPLE, self.sample_width, device=device), sizes
+        return self.samples[device]
 
     def move(self, device: torch.device) -> None:
         """The layer is there now. What it counted elsewhere is dropped: to ask for it would wait for the device.
@@ -54,7 +64,7 @@ class Tally:
         self.samples.clear()
         if device.type != "meta":
             self.on(device)
-            self.sample_on(device)
+            self._sample(device)
 
     def total(self, device: torch.device) -> Tensor:
         """Over all devices of this process."""
@@ -95,8 +105,27 @@ def _count(tally: Tensor, chosen: Tensor) -> None:
         tally.scatter_add_(0, flat, torch.ones_like(flat))  # whole numbers: the same in whatever order they are added
 
 
+def keep(sample: Tensor, sizes: Tensor, tokens: Tensor, per_sample: int) -> None:
+    """As `count`: what does not count is not kept."""
+    if torch.compiler.is_compiling():
+        torch.ops.drivetrain.keep_tokens(sample, sizes, tokens, per_sample)
+    else:
+        _keep(sample, sizes, tokens, per_sample)
+
+
+def _keep(sample: Tensor, sizes: Tensor, tokens: Tensor, per_sample: int) -> None:
+    if is_counted() and not is_recomputing():
+        count = tokens.shape[0]
+        picked = tokens[:SAMPLE] if count >= SAMPLE else tokens[torch.arange(SAMPLE, device=tokens.device) % count]
+        sample.copy_(picked)
+        sizes[0] = min(count, SAMPLE)
+        sizes[1] = per_sample
+
+
 torch.library.custom_op("drivetrain::count_tokens", _count, mutates_args=("tally",))
 torch.library.register_fake("drivetrain::count_tokens", lambda tally, chosen: None)
+torch.library.custom_op("drivetrain::keep_tokens", _keep, mutates_args=("sample", "sizes"))
+torch.library.register_fake("drivetrain::keep_tokens", lambda sample, sizes, tokens, per_sample: None)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Slots:
             else:
                 self._store(kept, slot, row if _is_of_squares(kept.kind) else torch.zeros_like(row))
         layer.router.bias[slot] = layer.router.bias[parent]
-        layer.load[slot] = 0
+        self._forget(slot)
         layer.expert_ids[slot] = number
         layer.next_id += 1
         return slot
@@ -109,7 +109,7 @@ class Slots:
             self._store(kept, slot, torch.zeros_like(self._fetch(kept, slot)))
         layer.router.mask[slot] = float("-inf")
         layer.router.bias[slot] = 0.0
-        layer.load[slot] = 0
+        self._forget(slot)
         layer.expert_ids[slot] = -1
 
     @torch.no_grad()
@@ -125,14 +125,16 @@ class Slots:
             mixed = share * self._fetch(kept, into) + (1 - share) * self._fetch(kept, gone)
             is_mixed = kept.kind in ("weight", "average") or _is_of_squares(kept.kind)
             self._store(kept, into, mixed if is_mixed else torch.zeros_like(mixed))
-        self.layer.load[into] += self.layer.load[gone]
+        for counts in (self.layer.load, self.layer.uses):
+            counts[into] += counts[gone]
         self.prune(gone)
 
     def saved(self, slots: list[int]) -> Callable[[], None]:
         """What puts these slots back as they are now."""
         layer = self.layer
         rows = [(kept, slot, self._fetch(kept, slot).clone()) for kept in self._kept() for slot in slots]
-        buffers = [layer.router.mask, layer.router.bias, layer.load, layer.expert_ids]
+        buffers = [layer.router.mask, layer.router.bias, layer.load, layer.uses, layer.expert_ids]
+        buffers += [layer.together] if layer.can_grow else []
         values = [buffer.clone() for buffer in buffers]
 
         @torch.no_grad()
@@ -143,6 +145,13 @@ class Slots:
                 buffer.copy_(value)
 
         return put_back
+
+    def _forget(self, slot: int) -> None:
+        """Who worked there, and with whom."""
+        layer = self.layer
+        layer.load[slot] = layer.uses[slot] = 0
+        if layer.can_grow:
+            layer.together[slot] = layer.together[:, slot] = 0.0
 
     # Rows
 

@@ -232,6 +232,10 @@ class CapturedStepper(Stepper):
     def _moved(self, batch: Any) -> Any:
         return to_device(batch, self._device, channels_last=self._channels_last) if self._takes_rows else batch
 
+    def last_batch(self) -> Any:
+        batch = super().last_batch()
+        return batch.gather() if isinstance(batch, Rows) else self._moved(batch)
+
     def look_again(self) -> None:
         self._looks_again = bool(self._recorded)
 

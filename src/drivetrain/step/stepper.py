@@ -45,6 +45,8 @@ class Stepper:
         # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
         self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
+        self.keeps_batch = False  # whether somebody will ask for the last batch: only then it is not let go
+        self._last_batch: Any = None
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
@@ -72,7 +74,17 @@ class Stepper:
             self._seed_model(self._key_of(place, micro))
         if self._before_micro_step is not None:
             self._before_micro_step(micro.batch)
+        if self.keeps_batch and micro.weight:
+            self._last_batch = micro.batch
         return micro.batch
+
+    def last_batch(self) -> Any:
+        """Of this step, as the loss function got it; None where none counted, or none was to be kept."""
+        return self._last_batch
+
+    def keep_batch(self, keep: bool) -> None:
+        """Of the step that begins."""
+        self.keeps_batch, self._last_batch = keep, None
 
     def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
         """Forward and backward."""
