@@ -90,6 +90,7 @@ def test_whatever_happens_weights_and_size_stay_in_bounds_and_nothing_dangles(de
             assert edge.one < edge.other, "a parent is older: so there is no circle"  # type: ignore[operator]
     assert len({(edge.relation, frozenset((edge.one, edge.other))) for edge in edges}) == len(edges)
     assert len(graph.concepts) <= LIMITS.max_concepts
+    assert all(0 <= graph.facts(number).specialisation <= 1 for number in graph.experts)
     for relation in RELATIONS:
         count = sum(edge.relation == relation for edge in edges)
         assert count <= LIMITS.most_edges * len(there)
@@ -182,7 +183,7 @@ def family() -> KnowledgeGraph:
     graph.add_expert(2, step=10, parent=1)
     graph.add_expert(3, step=10)
     for number, step in ((0, 100), (1, 100), (2, 90), (3, 20)):
-        graph.note(number, activations=10 * step, last_use=step, specialisation=0.5)
+        graph.note(number, activations=10 * step, last_use=step)
     graph.look({"co-activation": {(0, 1): 0.5}, "similarity": {(1, 2): 0.95, (2, 0): 0.3}})
     return graph
 
@@ -202,6 +203,25 @@ def test_questions() -> None:
     expected = {0: 0.8 / 3, 1: (0.5 + 0.95 + parent) / 3, 2: (0.95 + 0.3 + parent) / 3, 3: 0.0}
     assert dict(graph.central()) == pytest.approx(expected)
     assert [number for number, _ in graph.central(2)] == [1, 2]
+
+
+def test_who_has_one_concept_is_a_specialist() -> None:
+    graph = family()
+    for concept in ("a", "b", "c", "d"):
+        graph.add_concept(concept)
+    one, two = {(0, "a"): 0.8}, {(1, "a"): 0.2, (1, "b"): 0.2}
+    graph.look({"composition": {**one, **two, (2, "c"): 1.0, (2, "d"): 1.0, (3, "b"): 0.0}})
+    found = [round(graph.facts(number).specialisation, 9) for number in range(4)]
+    assert found == [1.0, 0.5, 0.5, 0.0], "two of four concepts alike are half of the bits"
+    assert graph.serving("a") == [(0, 0.8), (1, 0.2)]
+
+
+def test_what_was_measured_outweighs_what_was_seen() -> None:
+    graph = family()
+    graph.correct(2, 1, "similarity", 0.15)
+    graph.correct(0, 3, "similarity", 0.9)
+    assert graph.weight(1, 2, "similarity") == pytest.approx(0.55)
+    assert graph.weight(0, 3, "similarity") == 0.0
 
 
 def test_a_merge_hands_on_what_it_knew() -> None:

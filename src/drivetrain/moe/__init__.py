@@ -3,6 +3,7 @@
 from drivetrain.moe.balance import LoadReport, Settlement, auxiliary_loss, load_metrics, mixtures_in
 from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.graph import KnowledgeGraph, Limits
+from drivetrain.moe.knowledge import Knowledge
 from drivetrain.moe.layer import Balance, MixtureOfExperts
 from drivetrain.moe.lifecycle import Lifecycle, Rules
 from drivetrain.moe.load import LoadFigures
@@ -12,6 +13,7 @@ from drivetrain.moe.ways import Way
 __all__ = [
     "Balance",
     "Dispatcher",
+    "Knowledge",
     "KnowledgeGraph",
     "Lifecycle",
     "Limits",

@@ -4,9 +4,9 @@ Experts are nodes by their number, concepts (labels, or clusters of inputs) by t
 no clock: the same facts in the same order make the same graph, on every rank and after every restart.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import fsum, isnan, log
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from drivetrain.core.errors import DrivetrainError
@@ -106,15 +106,21 @@ class KnowledgeGraph:
         if name in self.nx:
             return
         if len(self.concepts) >= self.limits.max_concepts:
-            weights = {concept: self.nx.degree(concept, weight="weight") for concept in self.concepts}
-            self.nx.remove_node(min(self.concepts, key=lambda concept: (weights[concept], concept)))
+            self.nx.remove_node(min(self.concepts, key=lambda concept: (self._strength(concept), concept)))
         self.nx.add_node(name)
 
     # What is seen
 
-    def note(self, number: int, *, activations: int, last_use: int, specialisation: float) -> None:
+    def note(self, number: int, *, activations: int, last_use: int) -> None:
         self._check_there(number)
-        self.nx.nodes[number].update(activations=activations, last_use=last_use, specialisation=specialisation)
+        self.nx.nodes[number].update(activations=activations, last_use=last_use)
+
+    def correct(self, one: int, other: int, relation: Relation, weight: float) -> None:
+        """What was measured counts for as much as all that was seen before. Only of edges that there are."""
+        self._check_seen({_key(one, other, relation): weight})
+        found = self.nx.get_edge_data(one, other, relation)
+        if found:
+            found["weight"] = (found["weight"] + weight) / 2
 
     def look(self, seen: Mapping[str, Mapping[tuple[Any, Any], float]]) -> None:
         """One look: every edge moves towards what was seen of it, and what was not seen fades."""
@@ -132,6 +138,9 @@ class KnowledgeGraph:
             if weight > 0:
                 self.nx.add_edge(one, other, relation, weight=float(weight))
         self._drop_weak()
+        self.nx.remove_nodes_from([concept for concept in self.concepts if not self.nx.adj[concept]])
+        for number in self.experts:
+            self._specialise(number)
 
     # Questions
 
@@ -167,9 +176,9 @@ class KnowledgeGraph:
 
     def central(self, count: int | None = None) -> list[tuple[int, float]]:
         """By the weight of what ties an expert to others, over how many others there are; the most central first."""
-        among = self.nx.subgraph(self.experts)
-        others = max(len(among) - 1, 1)
-        found = [(number, float(weight) / others) for number, weight in among.degree(weight="weight")]
+        experts = self.experts
+        others = max(len(experts) - 1, 1)
+        found = [(number, self._strength(number) / others) for number in experts]
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:count]
 
     def dormant(self, step: int, idle_steps: int) -> list[int]:
@@ -214,7 +223,7 @@ class KnowledgeGraph:
             "version": VERSION,
             "newest": self.newest,
             "limits": asdict(self.limits),
-            "experts": {str(number): dict(self.nx.nodes[number]) for number in self.experts},
+            "experts": {str(number): asdict(self.facts(number)) for number in self.experts},
             "concepts": self.concepts,
             "edges": [list(edge) for edge in self.edges()],
         }
@@ -236,6 +245,19 @@ class KnowledgeGraph:
         return graph
 
     # How it is kept
+
+    def _strength(self, node: Node) -> float:
+        """Of all that ties it to experts. The order of edges, which a restart changes, does not matter to this sum."""
+        found = self.nx.edges(node, data="weight")
+        return fsum(weight for _, other, weight in found if isinstance(other, int))
+
+    def _specialise(self, number: int) -> None:
+        """1 − the entropy of an expert's parts of all concepts, over that of equal ones. Nothing seen, nothing new."""
+        weights = [facts["composition"]["weight"] for facts in self.nx.adj[number].values() if "composition" in facts]
+        total, most = fsum(weights), log(max(len(self.concepts), 2))
+        if total:
+            entropy = -fsum(weight / total * log(weight / total) for weight in weights if weight)
+            self.nx.nodes[number]["specialisation"] = min(max(1.0 - entropy / most, 0.0), 1.0)
 
     def _hand_on(self, number: int, into: int) -> None:
         facts, gone = self.nx.nodes[into], self.nx.nodes[number]
@@ -278,7 +300,7 @@ class KnowledgeGraph:
                 raise DrivetrainError(f"{relation} of {one} and {other}: not two nodes of the graph", remedy="add them")
             if isinstance(other, str) != (relation == "composition"):
                 raise DrivetrainError(f"{relation} of {one} and {other}", remedy="composition is of expert and concept")
-            if math.isnan(weight) or not 0 <= weight <= 1:
+            if isnan(weight) or not 0 <= weight <= 1:
                 raise DrivetrainError(f"{relation} of {one} and {other} is {weight}", remedy="a weight from 0 to 1")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
 from drivetrain.moe.balance import mixtures_in
+from drivetrain.moe.knowledge import Knowledge, Seen
 from drivetrain.moe.layer import MixtureOfExperts
 from drivetrain.moe.router import Routing
 from drivetrain.moe.slots import Slots
@@ -21,6 +22,7 @@ from drivetrain.moe.slots import Slots
 CENTROID_MEMORY = 0.9  # how much of a centroid stays at each look
 LOAD_MEMORY = 0.8
 PROBES = 64  # tokens on which outputs of experts are compared; as many others check a merge
+CANDIDATES = 4  # pairs whose outputs are compared at a look, where a graph says which
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,15 @@ class _Story:
 
 
 class Lifecycle:
-    """Looks at every mixture of the model that has room to grow, `every` so many steps."""
+    """Looks at every mixture of the model that has room to grow, `every` so many steps.
 
-    def __init__(self, every: int = 50, rules: Rules | None = None, seed: int = 0) -> None:
-        self.every, self._rules, self._seed = every, rules or Rules(), seed
+    With `knowledge`, parents and pairs to merge are taken from its graphs, which are kept and saved with this hook.
+    """
+
+    def __init__(
+        self, every: int = 50, rules: Rules | None = None, seed: int = 0, knowledge: Knowledge | None = None
+    ) -> None:
+        self.every, self._rules, self._seed, self.knowledge = every, rules or Rules(), seed, knowledge
         self._stories: dict[str, _Story] = {}
         self.history: list[dict[str, Any]] = []  # all that happened, in words and numbers
 
@@ -68,17 +75,20 @@ class Lifecycle:
         for name, layer in mixtures_in(context.model).items():
             if layer.can_grow:
                 story = self._stories.setdefault(name, _Story())
-                _Look(self._rules, self._seed, context, name, layer, story, self.history).run()
+                _Look(self._rules, self._seed, context, name, layer, story, self.history, self.knowledge).run()
 
     def state_dict(self) -> Mapping[str, Any]:
         return {
             "stories": {name: asdict(story) for name, story in self._stories.items()},
             "history": [dict(event) for event in self.history],
+            "knowledge": None if self.knowledge is None else dict(self.knowledge.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stories = {name: _Story(**values) for name, values in state["stories"].items()}
         self.history = [dict(event) for event in state["history"]]
+        if self.knowledge is not None and state.get("knowledge"):
+            self.knowledge.load_state_dict(state["knowledge"])
 
 
 class _Look:
@@ -93,16 +103,21 @@ class _Look:
         layer: MixtureOfExperts,
         story: _Story,
         history: list[dict[str, Any]],
+        knowledge: Knowledge | None,
     ) -> None:
         self._rules, self._seed, self._context, self._name = rules, seed, context, name
         self._layer, self._story, self._history = layer, story, history
         self._slots = Slots(layer, context.companions)
+        self._knowledge = knowledge
+        self._seen: Seen | None = None
 
     @torch.no_grad()
     def run(self) -> None:
         story = self._story
         story.looks += 1
         self._activate_waiting()
+        if self._knowledge is not None:
+            self._seen = self._knowledge.look(self._context, self._name, self._layer)
         self._watch_loads()
         self._prune()
         tokens = self._layer.tally.sample_on(self._layer.centroids.device).to(self._layer.centroids.dtype)
@@ -136,6 +151,8 @@ class _Look:
         self._layer.spreads[slot] = self._layer.spreads[found.parent]
         story.grown_at, story.num_new = story.looks, 0
         story.waiting.append(number)
+        if self._knowledge is not None:
+            self._knowledge.came(self._name, self._layer, number, self._context.step, there[found.parent])
         self._tell("grown", number, parent=there[found.parent], new_share=round(found.share, 4))
 
     def _novelty(self, tokens: Tensor) -> "_Novelty":
@@ -145,6 +162,7 @@ class _Look:
         known = [slot for slot in active if layer.spreads[slot] > 0]
         count, num_new = torch.zeros(2, layer.num_slots, dtype=torch.float64, device=tokens.device).unbind()
         total_new = torch.zeros(tokens.shape[1], device=tokens.device, dtype=torch.float64)
+        about = torch.zeros(len(self._seen.names) if self._seen else 0, device=tokens.device, dtype=torch.float64)
         if known:
             squares = torch.cdist(tokens, layer.centroids[known]).square()
             least, nearest = squares.min(1)
@@ -152,14 +170,30 @@ class _Look:
             slots = torch.tensor(known, device=tokens.device)[nearest]
             num_new.scatter_add_(0, slots[is_new], torch.ones_like(slots[is_new], dtype=torch.float64))
             total_new += tokens[is_new].double().sum(0)
+            if self._seen is not None:
+                of_new = self._seen.concepts[is_new[: len(self._seen.concepts)]]
+                about.scatter_add_(0, of_new[of_new >= 0], torch.ones_like(of_new[of_new >= 0], dtype=torch.float64))
         sums = torch.zeros_like(layer.centroids, dtype=torch.float64)
         sums.index_add_(0, chosen, tokens.double())
         count.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
-        self._sum(sums, count, num_new, total_new)
+        self._sum(sums, count, num_new, total_new, about)
         self._learn(tokens, chosen, sums, count)
         overall = max(count.sum().item(), 1.0)
         many = num_new.sum().item()
-        return _Novelty(many / overall, int(num_new.argmax()), (total_new / max(many, 1.0)).to(layer.centroids))
+        parent = self._parent(num_new.tolist(), about.tolist())
+        return _Novelty(many / overall, parent, (total_new / max(many, 1.0)).to(layer.centroids))
+
+    def _parent(self, num_new: list[float], about: list[float]) -> int:
+        """The slot that most new tokens are nearest to; with a graph, also who serves what they are about."""
+        many, active = sum(num_new), self._slots.active
+        nearest = max(range(len(num_new)), key=lambda slot: num_new[slot])
+        if self._knowledge is None or self._seen is None or not many:
+            return nearest
+        ids = self._slots.ids
+        shares = {ids[slot]: num_new[slot] / many for slot in active}
+        concepts = {name: count / many for name, count in zip(self._seen.names, about, strict=True) if count}
+        found = self._knowledge.parent(self._name, shares, concepts)
+        return next(slot for slot in active if ids[slot] == found)
 
     def _learn(self, tokens: Tensor, chosen: Tensor, sums: Tensor, count: Tensor) -> None:
         """Centroids and spreads follow what their experts were given."""
@@ -209,12 +243,15 @@ class _Look:
             return
         probes, others = tokens[0::2][:PROBES], tokens[1::2][:PROBES]
         best, into, gone = 0.0, -1, -1
-        agreements = self._agreements(probes, active)
-        for first, one in enumerate(active):
-            for second, other in enumerate(active[:first]):
-                is_refused = sorted([ids[one], ids[other]]) in story.refused
-                if not is_refused and agreements[first][second] > max(best, rules.agreement):
-                    best, into, gone = agreements[first][second], other, one
+        pairs = self._pairs(active)
+        compared = sorted({slot for pair in pairs for slot in pair})
+        agreements = self._agreements(probes, compared)
+        for other, one in pairs:
+            found = agreements[compared.index(one)][compared.index(other)]
+            if self._knowledge is not None:
+                self._knowledge.measured(self._name, ids[one], ids[other], found)
+            if sorted([ids[one], ids[other]]) not in story.refused and found > max(best, rules.agreement):
+                best, into, gone = found, other, one
         if into < 0:
             return
         loads = self._layer.load.tolist()
@@ -232,8 +269,17 @@ class _Look:
             self._tell("not merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
             return
         self._clear_centroid(gone)
-        self._forget(ids[gone])
+        self._forget(ids[gone], ids[into])
         self._tell("merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
+
+    def _pairs(self, active: list[int]) -> list[tuple[int, int]]:
+        """Of slots, the lower first: those that a graph holds to be alike; without one, all there are."""
+        if self._knowledge is None:
+            return [(other, one) for first, one in enumerate(active) for other in active[:first]]
+        places = {number: slot for slot, number in self._slots.ids.items()}
+        numbers = [number for number in places if places[number] in active]
+        found = self._knowledge.alike(self._name, numbers, CANDIDATES, self._story.looks)
+        return [tuple(sorted((places[one], places[other]))) for one, other in found]  # type: ignore[misc]
 
     def _agreements(self, tokens: Tensor, active: list[int]) -> list[list[float]]:
         """1 − |a − b| ÷ (|a| + |b|) of the outputs of each pair: the same is 1, opposites are 0."""
@@ -280,7 +326,9 @@ class _Look:
         self._layer.centroids[slot] = 0.0
         self._layer.spreads[slot] = 0.0
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, into: int | None = None) -> None:
+        if self._knowledge is not None:
+            self._knowledge.went(self._name, number, into)
         self._story.shares.pop(str(number), None)
         self._story.idle.pop(str(number), None)
 
