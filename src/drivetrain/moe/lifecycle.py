@@ -16,6 +16,7 @@ from drivetrain.core.world import World
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.knowledge import Knowledge, Seen
 from drivetrain.moe.layer import MixtureOfExperts
+from drivetrain.moe.placement import costs_of, exchanges
 from drivetrain.moe.router import Routing
 from drivetrain.moe.slots import Slots
 
@@ -43,6 +44,9 @@ class Rules:
     idle_looks: int = 10  # in a row, before an idle expert goes
     agreement: float = 0.98  # of outputs on probes, for two to be merged: 1 is the same
     harm: float = 0.02  # how much a merge may change the layer's outputs on other tokens, relative to them
+    move_looks: int = (
+        20  # between two rearrangements, where experts live on several ranks and a graph says who works with whom
+    )
 
 
 @dataclass
@@ -123,6 +127,8 @@ class _Look:
         tokens = self._layer.tally.sample_on(self._layer.centroids.device).to(self._layer.centroids.dtype)
         self._merge(tokens)
         self._grow(tokens)
+        if self._knowledge is not None and story.looks % self._rules.move_looks == 0:
+            self._move()
 
     # Coming
 
@@ -209,6 +215,23 @@ class _Look:
         self._sum(squares)
         spread = (squares / count.clamp_min(1)).to(layer.spreads)
         layer.spreads.copy_(torch.lerp(spread, layer.spreads, memory.to(layer.spreads)))
+
+    # Moving
+
+    def _move(self) -> None:
+        """Experts that work together to one rank, as far as none gets too much to do."""
+        layer, ids = self._layer, self._slots.ids
+        placement, capabilities = layer.dispatcher.placement(layer.num_slots)
+        costs = costs_of(layer.load.tolist(), layer.router.active.tolist())
+        pairs = exchanges(costs, placement, capabilities, layer.together)
+        for one, other in self._context.world.agree(
+            pairs
+        ):  # as in `ExpertParallelStrategy`: hosts may round differently
+            self._slots.exchange(one, other)
+        for slot, number in self._slots.ids.items():
+            before = next(place for place, each in ids.items() if each == number)
+            if placement[before] != placement[slot]:
+                self._tell("moved", number, rank=placement[slot], from_rank=placement[before])
 
     # Going
 

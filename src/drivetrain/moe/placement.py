@@ -1,12 +1,74 @@
-"""Which rank each expert lives on: by what it costs, and by what the rank's device can do."""
+"""Which rank each expert lives on: by what it costs, by what the rank's device can do, and by who works with whom."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 Placement = tuple[int, ...]  # the rank of each slot
+SLACK = 0.1  # how much longer than without the slowest rank may take, for experts that work together to be together
 
 
-def place(costs: Sequence[float], capabilities: Sequence[float]) -> Placement:
+def place(costs: Sequence[float], capabilities: Sequence[float], together: Tensor | None = None) -> Placement:
+    """By costs; then slots change places as long as more of what works `together` is on one rank."""
+    ranks = list(_by_cost(costs, capabilities))
+    for one, other in exchanges(costs, ranks, capabilities, together) if together is not None else ():
+        ranks[one], ranks[other] = ranks[other], ranks[one]
+    return tuple(ranks)
+
+
+def exchanges(
+    costs: Sequence[float], placement: Sequence[int], capabilities: Sequence[float], together: Tensor
+) -> list[tuple[int, int]]:
+    """Which slots should change places, one pair after the other, so that experts that work together share a rank.
+
+    `together` is (slots, slots): which part of all tokens two experts get both of. Every rank keeps as many slots as it
+    has, and none gets more to do than the slowest has now and a tenth. Always the best pair, until none gains.
+    """
+    num_slots, num_ranks = len(costs), len(capabilities)
+    tied = together.detach().cpu().double()
+    if num_ranks < 2 or not tied.any():
+        return []
+    tied = (tied + tied.T) / 2
+    tied.fill_diagonal_(0.0)
+    cost = torch.tensor([float(value) for value in costs], dtype=torch.float64)
+    power = torch.tensor([float(value) for value in capabilities], dtype=torch.float64)
+    ranks = torch.tensor(list(placement))
+    limit = (_work(cost, ranks, num_ranks) / power).max() * (1 + SLACK)
+    found: list[tuple[int, int]] = []
+    for _ in range(4 * num_slots):
+        at = torch.nn.functional.one_hot(ranks, num_ranks).double()
+        ties = tied @ at  # of each slot to each rank
+        here = ties.gather(1, ranks.unsqueeze(1))
+        there = ties[:, ranks]  # of one to the rank of the other
+        gain = there - here + (there - here).T - 2 * tied
+        work = _work(cost, ranks, num_ranks)
+        after = (work[ranks].unsqueeze(1) - cost.unsqueeze(1) + cost) / power[ranks].unsqueeze(1)
+        fits = torch.maximum(after, after.T).le(limit) & (ranks.unsqueeze(1) != ranks)
+        gain = gain.where(fits, -1.0).triu(1)
+        best = int(gain.argmax())
+        one, other = divmod(best, num_slots)
+        if gain[one, other] <= 1e-9:
+            break
+        ranks[one], ranks[other] = ranks[other].item(), ranks[one].item()
+        found.append((one, other))
+    return found
+
+
+def share_together(placement: Sequence[int], together: Tensor) -> float:
+    """Which part of all that works together is on one rank; 1 where nothing does."""
+    tied = together.detach().cpu().double()
+    ranks = torch.tensor(list(placement))
+    total = tied.sum()
+    return float((tied * (ranks.unsqueeze(1) == ranks)).sum() / total) if total > 0 else 1.0
+
+
+def _work(cost: Tensor, ranks: Tensor, num_ranks: int) -> Tensor:
+    return torch.zeros(num_ranks, dtype=torch.float64).index_add_(0, ranks, cost)
+
+
+def _by_cost(costs: Sequence[float], capabilities: Sequence[float]) -> Placement:
     """The dearest first, each to the rank that would be done with it soonest; free slots are spread evenly.
 
     Where all cost the same and all ranks are alike, each rank gets a block of neighbours: fewer parts to save.

@@ -129,6 +129,20 @@ class Slots:
             counts[into] += counts[gone]
         self.prune(gone)
 
+    @torch.no_grad()
+    def exchange(self, one: int, other: int) -> None:
+        """What is in one slot is then in the other, which may be on another rank. Nothing that is computed changes."""
+        layer = self.layer
+        for kept in self._kept():
+            first, second = self._fetch(kept, one).clone(), self._fetch(kept, other).clone()
+            self._store(kept, one, second)
+            self._store(kept, other, first)
+        buffers = [layer.router.mask, layer.router.bias, layer.load, layer.uses, layer.expert_ids]
+        if layer.can_grow:
+            buffers += [layer.centroids, layer.spreads, layer.together, layer.together.T]
+        for buffer in buffers:
+            buffer[[one, other]] = buffer[[other, one]]
+
     def saved(self, slots: list[int]) -> Callable[[], None]:
         """What puts these slots back as they are now."""
         layer = self.layer

@@ -233,7 +233,15 @@ class ExpertParallelStrategy(DdpStrategy):
     # Who holds what
 
     def _placed(self, layer: MixtureOfExperts) -> Placement:
-        return place(costs_of(layer.load.tolist(), layer.router.active.tolist()), self._capabilities)
+        together = layer.together if layer.can_grow else None
+        return self._agreed(place(self._costs(layer.load, layer.router.mask), self._capabilities, together))
+
+    def _costs(self, load: Tensor, mask: Tensor) -> list[float]:
+        return costs_of(load.tolist(), (mask == 0).tolist())
+
+    def _agreed(self, placement: Placement) -> Placement:
+        """Hosts of different kinds may round differently, where two placements are equally good."""
+        return tuple(self._world.agree(list(placement)))
 
     def _share_out(self, placements: Mapping[str, Placement], fill: Callable[..., Tensor]) -> None:
         """Make every layer hold this rank's experts only. `fill` makes a tensor of its rows from one of any rows."""
@@ -315,7 +323,8 @@ class ExpertParallelStrategy(DdpStrategy):
         if stored is not None and source.meta["plan"]["world_size"] == self._world.size:
             return tuple(stored)
         load, mask = (source.read(prefix + key) for key in ("load", "router.mask"))
-        return place(costs_of(load.tolist(), (mask == 0).tolist()), self._capabilities)
+        together = source.read(prefix + "together") if prefix + "together" in source.keys else None
+        return self._agreed(place(self._costs(load, mask), self._capabilities, together))
 
     def _room(self, rows: Tensor, placement: Placement) -> Tensor:
         return rows.new_zeros(placement.count(self._world.rank), *rows.shape[1:])
