@@ -4,6 +4,7 @@ from drivetrain.moe.balance import LoadReport, Settlement, auxiliary_loss, load_
 from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.graph import KnowledgeGraph, Limits
 from drivetrain.moe.knowledge import Knowledge
+from drivetrain.moe.knowledge_files import KnowledgeFiles
 from drivetrain.moe.layer import Balance, MixtureOfExperts
 from drivetrain.moe.lifecycle import Lifecycle, Rules
 from drivetrain.moe.load import LoadFigures
@@ -14,6 +15,7 @@ __all__ = [
     "Balance",
     "Dispatcher",
     "Knowledge",
+    "KnowledgeFiles",
     "KnowledgeGraph",
     "Lifecycle",
     "Limits",

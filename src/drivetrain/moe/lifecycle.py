@@ -16,7 +16,7 @@ from drivetrain.core.world import World
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.knowledge import Knowledge, Seen
 from drivetrain.moe.layer import MixtureOfExperts
-from drivetrain.moe.placement import costs_of, exchanges
+from drivetrain.moe.placement import exchanges
 from drivetrain.moe.router import Routing
 from drivetrain.moe.slots import Slots
 
@@ -222,7 +222,11 @@ class _Look:
         """Experts that work together to one rank, as far as none gets too much to do."""
         layer, ids = self._layer, self._slots.ids
         placement, capabilities = layer.dispatcher.placement(layer.num_slots)
-        costs = costs_of(layer.load.tolist(), layer.router.active.tolist())
+        # Over looks: one step's loads may be of a small batch.
+        shares, active = self._story.shares, set(self._slots.active)
+        costs = [
+            max(shares.get(str(ids[slot]), 1.0), 0.01) if slot in active else 0.0 for slot in range(layer.num_slots)
+        ]
         pairs = exchanges(costs, placement, capabilities, layer.together)
         for one, other in self._context.world.agree(
             pairs

@@ -8,6 +8,7 @@ from torch import Tensor
 
 Placement = tuple[int, ...]  # the rank of each slot
 SLACK = 0.1  # how much longer than without the slowest rank may take, for experts that work together to be together
+WORTH = 0.005  # of all that works together: less is not worth moving an expert for
 
 
 def place(costs: Sequence[float], capabilities: Sequence[float], together: Tensor | None = None) -> Placement:
@@ -24,36 +25,64 @@ def exchanges(
     """Which slots should change places, one pair after the other, so that experts that work together share a rank.
 
     `together` is (slots, slots): which part of all tokens two experts get both of. Every rank keeps as many slots as it
-    has, and none gets more to do than the slowest has now and a tenth. Always the best pair, until none gains.
+    has, and none gets more to do than the slowest would have if only costs mattered, and a tenth. Where one has more
+    than that now, it is relieved first.
     """
-    num_slots, num_ranks = len(costs), len(capabilities)
     tied = together.detach().cpu().double()
-    if num_ranks < 2 or not tied.any():
+    if len(capabilities) < 2 or not tied.any():
         return []
-    tied = (tied + tied.T) / 2
-    tied.fill_diagonal_(0.0)
-    cost = torch.tensor([float(value) for value in costs], dtype=torch.float64)
-    power = torch.tensor([float(value) for value in capabilities], dtype=torch.float64)
-    ranks = torch.tensor(list(placement))
-    limit = (_work(cost, ranks, num_ranks) / power).max() * (1 + SLACK)
-    found: list[tuple[int, int]] = []
-    for _ in range(4 * num_slots):
-        at = torch.nn.functional.one_hot(ranks, num_ranks).double()
-        ties = tied @ at  # of each slot to each rank
-        here = ties.gather(1, ranks.unsqueeze(1))
-        there = ties[:, ranks]  # of one to the rank of the other
-        gain = there - here + (there - here).T - 2 * tied
-        work = _work(cost, ranks, num_ranks)
-        after = (work[ranks].unsqueeze(1) - cost.unsqueeze(1) + cost) / power[ranks].unsqueeze(1)
-        fits = torch.maximum(after, after.T).le(limit) & (ranks.unsqueeze(1) != ranks)
-        gain = gain.where(fits, -1.0).triu(1)
-        best = int(gain.argmax())
-        one, other = divmod(best, num_slots)
-        if gain[one, other] <= 1e-9:
-            break
-        ranks[one], ranks[other] = ranks[other].item(), ranks[one].item()
-        found.append((one, other))
-    return found
+    return _Exchanges(costs, placement, capabilities, (tied + tied.T) / 2).found()
+
+
+class _Exchanges:
+    def __init__(
+        self, costs: Sequence[float], placement: Sequence[int], capabilities: Sequence[float], tied: Tensor
+    ) -> None:
+        self._cost = torch.tensor([float(value) for value in costs], dtype=torch.float64)
+        self._power = torch.tensor([float(value) for value in capabilities], dtype=torch.float64)
+        self._ranks = torch.tensor(list(placement))
+        self._tied = tied.fill_diagonal_(0.0)
+        by_cost = torch.tensor(_by_cost(costs, capabilities))
+        self._limit = float(self._times(by_cost).max()) * (1 + SLACK) + 1e-9
+
+    def found(self) -> list[tuple[int, int]]:
+        pairs: list[tuple[int, int]] = []
+        for wanted in (self._relieved, self._gained):
+            for _ in range(4 * len(self._cost)):
+                worth, least = wanted()
+                one, other = divmod(int(worth.argmax()), len(self._cost))
+                if not worth[one, other] > least:
+                    break
+                self._ranks[[one, other]] = self._ranks[[other, one]]
+                pairs.append((one, other))
+        return pairs
+
+    def _times(self, ranks: Tensor) -> Tensor:
+        """How long each rank takes."""
+        return torch.zeros(len(self._power), dtype=torch.float64).index_add_(0, ranks, self._cost) / self._power
+
+    def _slower(self) -> Tensor:
+        """(slots, slots): the longer of the times of both their ranks, if these two change places."""
+        ranks, power = self._ranks, self._power[self._ranks].unsqueeze(1)
+        after = self._times(ranks)[ranks].unsqueeze(1) + (self._cost - self._cost.unsqueeze(1)) / power
+        return torch.maximum(after, after.T)
+
+    def _relieved(self) -> tuple[Tensor, float]:
+        """How much sooner the slowest rank would be done, while it takes too long."""
+        times = self._times(self._ranks)
+        if times.max() <= self._limit:
+            return torch.zeros_like(self._tied), 0.0
+        of_slowest = (self._ranks == times.argmax()).unsqueeze(1) & (self._ranks != times.argmax())
+        return (times.max() - self._slower()).where(of_slowest, 0.0), 1e-9 * float(times.max())
+
+    def _gained(self) -> tuple[Tensor, float]:
+        """How much more would be together."""
+        at = torch.nn.functional.one_hot(self._ranks, len(self._power)).double()
+        ties = self._tied @ at  # of each slot to each rank
+        nearer = ties[:, self._ranks] - ties.gather(1, self._ranks.unsqueeze(1))  # to the rank of the other
+        gain = nearer + nearer.T - 2 * self._tied
+        fits = self._slower().le(self._limit) & (self._ranks.unsqueeze(1) != self._ranks)
+        return gain.where(fits, 0.0).triu(1), WORTH * float(self._tied.sum())
 
 
 def share_together(placement: Sequence[int], together: Tensor) -> float:
@@ -62,10 +91,6 @@ def share_together(placement: Sequence[int], together: Tensor) -> float:
     ranks = torch.tensor(list(placement))
     total = tied.sum()
     return float((tied * (ranks.unsqueeze(1) == ranks)).sum() / total) if total > 0 else 1.0
-
-
-def _work(cost: Tensor, ranks: Tensor, num_ranks: int) -> Tensor:
-    return torch.zeros(num_ranks, dtype=torch.float64).index_add_(0, ranks, cost)
 
 
 def _by_cost(costs: Sequence[float], capabilities: Sequence[float]) -> Placement:

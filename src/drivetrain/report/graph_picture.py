@@ -1,0 +1,345 @@
+"""knowledge_graph.png and expert_placement.png: what experts know and how they are tied; on which device they live."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drivetrain.moe.graph import Edge, KnowledgeGraph, Node, Relation
+from drivetrain.report.graph_layout import Layout, layout
+from drivetrain.report.run_data import Row, RunData
+from drivetrain.report.style import FAINT, GRID, INK, canvas
+
+_TINTS = ["#dbe7f4", "#8fb3d9", "#2f6db5", "#163f73"]  # of specialisation, from all concepts alike to one
+_DORMANT, _CONCEPT, _FILL = "#b5485d", "#f3ead7", "#b98d3c"
+_DORMANT_SHARE = 0.1  # of the run so far without a token
+# Colour, dashes, how far the line bends aside (two of one pair must not lie on each other), what it says.
+_LINES: Mapping[Relation, tuple[str, Any, float, str]] = {
+    "co-activation": ("#d9822b", "-", 0.22, "chosen together"),
+    "similarity": ("#3a9679", "-", -0.22, "similar"),
+    "split": ("#7a5fb0", (0, (2, 2)), 0.42, "share a concept, not its tokens"),
+    "parent": (INK, "-", 0.0, "grown from"),
+    "composition": ("#c9a869", "-", 0.0, "serves the concept"),
+}
+_LEAST = {"similarity": 0.3, "composition": 0.12, "co-activation": 0.1, "split": 0.25, "parent": 0.1}
+_MOST = {"similarity": 2, "composition": 3, "co-activation": 2, "split": 1, "parent": 99}  # of a node
+_MOST_TIES = 60
+
+
+def draw_knowledge(data: RunData, epoch: int | None = None) -> bytes | None:
+    """Of the last that was written, or of that epoch; None if there is none."""
+    found = knowledge_of(data, epoch)
+    if not found:
+        return None
+    name, layer = next(iter(found["layers"].items()))
+    graph = KnowledgeGraph.from_json(layer["graph"])
+    words = f"step {found['step']:,}   ·   {_layer(name)}"
+    return draw_graph(graph, found["step"], f"{data.name}: what the experts know", words)
+
+
+def draw_places(data: RunData) -> bytes | None:
+    found = knowledge_of(data)
+    if not found:
+        return None
+    name, layer = next(iter(found["layers"].items()))
+    words = f"step {found['step']:,}   ·   {_layer(name)}"
+    return draw_placement(layer, f"{data.name}: who lives with whom", words)
+
+
+def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
+    """What the hook `KnowledgeFiles` wrote."""
+    folder = data.folder / "knowledge"
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("[es]*.json"))]
+    rows = [row for row in rows if epoch is None or row["epoch"] == epoch]
+    return max(rows, key=lambda row: int(row["step"]), default={})
+
+
+def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "") -> bytes:
+    """Size: tokens in all. Colour: specialisation. Red border: long without a token. Width of lines: their weight."""
+    plan = layout(graph)
+    with canvas(11.5, 8.2) as drawn:
+        axis = drawn.figure.add_axes((0.0, 0.01, 0.73, 0.9))
+        side = drawn.figure.add_axes((0.735, 0.06, 0.25, 0.78))
+        count = f"{len(graph.experts)} experts, {len(graph.concepts)} concepts, {len(graph.edges())} ties"
+        drawn.head(title, "   ·   ".join(part for part in (count, subtitle) if part), left=0.03)
+        for each in (axis, side):
+            each.set_axis_off()
+        _frame(axis, plan)
+        radii = _radii(graph, plan)
+        shown = _shown(graph)
+        for edge in shown:
+            _draw_edge(axis, edge, plan, radii)
+        dormant = set(graph.dormant(step, max(int(_DORMANT_SHARE * step), 1)))
+        for number in graph.experts:
+            _draw_expert(axis, plan.places[number], radii[number], number, graph, number in dormant)
+        for concept in graph.concepts:
+            _draw_concept(axis, concept, plan)
+        _draw_legend(side, {edge.relation for edge in shown}, bool(dormant))
+        return drawn.png()
+
+
+def draw_placement(layer: Mapping[str, Any], title: str, subtitle: str = "") -> bytes:
+    """A box for each device, its experts in it, and lines between those that are chosen together."""
+    graph = KnowledgeGraph.from_json(layer["graph"])
+    ranks = range(len(layer["capabilities"]))
+    held = {rank: [s for s, r in enumerate(layer["ranks"]) if r == rank] for rank in ranks}
+    columns = min(len(ranks), 4)
+    rows = -(-len(ranks) // columns)
+    with canvas(max(7.2, 3.1 * columns + 0.7), 1.65 + 3.35 * rows) as drawn:
+        height = drawn.figure.get_figheight()
+        axis = drawn.figure.add_axes((0.02, 0.5 / height, 0.96, 1 - 1.3 / height))
+        axis.set_axis_off()
+        axis.set_aspect("equal")
+        axis.set_xlim(-0.08, columns + 0.02)
+        axis.set_ylim(-rows * 1.12 + 0.06, 0.05)
+        kept = f"{layer['together']:.0%} of what works together shares a device"
+        drawn.head(title, "   ·   ".join(part for part in (kept, subtitle) if part), left=0.03)
+        total = max(sum(layer["loads"]), 1)
+        places: dict[int, tuple[float, float, int]] = {}
+        for rank in ranks:
+            corner = (rank % columns, -(rank // columns) * 1.12 - 1.0)
+            _draw_box(axis, corner, rank, held[rank], layer, total)
+            for number, x, y in _in_box(corner, [layer["experts"][slot] for slot in held[rank]]):
+                places[number] = (x, y, rank)
+        size = _size_in_box(max(Counter(rank for _, _, rank in places.values()).values(), default=1))
+        strongest = sorted(graph.edges("co-activation"), key=lambda edge: -edge.weight)[:_MOST_TIES]
+        for edge in reversed(strongest):
+            if edge.weight >= _LEAST["co-activation"] and edge.one in places and edge.other in places:
+                _draw_bond(axis, edge, places, size)
+        loads = dict(zip(layer["experts"], layer["loads"], strict=True))
+        for number, (x, y, _) in places.items():
+            _draw_resident(axis, (x, y), size, number, loads[number] / total * len(places))
+        _draw_bonds_legend(drawn.figure)
+        return drawn.png()
+
+
+# ---- the graph's parts
+
+
+def _frame(axis: Any, plan: Layout) -> None:
+    axis.set_aspect("equal")
+    room = 1.3 if _has_many(plan) else 1.13
+    axis.set_xlim(-room * 1.15, room * 1.15)
+    axis.set_ylim(-room, room)
+
+
+def _radii(graph: KnowledgeGraph, plan: Layout) -> dict[int, float]:
+    """By the square root of tokens, so that the area tells; never so large that neighbours touch."""
+    experts = graph.experts
+    room = plan.inner * math.sin(math.pi / max(len(experts), 2)) * 0.8
+    largest = min(0.125, room)
+    most = max((graph.facts(number).activations for number in experts), default=1) or 1
+    return {number: largest * (0.45 + 0.55 * math.sqrt(graph.facts(number).activations / most)) for number in experts}
+
+
+def _shown(graph: KnowledgeGraph) -> list[Edge]:
+    """Of each node what is strongest, the weaker first, so that the stronger lie above. All of it would be a ball."""
+    left: dict[tuple[Node, Relation], int] = {}
+    found = []
+    for edge in sorted(graph.edges(), key=lambda edge: -edge.weight):
+        ends = (edge.other,) if edge.relation == "composition" else (edge.one, edge.other)
+        counts = [left.get((end, edge.relation), 0) for end in ends]
+        if edge.weight >= _LEAST[edge.relation] and min(counts) < _MOST[edge.relation]:
+            found.append(edge)
+            left |= {(end, edge.relation): count + 1 for end, count in zip(ends, counts, strict=True)}
+    return found[::-1]
+
+
+def _draw_edge(axis: Any, edge: Edge, plan: Layout, radii: Mapping[int, float]) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    colour, dashes, bend, _ = _LINES[edge.relation]
+    is_parent, is_served = edge.relation == "parent", edge.relation == "composition"
+    begin, end = plan.places[edge.one], plan.places[edge.other]
+    begin = _towards(begin, end, radii[int(edge.one)])
+    end = _towards(end, plan.places[edge.one], 0.035 if is_served else radii[int(edge.other)] + 0.012 * is_parent)
+    axis.add_patch(
+        FancyArrowPatch(
+            begin, end, arrowstyle="-|>,head_length=6,head_width=3" if is_parent else "-",
+            connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0, color=colour, linestyle=dashes,
+            linewidth=1.3 if is_parent else 0.5 + (4.5 if is_served else 3.2) * edge.weight,
+            alpha=0.9 if is_parent else 0.25 + 0.6 * edge.weight, zorder=1 if is_served else 2, capstyle="round",
+        )
+    )  # fmt: skip
+
+
+def _draw_expert(
+    axis: Any, place: tuple[float, float], radius: float, number: int, graph: KnowledgeGraph, is_dormant: bool
+) -> None:
+    from matplotlib.patches import Circle
+
+    specialisation = graph.facts(number).specialisation
+    fill = "#e9ecef" if is_dormant else _tint(specialisation)
+    edge, width = (_DORMANT, 2.0) if is_dormant else ("white", 1.5)
+    axis.add_patch(Circle(place, radius, facecolor=fill, edgecolor=edge, linewidth=width, zorder=4))
+    colour = "white" if specialisation > 0.45 and not is_dormant else INK
+    size = max(6.0, min(13.0, 130 * radius))
+    axis.text(*place, str(number), ha="center", va="center", color=colour, fontsize=size, fontweight="bold", zorder=5)
+
+
+def _draw_concept(axis: Any, concept: str, plan: Layout) -> None:
+    from matplotlib.patches import Circle
+
+    x, y = plan.places[concept]
+    axis.add_patch(Circle((x, y), 0.026, facecolor=_CONCEPT, edgecolor=_FILL, linewidth=1.2, zorder=4))
+    angle = plan.angles[concept]
+    # Around the circle labels lie along the radius where there are many, so that they never meet.
+    many = _has_many(plan)
+    where = (x + 0.05 * math.cos(angle), y + 0.05 * math.sin(angle))
+    east = math.cos(angle)
+    turned = (math.degrees(angle) if east >= 0 else math.degrees(angle) + 180) if many else 0.0
+    across = "left" if east > 0.2 else "right" if east < -0.2 else "center"
+    upright = "center" if abs(east) > 0.2 else "bottom" if math.sin(angle) > 0 else "top"
+    if many:
+        across, upright = ("left" if east >= 0 else "right"), "center"
+    text = concept if len(concept) <= 18 else concept[:17] + "…"
+    axis.text(
+        *where, text, rotation=turned, rotation_mode="anchor", ha=across, va=upright, fontsize=7.5 if many else 9.5,
+        zorder=5,
+    )  # fmt: skip
+
+
+def _draw_legend(side: Any, relations: set[Relation], has_dormant: bool) -> None:
+    """From above: lines, sizes, colours."""
+    from matplotlib.lines import Line2D
+
+    side.set_xlim(0, 1)
+    side.set_ylim(0, 1)
+    y = 0.97
+    side.text(0.0, y, "Ties", fontweight="bold", fontsize=11, va="center")
+    for relation, (colour, dashes, _, words) in _LINES.items():
+        if relation not in relations:
+            continue
+        y -= 0.058
+        side.add_line(Line2D([0.0, 0.16], [y, y], color=colour, linestyle=dashes, linewidth=2.2))
+        if relation == "parent":
+            side.plot([0.155], [y], marker=">", color=colour, markersize=6)
+        side.text(0.21, y, words, va="center", fontsize=9.5)
+    y -= 0.05
+    side.text(0.0, y, "the wider, the stronger; weak ones are left out", va="center", fontsize=8.5, color=FAINT)
+    y -= 0.095
+    side.text(0.0, y, "Experts", fontweight="bold", fontsize=11, va="center")
+    y -= 0.06
+    for x, size in ((0.01, 4), (0.065, 8), (0.14, 12)):
+        side.plot([x], [y], marker="o", markersize=size, color=_TINTS[1], clip_on=False)
+    side.text(0.21, y, "tokens they got in all", va="center", fontsize=9.5)
+    y -= 0.068
+    steps = 40
+    for step in range(steps):
+        x = 0.96 * step / steps
+        side.axvspan(x, x + 0.97 / steps, y - 0.013, y + 0.013, color=_tint((step + 0.5) / steps), linewidth=0)
+    y -= 0.038
+    side.text(0.0, y, "all concepts alike", va="center", fontsize=8.5, color=FAINT)
+    side.text(0.96, y, "one concept", va="center", ha="right", fontsize=8.5, color=FAINT)
+    if has_dormant:
+        y -= 0.06
+        style = {"markeredgecolor": _DORMANT, "markerfacecolor": "#e9ecef", "markeredgewidth": 2.0}
+        side.plot([0.08], [y], marker="o", markersize=12, linestyle="", **style)
+        side.text(0.21, y, "dormant: long without a token", va="center", fontsize=9.5)
+    y -= 0.095
+    side.text(0.0, y, "Concepts", fontweight="bold", fontsize=11, va="center")
+    y -= 0.058
+    side.plot([0.08], [y], marker="o", markersize=8, color=_CONCEPT, markeredgecolor=_FILL, markeredgewidth=1.2)
+    side.text(0.21, y, "labels, or clusters of inputs", va="center", fontsize=9.5)
+
+
+# ---- the placement's parts
+
+
+def _draw_box(
+    axis: Any, corner: tuple[float, float], rank: int, slots: Sequence[int], layer: Mapping[str, Any], total: int
+) -> None:
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    x, y = corner
+    box = "round,pad=0,rounding_size=0.04"
+    axis.add_patch(
+        FancyBboxPatch((x, y), 0.92, 1.0, boxstyle=box, facecolor="#f7f9fb", edgecolor=GRID, linewidth=1.4, zorder=0)
+    )
+    load = sum(layer["loads"][slot] for slot in slots)
+    here = sum(layer["experts"][slot] >= 0 for slot in slots)
+    free = len(slots) - here
+    over: dict[str, Any] = {"bbox": {"facecolor": "#f7f9fb", "edgecolor": "none", "pad": 1.0}, "zorder": 3}
+    axis.text(x + 0.05, y + 0.925, f"rank {rank}", fontweight="bold", fontsize=11, va="center", **over)
+    words = f"{here} expert{'s' * (here != 1)}" + (f", {free} free slot{'s' * (free != 1)}" if free else "")
+    axis.text(x + 0.87, y + 0.925, words, fontsize=8.5, color=FAINT, va="center", ha="right", **over)
+    axis.add_patch(Rectangle((x + 0.05, y + 0.055), 0.5, 0.035, facecolor=GRID, zorder=1))
+    axis.add_patch(Rectangle((x + 0.05, y + 0.055), 0.5 * load / total, 0.035, facecolor="#8fb3d9", zorder=2))
+    axis.text(
+        x + 0.87, y + 0.0725, f"{load / total:.0%} of load", fontsize=8.5, color=FAINT, va="center", ha="right", **over
+    )
+
+
+def _in_box(corner: tuple[float, float], numbers: Sequence[int]) -> list[tuple[int, float, float]]:
+    """The experts of a device on a ring, one alone in the middle."""
+    there = sorted(number for number in numbers if number >= 0)
+    x, y = corner[0] + 0.46, corner[1] + 0.5
+    radius = 0.0 if len(there) == 1 else 0.25
+    found = []
+    for place, number in enumerate(there):
+        angle = math.pi / 2 - math.tau * place / len(there)
+        found.append((number, x + radius * 1.15 * math.cos(angle), y + radius * math.sin(angle)))
+    return found
+
+
+def _size_in_box(count: int) -> float:
+    return min(0.085, 0.25 * math.sin(math.pi / max(count, 3)) * 0.8)
+
+
+def _draw_bond(axis: Any, edge: Edge, places: Mapping[int, tuple[float, float, int]], size: float) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    x, y, rank = places[int(edge.one)]
+    u, v, other = places[int(edge.other)]
+    is_near = rank == other
+    axis.add_patch(
+        FancyArrowPatch(
+            (x, y), (u, v), arrowstyle="-", connectionstyle=f"arc3,rad={0.0 if is_near else 0.15}", capstyle="round",
+            color="#d9822b" if is_near else "#9aa7b3", linestyle="-" if is_near else (0, (3, 2.5)), shrinkA=0,
+            linewidth=0.6 + 3.6 * edge.weight, alpha=0.9 if is_near else 0.7, zorder=2 if is_near else 1, shrinkB=0,
+        )
+    )  # fmt: skip
+
+
+def _draw_resident(axis: Any, place: tuple[float, float], size: float, number: int, relative_load: float) -> None:
+    from matplotlib.patches import Circle
+
+    radius = size * (0.62 + 0.38 * min(math.sqrt(relative_load), 1.4) / 1.4)
+    axis.add_patch(Circle(place, radius, facecolor="#2f6db5", edgecolor="white", linewidth=1.5, zorder=4))
+    style = {"ha": "center", "va": "center", "color": "white", "fontweight": "bold", "zorder": 5}
+    axis.text(*place, str(number), fontsize=max(6.0, min(12.0, 140 * radius)), **style)
+
+
+def _draw_bonds_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color="#d9822b", linewidth=2.6, label="chosen together, on one device"),
+        Line2D([], [], color="#9aa7b3", linewidth=2.0, linestyle=(0, (3, 2.5)), label="on two"),
+        Line2D([], [], color="#2f6db5", marker="o", markersize=9, linestyle="", label="an expert, by its tokens"),
+    ]
+    figure.legend(handles=lines, loc="lower center", ncols=3, fontsize=9, bbox_to_anchor=(0.5, 0.0))
+
+
+# ---- what they need
+
+
+def _has_many(plan: Layout) -> bool:
+    """Concepts: more than fit with their names side by side."""
+    return sum(isinstance(node, str) for node in plan.places) > 24
+
+
+def _towards(begin: tuple[float, float], end: tuple[float, float], distance: float) -> tuple[float, float]:
+    length = math.dist(begin, end) or 1.0
+    return tuple(b + (e - b) * distance / length for b, e in zip(begin, end, strict=True))  # type: ignore[return-value]
+
+
+def _tint(value: float) -> str:
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    return str(to_hex(LinearSegmentedColormap.from_list("tint", _TINTS)(min(max(value, 0.0), 1.0))))
+
+
+def _layer(name: str) -> str:
+    return f"layer {name}" if name else "the whole model"
