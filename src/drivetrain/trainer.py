@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, StepContext, Verdict
-from drivetrain.core.records import Note, PinnedSlots, Reading, StepOutcome, StepRecord
+from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
@@ -141,7 +141,7 @@ class Trainer:
         ]
         commit, self._commit = self._commit, None
         is_awaited = save_due or hooks_due or commit is not None or self.wants_stop
-        num_due = len(ahead) - 1 if outcome.note is None or is_awaited else self._due_together(outcome.note)
+        num_due = len(ahead) - 1 if is_awaited else self._num_due()
         if num_due:
             yield from self._records(num_due)
         if commit is not None:
@@ -181,11 +181,19 @@ class Trainer:
         if commit is not None:
             commit(leaving)
 
-    def _due_together(self, note: Note) -> int:
-        """How many steps to read now, of those that are noted on the device; as many stay, for it to go on with."""
-        if note.noted.num_unsent >= self._together:
+    def _num_due(self) -> int:
+        """How many steps to read now where nobody waits: all but the last, or some of those that were noted.
+
+        Of these as many stay as are read, for the device to go on with. One step among them that was not noted, such as
+        an epoch's last, changes nothing.
+        """
+        ahead, together = self._ahead, self._together
+        note = ahead[-1].reading.note or (ahead[-2].reading.note if len(ahead) > 1 else None)
+        if note is None:
+            return len(ahead) - 1
+        if note.noted.num_unsent >= together:
             note.noted.send()
-        return len(self._ahead) - self._together if len(self._ahead) >= 2 * self._together else 0
+        return len(ahead) - together if len(ahead) >= 2 * together else 0
 
     def _records(self, count: int) -> Iterator[StepRecord]:
         """Of the steps that were given to the device first."""

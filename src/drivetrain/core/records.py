@@ -193,6 +193,10 @@ class Reading:
             slot.host.copy_(packed, non_blocking=True)
             slot.event.record(torch.cuda.current_stream(device))
 
+    @property
+    def note(self) -> Note | None:
+        return self._outcome.note
+
     def values(self) -> tuple[float, float, float, float | None, float]:
         """Loss sum, number of items, stop flag, gradient norm, skipped."""
         if self._values is None:

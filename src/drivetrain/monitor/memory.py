@@ -1,9 +1,13 @@
 """Device memory over the epochs: the peak of each, a warning when it comes near the limit, and the cache given back.
 
+Of epochs that are over in a moment several are told together.
+
 Giving the cache back costs time, and what was given back is soon asked for again. It helps only where the cache holds
 much that nobody uses while others find nothing left: then, and only at the end of an epoch, it is done.
 """
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +17,7 @@ from drivetrain.core.records import StepRecord
 
 HIGH = 0.95  # of the device's memory
 UNUSED_CACHE, LITTLE_LEFT = 0.25, 0.05
+LEAST_SECONDS = 0.5  # between two looks: one takes a millisecond or two
 
 
 class MemoryWatch(Protocol):
@@ -37,13 +42,15 @@ class CudaMemoryWatch:
         self._epoch: int | None = None
         self._step = 0
         self._warned = False
+        self._told = -math.inf
         torch.cuda.reset_peak_memory_stats(device)
 
     def observe(self, record: StepRecord) -> None:
         if self._epoch is None:
             self._epoch = record.epoch
         elif record.epoch != self._epoch:
-            self._end_epoch()
+            if time.monotonic() - self._told >= LEAST_SECONDS:
+                self._end_epoch()
             self._epoch = record.epoch
         self._step = record.step
 
@@ -73,6 +80,7 @@ class CudaMemoryWatch:
             torch.cuda.empty_cache()
             facts["cache_given_back_bytes"] = reserved - torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
+        self._told = time.monotonic()
         self._tell("memory", **facts)
 
 

@@ -241,6 +241,7 @@ class _Search:
             size = next_size_to_measure(peaks, limit, at_most, self._held(way))
             if size is None:
                 break
+            self._forecast(way.but(micro_batch=size))
             measured = self._try(way.but(micro_batch=size), brief=True)
             if measured.out_of_memory:
                 return False
@@ -249,10 +250,14 @@ class _Search:
             self._limit_budget(measured)
             if not measured.peak_bytes:
                 return True  # nobody counts memory here
-        line = self._line(way)
-        if line is not None and all(peak.micro_batch != at_most for peak in self._peaks(way)):
-            self._forecasts.setdefault(way.but(micro_batch=at_most), line.peak_bytes(at_most))
+        self._forecast(way.but(micro_batch=at_most))
         return True
+
+    def _forecast(self, way: Way) -> None:
+        """What is expected of its memory, if it was not measured yet and smaller steps say something of it."""
+        line = self._line(way)
+        if line is not None and all(peak.micro_batch != way.micro_batch for peak in self._peaks(way)):
+            self._forecasts.setdefault(way, line.peak_bytes(way.micro_batch))
 
     def _fastest(self, way: Way, largest: int) -> Way | None:
         """From the largest that is forecast to fit downwards, as long as smaller ones are faster."""
@@ -262,9 +267,7 @@ class _Search:
             if best is not None and (self._is_out_of_time() or num_slower == 2):
                 break  # past the best: one slower size may be an odd one
             other = way.but(micro_batch=size)
-            line = self._line(other)
-            if line is not None and all(peak.micro_batch != size for peak in self._peaks(other)):
-                self._forecasts.setdefault(other, line.peak_bytes(size))
+            self._forecast(other)
             measured = self._try(other)
             if measured.problem:
                 continue

@@ -8,6 +8,7 @@ crash that takes the process with it, the next start finds the line and leaves t
 import copy
 import gc
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Probe:
         self._make_loader, self._journal = make_loader, journal
         self._alone = World(device=world.device)
         self._longest: list[int | None] | None = None
+        self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
 
     def __call__(self, way: Way, seconds: float) -> Measurement:
         if self._world.any(self._journal.crashed_in(way)):
@@ -171,14 +173,21 @@ class Probe:
         return to_device(batch, device, channels_last=way.channels_last), num_samples
 
     def _strays(self, model: nn.Module, batch: Any, way: Way, precision: Precision) -> str:
-        """Why this way's loss is not to be trusted; empty if it is near what fp32 gives."""
+        """Why this precision's loss is not to be trusted; empty if it is near what fp32 gives. Looked at once."""
         if way.precision == "fp32":
             return ""
-        reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
-        found = _loss(self._job, model, batch, precision)
-        if abs(found - reference) <= LOSS_TOLERANCE[way.precision] * max(abs(reference), 1e-3):
-            return ""
-        return f"its loss is {found:.5g} where fp32 has {reference:.5g}: more than {way.precision} explains"
+        if way.precision not in self._found_to_stray:
+            # To look for the fastest convolutions of both would take longer than the rest of the probe.
+            with numerics(precision, deterministic=False, cudnn_benchmark=False):
+                reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
+                found = _loss(self._job, model, batch, precision)
+            strays = abs(found - reference) > LOSS_TOLERANCE[way.precision] * max(abs(reference), 1e-3)
+            self._found_to_stray[way.precision] = (
+                f"its loss is {found:.5g} where fp32 has {reference:.5g}: more than {way.precision} explains"
+                if strays or math.isnan(found - reference)
+                else ""
+            )
+        return self._found_to_stray[way.precision]
 
 
 def _loss(job: Job, model: nn.Module, batch: Any, precision: Precision) -> float:
