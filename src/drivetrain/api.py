@@ -1,20 +1,26 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
-from drivetrain.core.hook import StepContext
+from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.interrupt import stopping_cleanly
+from drivetrain.core.loss import LossSum
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.data.again import SamplesAgain
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
-from drivetrain.data.items import what_draws
+from drivetrain.data.items import Collated, what_draws
+from drivetrain.data.loader import Loader
 from drivetrain.data.orders import refuse_unequal_orders
 from drivetrain.job import Job
 from drivetrain.monitor.flops import count_apart, counted
@@ -179,7 +185,10 @@ class _Run(Setup):
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
             trainer.before_step = books.before_step
-            trainer.tell = books.event
+            trainer.tell, trainer.say = books.event, books.say
+            trainer.rehearsal = self._rehearsal(loader, optimizer)
+            if validation is not None:
+                trainer.measure = validation.measure
             if average is not None:
                 trainer.average_of = average.of
             memory = watch_memory(world.device, books.event, books.say)
@@ -218,6 +227,20 @@ class _Run(Setup):
             metrics=validation.latest if validation else {},
             best_step=validation.best_step if validation else None,
         )
+
+    def _rehearsal(self, loader: Loader, optimizer: Optimizer) -> Rehearsal | None:
+        """What hooks need that train on samples again; None where samples have no numbers."""
+        job, precision = self.job, self.precision
+        if not job.source.is_keyed:
+            return None
+
+        def loss(model: nn.Module, batch: Any) -> Tensor | LossSum:
+            # A scaled loss belongs to the scaler's steps: without it, small gradients would vanish.
+            with (None if precision.scales_loss else precision.around_forward()) or nullcontext():
+                return job.loss(model, batch)
+
+        samples = SamplesAgain(loader, Collated(job.collate), self.world.device, channels_last=self.channels_last)
+        return Rehearsal(samples, optimizer, job.clip_norm, loss)
 
     def _validation(
         self,

@@ -169,7 +169,7 @@ class Drive:
         self._trainer.snapshot = self._saves.snapshot
         self._trainer.check_after_first_step = self._saves.prepare
         self._trainer.before_step = self._books.before_step
-        self._trainer.tell = self._books.event
+        self._trainer.tell, self._trainer.say = self._books.event, self._books.say
         if average is not None:
             self._trainer.average_of = average.of
         stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)

@@ -11,7 +11,7 @@ steps more were given to it. Then each has their mean for its seconds.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.hook import Hook, StepContext, Verdict
+from drivetrain.core.hook import Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
@@ -92,6 +92,9 @@ class Trainer:
         self.check_after_first_step: Callable[[], Any] = lambda: None
         self.average_of: Callable[[Tensor], Tensor | None] = lambda parameter: None
         self.tell: Callable[..., None] = lambda kind, **facts: None
+        self.say: Callable[[str], None] = lambda text: None
+        self.measure: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
+        self.rehearsal: Rehearsal | None = None
         self.before_step: Callable[[int], None] = lambda step: None  # with its number, from 1
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
         # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
@@ -283,6 +286,9 @@ class Trainer:
             self._companions,
             self.tell,
             batch=self._stepper.last_batch,
+            say=self.say,
+            measure=lambda: self.measure(self._model),
+            rehearsal=self.rehearsal,
         )
         verdicts = []
         for hook in hooks:

@@ -16,6 +16,7 @@ from torch import nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
+from drivetrain.core.modes import evaluating
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World
@@ -68,7 +69,7 @@ class Validator:
         for found in self._objects.values():
             found.reset()
         seed_all(key_of(self._job.seed, _VALIDATION))
-        with _evaluating(model), torch.no_grad(), _recording(called) as outputs:
+        with evaluating(model), torch.no_grad(), _recording(called) as outputs:
             for micro in self._micro_batches():
                 outputs.clear()
                 with self._precision.around_forward() or nullcontext():
@@ -155,8 +156,7 @@ class Validation:
 
     def __call__(self, context: StepContext) -> Verdict:
         began = time.perf_counter()
-        with self._average.in_place() if self._average else nullcontext():
-            self.latest = self._validator.measure(context.model)
+        self.latest = self.measure(context.model)
         self._report(context, self.latest, time.perf_counter() - began)
         value = _picked(self.latest, self._best)
         is_best = self._best.is_better(value, self.best_value)
@@ -166,6 +166,11 @@ class Validation:
         if stop and self._patience is not None:
             self.stopped_because = self._patience.words()
         return Verdict(save=is_best or stop, stop=stop)
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """As validation does, with the average where there is one; nothing is kept of it."""
+        with self._average.in_place() if self._average else nullcontext():
+            return self._validator.measure(model)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {
@@ -250,18 +255,6 @@ def _target(batch: Any) -> Any:
         "a metric object needs a target, and the batch is neither a pair nor has an entry named target or label",
         remedy="give a function (output, batch) as the metric instead",
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards each part is in the mode it was in, which may differ between parts."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
 
 
 @contextmanager

@@ -1,13 +1,41 @@
 """Periodic work at step boundaries, on all ranks alike."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from drivetrain.core.loss import LossSum
 from drivetrain.core.world import World
+
+
+class Samples(Protocol):
+    """The job's samples by their numbers, for hooks that look at some again. The same whichever rank asks."""
+
+    def of_step(self, step: int) -> Sequence[int]:
+        """The samples of a step, all ranks together; steps count from 0."""
+
+    def items(self, numbers: Sequence[int]) -> list[Any]:
+        """As the data set gives them. What they draw at random is keyed, and no generator is left changed."""
+
+    def batch(self, numbers: Sequence[int]) -> Any:
+        """Collated, and on this rank's device."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What it takes to train on samples again, outside of steps.
+
+    Whoever does leaves the optimizer's state, its learning rates and all gradients as they were.
+    """
+
+    samples: Samples
+    optimizer: Optimizer
+    clip_norm: float | None
+    loss: Callable[[nn.Module, Any], Tensor | LossSum]  # in the run's precision; in full where that scales losses
 
 
 @dataclass(frozen=True)
@@ -16,8 +44,11 @@ class StepContext:
 
     It must not change weights. What does, as experts that come and go, does it in place, on all ranks alike, and to
     what goes with them: `companions` gives the optimizer's state of a parameter, and its moving average as `average`,
-    as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books. `batch()` is this rank's
-    last micro-batch of the step that counted, as the loss function got it; None if there was none.
+    as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books, `say(text)` a line to the
+    terminal. `batch()` is this rank's last micro-batch of the step that counted, as the loss function got it; None if
+    there was none. `measure()` validates the model as it is now, on all ranks together, without keeping books of it: nothing
+    where the job has no validation set. `rehearsal` is None where samples have no numbers (data that is only iterated),
+    and in loops of one's own, which know their loss alone.
     """
 
     step: int  # optimizer steps done
@@ -28,6 +59,9 @@ class StepContext:
     companions: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {}
     tell: Callable[..., None] = lambda kind, **facts: None
     batch: Callable[[], Any] = lambda: None
+    say: Callable[[str], None] = lambda text: None
+    measure: Callable[[], Mapping[str, float]] = dict
+    rehearsal: Rehearsal | None = None
 
 
 class Verdict(NamedTuple):

@@ -8,6 +8,9 @@ from drivetrain.moe.knowledge_files import KnowledgeFiles
 from drivetrain.moe.layer import Balance, MixtureOfExperts
 from drivetrain.moe.lifecycle import Lifecycle, Rules
 from drivetrain.moe.load import LoadFigures
+from drivetrain.moe.night import SleepRules
+from drivetrain.moe.reservoir import Reservoir
+from drivetrain.moe.sleep import Sleep
 from drivetrain.moe.slots import Slots
 from drivetrain.moe.ways import Way
 
@@ -23,8 +26,11 @@ __all__ = [
     "LoadReport",
     "LocalDispatcher",
     "MixtureOfExperts",
+    "Reservoir",
     "Rules",
     "Settlement",
+    "Sleep",
+    "SleepRules",
     "Slots",
     "Way",
     "auxiliary_loss",

@@ -91,14 +91,27 @@ def _over_all_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class LoadReport:
-    """A hook that writes the figures of all mixtures into the run's books, as events named `load`."""
+    """A hook that writes the figures of all mixtures into the run's books, as events named `load`.
+
+    With them, by the experts' numbers: how many tokens of the last step each got, and the rank it lives on.
+    """
 
     def __init__(self, every: int = 100) -> None:
         self.every = every
 
     def __call__(self, context: StepContext) -> None:
         for name, layer in mixtures_in(context.model).items():
-            context.tell("load", step=context.step, layer=name, **layer.figures().as_dict())
+            loads = {
+                str(number): tokens
+                for number, tokens in zip(layer.expert_ids.tolist(), layer.load.tolist(), strict=True)
+                if number >= 0
+            }
+            ranks, _ = layer.dispatcher.placement(layer.num_slots)
+            places = {
+                str(number): rank for number, rank in zip(layer.expert_ids.tolist(), ranks, strict=True) if number >= 0
+            }
+            facts = layer.figures().as_dict()
+            context.tell("load", step=context.step, layer=name, **facts, loads=loads, ranks=places)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {}

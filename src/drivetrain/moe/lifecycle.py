@@ -5,7 +5,7 @@ the layer (who is there, what their tokens are like) and in this hook's state (f
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.knowledge import Knowledge, Seen
 from drivetrain.moe.layer import MixtureOfExperts
 from drivetrain.moe.placement import exchanges
-from drivetrain.moe.router import Routing
+from drivetrain.moe.probing import agreements, outputs, route
 from drivetrain.moe.slots import Slots
 
 CENTROID_MEMORY = 0.9  # how much of a centroid stays at each look
@@ -49,6 +49,14 @@ class Rules:
     )
 
 
+# One line for the terminal; an expert that was grown takes part from the next look on, which is not told again.
+_WORDS = {
+    "grown": "expert {expert} grown from {parent}: {new_share:.0%} of tokens are new to all; {count} experts",
+    "merged": "expert {expert} merged into {into}: their outputs agree to {agreement:.1%}; {count} experts",
+    "pruned": "expert {expert} pruned: its load was {share:.1%} of an even share for long",
+}
+
+
 @dataclass
 class _Story:
     """What the hook remembers of one layer."""
@@ -73,13 +81,15 @@ class Lifecycle:
     ) -> None:
         self.every, self._rules, self._seed, self.knowledge = every, rules or Rules(), seed, knowledge
         self._stories: dict[str, _Story] = {}
+        self.far_factor = 1.0  # of what counts as new: whoever adapts it keeps it, and sets it again after a resume
         self.history: list[dict[str, Any]] = []  # all that happened, in words and numbers
 
     def __call__(self, context: StepContext) -> None:
         for name, layer in mixtures_in(context.model).items():
             if layer.can_grow:
                 story = self._stories.setdefault(name, _Story())
-                _Look(self._rules, self._seed, context, name, layer, story, self.history, self.knowledge).run()
+                rules = replace(self._rules, far=self._rules.far * self.far_factor)
+                _Look(rules, self._seed, context, name, layer, story, self.history, self.knowledge).run()
 
     def state_dict(self) -> Mapping[str, Any]:
         return {
@@ -164,7 +174,7 @@ class _Look:
     def _novelty(self, tokens: Tensor) -> "_Novelty":
         """How many tokens are far from all centroids, to whom they are nearest, what they are like; then learn."""
         layer, active = self._layer, self._slots.active
-        chosen = self._route(tokens).chosen[:, 0]
+        chosen = route(self._layer, tokens).chosen[:, 0]
         known = [slot for slot in active if layer.spreads[slot] > 0]
         count, num_new = torch.zeros(2, layer.num_slots, dtype=torch.float64, device=tokens.device).unbind()
         total_new = torch.zeros(tokens.shape[1], device=tokens.device, dtype=torch.float64)
@@ -272,9 +282,9 @@ class _Look:
         best, into, gone = 0.0, -1, -1
         pairs = self._pairs(active)
         compared = sorted({slot for pair in pairs for slot in pair})
-        agreements = self._agreements(probes, compared)
+        table = agreements(self._layer, probes, compared, self._context.world)
         for other, one in pairs:
-            found = agreements[compared.index(one)][compared.index(other)]
+            found = table[compared.index(one)][compared.index(other)]
             if self._knowledge is not None:
                 self._knowledge.measured(self._name, ids[one], ids[other], found)
             if sorted([ids[one], ids[other]]) not in story.refused and found > max(best, rules.agreement):
@@ -284,10 +294,10 @@ class _Look:
         loads = self._layer.load.tolist()
         share = (loads[into] + 1) / (loads[into] + loads[gone] + 2)
         put_back = self._slots.saved([into, gone])
-        before = self._outputs(others)
+        before = outputs(self._layer, others)
         numbers = sorted([ids[into], ids[gone]])
         self._slots.merge(into, gone, share)
-        change, size = (self._outputs(others) - before).double().square().sum(), before.double().square().sum()
+        change, size = (outputs(self._layer, others) - before).double().square().sum(), before.double().square().sum()
         self._sum(change, size)
         harm = (change / size.clamp_min(1e-30)).sqrt().item()
         if harm > rules.harm:
@@ -308,37 +318,7 @@ class _Look:
         found = self._knowledge.alike(self._name, numbers, CANDIDATES, self._story.looks)
         return [tuple(sorted((places[one], places[other]))) for one, other in found]  # type: ignore[misc]
 
-    def _agreements(self, tokens: Tensor, active: list[int]) -> list[list[float]]:
-        """1 − |a − b| ÷ (|a| + |b|) of the outputs of each pair: the same is 1, opposites are 0."""
-        outputs = torch.stack([self._outputs(tokens, slot) for slot in active]).double().flatten(1)
-        products = outputs @ outputs.T
-        self._sum(products)
-        norms = products.diagonal().clamp_min(0).sqrt()
-        distances = (products.diagonal()[:, None] + products.diagonal()[None] - 2 * products).clamp_min(0).sqrt()
-        found: list[list[float]] = (1 - distances / (norms[:, None] + norms[None]).clamp_min(1e-30)).tolist()
-        return found
-
     # What all of it needs
-
-    def _outputs(self, tokens: Tensor, slot: int | None = None) -> Tensor:
-        """Of the layer, or of one of its experts. Counts for nothing."""
-        layer = self._layer
-        tokens = tokens.to(layer.experts.w_in.dtype)
-        routing = self._route(tokens)
-        if slot is not None:
-            chosen = torch.full((len(tokens), 1), slot, device=tokens.device)
-            routing = Routing(chosen, torch.ones_like(routing.weights[:, :1]), routing.logits)
-        return layer.dispatcher(layer.experts, tokens, routing)
-
-    def _route(self, tokens: Tensor) -> Routing:
-        router = self._layer.router
-        was_training = router.training
-        router.eval()  # without noise
-        try:
-            routing: Routing = router(tokens)
-        finally:
-            router.train(was_training)
-        return routing
 
     def _sum(self, *tensors: Tensor) -> None:
         world: World = self._context.world
@@ -363,6 +343,10 @@ class _Look:
         facts = {"step": self._context.step, "layer": self._name, "what": what, "expert": number, **more}
         self._history.append(facts)
         self._context.tell("expert", **facts)
+        words = _WORDS.get(what)
+        if words is not None:
+            line = words.format(expert=number, count=len(self._slots.ids), **more)
+            self._context.say(f"step {self._context.step:>6}   {line}")
 
 
 @dataclass(frozen=True)

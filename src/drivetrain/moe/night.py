@@ -1,0 +1,346 @@
+"""One sleep of a model with mixtures of experts: replay, specialise, merge, prune, reorganise.
+
+Whatever is tried is checked on samples that are never replayed, and taken back if the loss on them rises. All of it
+comes from facts over all ranks, so every rank does the same.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.hook import Rehearsal, StepContext
+from drivetrain.moe.balance import mixtures_in
+from drivetrain.moe.layer import MixtureOfExperts
+from drivetrain.moe.probing import agreements
+from drivetrain.moe.replay import Replay, Seen
+from drivetrain.moe.reservoir import Reservoir
+from drivetrain.moe.router import Routing
+from drivetrain.moe.slots import Slots
+
+PROBES = 256  # tokens of each rank on which outputs of experts are compared
+
+
+@dataclass(frozen=True)
+class SleepRules:
+    """When a model sleeps, and what it does then."""
+
+    interval: int = 300  # steps between two sleeps at first; growth in between brings the next one nearer
+    shortest: int = 100
+    longest: int = 2000
+    reservoir: int = 1000  # samples that are remembered, equally many of each task and class
+    replay_steps: int = 30
+    replay_batch: int = 64
+    micro_batch: int = 256  # samples that are computed at once, on each rank
+    rate: float = 0.5  # of the job's learning rate at that time
+    specialise_steps: int = 10  # of the routers alone; 0: none
+    specialise_weight: float = 0.1  # of what experts tell about classes, beside the loss
+    agreement: float = 0.9  # of outputs, for two experts to be tried as one; adapted from sleep to sleep
+    idle_share: float = 0.1  # of an even share of the reservoir's tokens: less is idle
+    busy_share: float = 1.25  # of an even share: an expert with more that serves many classes is split
+    focus: float = 0.6  # specialisation from which on an expert is not split: 1 serves one class, 0 all alike
+    min_experts: int = 2
+    max_experts: int | None = None  # None: as many as there are slots
+    tolerance: float = 0.01  # by how much anything but replay may raise the loss on checked samples, relative
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What came of a part of a sleep."""
+
+    what: str  # replay, specialise, merge, prune, split
+    kept: bool
+    loss: tuple[float, float]  # on checked samples, before and after
+    words: str
+    facts: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        loss = [round(value, 6) for value in self.loss]
+        return {"what": self.what, "kept": self.kept, "loss": loss, "words": self.words, **self.facts}
+
+
+class Night:
+    """One sleep. `run` does all of it and returns what came of each part."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        rehearsal: Rehearsal,
+        rules: SleepRules,
+        reservoir: Reservoir,
+        cycle: int,
+        agreement: float,
+        seed: int,
+    ) -> None:
+        self._context, self._rules, self._reservoir, self._cycle = context, rules, reservoir, cycle
+        self._agreement, self._seed = agreement, seed
+        self._layers = mixtures_in(context.model)
+        self._replay = Replay(context, rehearsal, rules.micro_batch)
+        self._groups = list(reservoir.groups)
+        self._checked = reservoir.checked or [kept[0] for kept in reservoir.groups.values()]
+        self._loss = self._replay.loss(self._checked)
+        self.stages: list[Stage] = []
+
+    def run(self) -> list[Stage]:
+        self._rehearse()
+        self._specialise()
+        for name, layer in self._layers.items():
+            slots = Slots(layer, self._context.companions)
+            self._merge(name, layer, slots)
+            self._prune(name, layer, slots)
+            self._split(name, layer, slots)
+        return self.stages
+
+    def specialisation(self) -> float:
+        """How much an expert's tokens are of one class, over all layers: 1 is one class each, 0 is all alike."""
+        seen = self._replay.look(self._everything)
+        found = [_focus(self._table(layer, seen[name]).sum(2)) for name, layer in self._layers.items()]
+        weights = [float(load.sum()) for _, load in found]
+        focused = sum(float((focus * load).sum()) for focus, load in found)
+        return focused / max(sum(weights), 1.0)
+
+    # Replay
+
+    def _rehearse(self) -> None:
+        rules = self._rules
+        if not rules.replay_steps:
+            return
+        put_back = self._replay.saved()
+        with self._replay.learning(rules.rate):
+            for number in range(rules.replay_steps):
+                self._replay.step(self._reservoir.draw(rules.replay_batch, self._cycle, number))
+        words = f"{rules.replay_steps} × {rules.replay_batch} samples of {len(self._groups)} classes replayed"
+        self._judge("replay", put_back, words, harm=0.0)
+
+    def _specialise(self) -> None:
+        """The routers alone learn to tell by the expert what class a token is of, beside the loss."""
+        rules = self._rules
+        if not rules.specialise_steps or len(self._groups) < 2 or not self._layers:
+            return
+        routers = {id(layer.router.weight) for layer in self._layers.values()}
+        put_back, before = self._replay.saved(), self.specialisation()
+        with self._replay.learning(rules.rate):
+            for number in range(rules.specialise_steps):
+                # At most what is computed at once: the table has to be over all of it, in any number of ranks.
+                count = min(rules.replay_batch, rules.micro_batch)
+                drawn = self._reservoir.draw(count, self._cycle, rules.replay_steps + number)
+                self._replay.step(drawn, routers, self._told)
+        after = self.specialisation()
+        is_worse = after <= before
+        words = f"experts' specialisation {before:.2f} → {after:.2f}"
+        facts: dict[str, Any] = {"specialisation": [round(before, 6), round(after, 6)]}
+        self._judge("specialise", put_back, words, harm=-math.inf if is_worse else None, **facts)
+
+    def _told(self, numbers: Sequence[int], weight: int, routings: Mapping[str, Routing]) -> Tensor | None:
+        """Less of what experts tell about classes (mutual information), as this rank's tokens change it.
+
+        It is a function of a table over all ranks' tokens; so its gradient by the table, times this rank's table, has
+        the gradient that one process with all tokens would have.
+        """
+        total: Tensor | None = None
+        groups = self._group_numbers(numbers)
+        for name, routing in routings.items():
+            layer = self._layers[name]
+            scores = layer.router.score(routing.logits)
+            scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+            sample = torch.arange(len(scores), device=scores.device) * len(numbers) // len(scores)
+            classes = torch.nn.functional.one_hot(groups.to(scores.device)[sample], len(self._groups))
+            table = weight * scores.T @ classes.to(scores.dtype)
+            everyones = self._context.world.all_reduce(table.detach().double().clone()).requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(-_mutual_information(everyones), everyones)
+            found = self._rules.specialise_weight * (slope.to(table) * table).sum()
+            total = found if total is None else total + found
+        return total
+
+    # Coming and going
+
+    def _merge(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
+        """The two that agree best, if the model is no worse for it."""
+        active, ids = slots.active, slots.ids
+        if len(active) <= max(self._rules.min_experts, layer.k):
+            return
+        tokens = self._replay.look(self._everything)[name].tokens[:PROBES].to(layer.experts.w_in.dtype)
+        table = agreements(layer, tokens, active, self._context.world)
+        pairs = [
+            (table[first][second], other, one)
+            for first, one in enumerate(active)
+            for second, other in enumerate(active[:first])
+        ]
+        agreement, into, gone = max(pairs, key=lambda pair: pair[0])
+        if agreement < self._agreement:
+            return
+        load = layer.load.tolist()
+        share = (load[into] + 1) / (load[into] + load[gone] + 2)
+        put_back = slots.saved([into, gone])
+        slots.merge(into, gone, share)
+        words = f"expert {ids[gone]} merged into {ids[into]}: their outputs agree to {agreement:.1%}"
+        facts: dict[str, Any] = {
+            "expert": ids[gone],
+            "into": ids[into],
+            "agreement": round(agreement, 6),
+        }
+        if self._judge("merge", put_back, words, layer=name, **facts) and layer.can_grow:
+            layer.centroids[into].lerp_(layer.centroids[gone], 1 - share)
+            layer.centroids[gone], layer.spreads[gone] = 0.0, 0.0
+
+    def _prune(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
+        """The idlest one, if it is idle and the model is no worse without it."""
+        active, ids = slots.active, slots.ids
+        if len(active) <= max(self._rules.min_experts, layer.k):
+            return
+        load = self._table(layer, self._replay.look(self._everything)[name]).sum((1, 2))
+        slot = min(active, key=lambda slot: (float(load[slot]), slot))
+        share = float(load[slot] * len(active) / load.sum().clamp_min(1))
+        if share >= self._rules.idle_share:
+            return
+        put_back = slots.saved([slot])
+        slots.prune(slot)
+        words = f"expert {ids[slot]} pruned: it had {share:.1%} of an even share of what is remembered"
+        if (
+            self._judge("prune", put_back, words, layer=name, expert=ids[slot], share=round(share, 6))
+            and layer.can_grow
+        ):
+            layer.centroids[slot], layer.spreads[slot] = 0.0, 0.0
+
+    def _split(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
+        """A busy expert that serves many classes leaves half of them to a child, if the model is no worse for it."""
+        rules, active = self._rules, slots.active
+        limit = min(rules.max_experts or layer.num_slots, layer.num_slots)
+        if not layer.can_grow or len(slots.ids) >= limit or len(self._groups) < 2:
+            return
+        seen = self._replay.look(self._everything)[name]
+        table = self._table(layer, seen)
+        focus, load = _focus(table.sum(2))
+        shares = load * len(active) / load.sum().clamp_min(1)
+        parent = max(active, key=lambda slot: (float(load[slot]), -slot))
+        if float(shares[parent]) < rules.busy_share or float(focus[parent]) >= rules.focus:
+            return
+        halves = _halves(self._means(seen, parent), table[parent].sum(1).cpu())
+        if halves is None:
+            return
+        put_back = self._replay.saved()
+        slot = slots.grow(parent, seed=self._seed)
+        if slot is None:
+            return
+        self._lean(layer, slots, parent, slot, halves.centres)
+        slots.activate(slot)
+        with self._replay.learning(rules.rate):
+            for number in range(rules.specialise_steps):
+                key = rules.replay_steps + rules.specialise_steps + number
+                self._replay.step(self._reservoir.draw(rules.replay_batch, self._cycle, key))
+
+        def take_back() -> None:
+            slots.prune(slot)
+            put_back()
+
+        taken = [self._groups[index] for index in halves.second]
+        words = (
+            f"expert {slots.ids[parent]} split: it had {float(shares[parent]):.1f} × an even share of many classes; "
+            f"expert {slots.ids[slot]} takes {', '.join(taken)}"
+        )
+        facts: dict[str, Any] = {
+            "expert": slots.ids[slot],
+            "parent": slots.ids[parent],
+            "classes": taken,
+        }
+        if self._judge("split", take_back, words, layer=name, **facts):
+            layer.centroids[parent], layer.centroids[slot] = halves.centres.to(layer.centroids)
+            layer.spreads[slot] = layer.spreads[parent]
+
+    @torch.no_grad()
+    def _lean(self, layer: MixtureOfExperts, slots: Slots, parent: int, child: int, centres: Tensor) -> None:
+        """Logits of parent and child differ by 1 either way at the centres of the two halves."""
+        wanted = torch.tensor([-0.5, 0.5], dtype=torch.float64)
+        direction = (torch.linalg.pinv(centres) @ wanted).to(layer.router.weight)
+        tensors = [layer.router.weight.data, self._context.companions(layer.router.weight).get("average")]
+        for tensor in tensors:
+            if tensor is not None:
+                tensor[parent] -= direction
+                tensor[child] += direction
+
+    # What all of it needs
+
+    def _judge(
+        self, what: str, take_back: Callable[[], None], words: str, harm: float | None = None, **facts: Any
+    ) -> bool:
+        """Keeps what was done if the loss on checked samples is at most so much larger; else takes it back."""
+        before, after = self._loss, self._replay.loss(self._checked)
+        allowed = self._rules.tolerance if harm is None else harm
+        kept = math.isfinite(after) and after <= before * (1 + allowed)
+        if kept:
+            self._loss = after
+        else:
+            take_back()
+        self.stages.append(Stage(what, kept, (before, after), words, facts))
+        return kept
+
+    @property
+    def _everything(self) -> list[int]:
+        return [number for kept in self._reservoir.groups.values() for number in kept]
+
+    def _group_numbers(self, numbers: Sequence[int]) -> Tensor:
+        places = {name: index for index, name in enumerate(self._groups)}
+        return torch.tensor([places[self._reservoir.group_of(number)] for number in numbers])
+
+    def _table(self, layer: MixtureOfExperts, seen: Seen) -> Tensor:
+        """(slots, classes, choices): how many of the remembered tokens chose an expert, on all ranks."""
+        device, num_classes, k = seen.tokens.device, len(self._groups), seen.chosen.shape[1]
+        classes = self._group_numbers(seen.numbers).to(device)[seen.sample]
+        places = (seen.chosen * num_classes + classes[:, None]) * k + torch.arange(k, device=device)
+        table = torch.zeros(layer.num_slots * num_classes * k, dtype=torch.float64, device=device)
+        table.scatter_add_(0, places.flatten(), torch.ones_like(places.flatten(), dtype=torch.float64))
+        return self._context.world.all_reduce(table).view(layer.num_slots, num_classes, k)
+
+    def _means(self, seen: Seen, slot: int) -> Tensor:
+        """(classes, inputs): the mean of an expert's tokens of each class, on all ranks."""
+        classes = self._group_numbers(seen.numbers).to(seen.tokens.device)[seen.sample]
+        chose = (seen.chosen == slot).any(1)
+        sums = torch.zeros(len(self._groups), seen.tokens.shape[1] + 1, dtype=torch.float64, device=classes.device)
+        ones = torch.ones(len(seen.tokens), 1, dtype=torch.float64, device=classes.device)
+        sums.index_add_(0, classes[chose], torch.cat([seen.tokens.double(), ones], 1)[chose])
+        self._context.world.all_reduce(sums)
+        return (sums[:, :-1] / sums[:, -1:].clamp_min(1)).cpu()
+
+
+@dataclass(frozen=True)
+class _Halves:
+    centres: Tensor  # (2, inputs)
+    second: list[int]  # classes of the second half
+
+
+def _halves(means: Tensor, counts: Tensor) -> _Halves | None:
+    """Classes in two clusters by the means of their tokens; None where there are not two."""
+    there = [index for index, count in enumerate(counts.tolist()) if count >= 2]
+    if len(there) < 2:
+        return None
+    points, weights = means[there], counts[there].unsqueeze(1)
+    apart = torch.cdist(points, points)
+    first, second = divmod(int(apart.argmax()), len(there))
+    centres = points[[first, second]].clone()
+    for _ in range(10):
+        is_second = torch.cdist(points, centres).argmin(1).bool()
+        if is_second.all() or not is_second.any():
+            return None
+        for half, chosen in enumerate((~is_second, is_second)):
+            centres[half] = (points[chosen] * weights[chosen]).sum(0) / weights[chosen].sum()
+    return _Halves(centres, [there[index] for index, found in enumerate(is_second.tolist()) if found])
+
+
+def _focus(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (slots, classes): 1 − entropy of an expert's classes ÷ that of equally many of each; and the load."""
+    load = table.sum(1)
+    shares = table / load.clamp_min(1).unsqueeze(1)
+    entropy = -(shares * shares.clamp_min(1e-30).log()).sum(1)
+    return 1 - entropy / math.log(max(table.shape[1], 2)), load
+
+
+def _mutual_information(table: Tensor) -> Tensor:
+    """Between rows and columns of a table of weights, in nats."""
+    joint = table / table.sum()
+    apart = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
+    tiny = 1e-30
+    return (joint * (joint.clamp_min(tiny).log() - apart.clamp_min(tiny).log())).sum()
