@@ -1,7 +1,8 @@
 """One sleep of a model with mixtures of experts: replay, specialise, merge, prune, reorganise.
 
-Whatever is tried is checked on samples that are never replayed, and taken back if the loss on them rises. All of it
-comes from facts over all ranks, so every rank does the same.
+Whatever is tried is checked, and taken back if the loss rises: replay and specialising on remembered samples that are
+never replayed; what becomes of experts on the validation set, where there is one. All of it comes from facts over all
+ranks, so every rank does the same.
 """
 
 import math
@@ -44,7 +45,7 @@ class SleepRules:
     focus: float = 0.6  # specialisation from which on an expert is not split: 1 serves one class, 0 all alike
     min_experts: int = 2
     max_experts: int | None = None  # None: as many as there are slots
-    tolerance: float = 0.01  # by how much anything but replay may raise the loss on checked samples, relative
+    tolerance: float = 0.01  # by how much anything but replay may raise the loss, relative
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Stage:
 
     what: str  # replay, specialise, merge, prune, split
     kept: bool
-    loss: tuple[float, float]  # on checked samples, before and after
+    loss: tuple[float, float]  # that it was checked on, before and after
     words: str
     facts: Mapping[str, Any]
 
@@ -81,7 +82,8 @@ class Night:
         self._replay = Replay(context, rehearsal, rules.micro_batch)
         self._groups = list(reservoir.groups)
         self._checked = reservoir.checked or [kept[0] for kept in reservoir.groups.values()]
-        self._loss = self._replay.loss(self._checked)
+        self._known: dict[str, float] = {}  # losses of the model as it is
+        self._seen: dict[str, Seen] | None = None
         self.stages: list[Stage] = []
 
     def run(self) -> list[Stage]:
@@ -96,8 +98,7 @@ class Night:
 
     def specialisation(self) -> float:
         """How much an expert's tokens are of one class, over all layers: 1 is one class each, 0 is all alike."""
-        seen = self._replay.look(self._everything)
-        found = [_focus(self._table(layer, seen[name]).sum(2)) for name, layer in self._layers.items()]
+        found = [_focus(self._table(layer, self._looked()[name]).sum(2)) for name, layer in self._layers.items()]
         weights = [float(load.sum()) for _, load in found]
         focused = sum(float((focus * load).sum()) for focus, load in found)
         return focused / max(sum(weights), 1.0)
@@ -108,12 +109,12 @@ class Night:
         rules = self._rules
         if not rules.replay_steps:
             return
-        put_back = self._replay.saved()
+        before, put_back = self._now(self._remembered_loss), self._replay.saved()
         with self._replay.learning(rules.rate):
             for number in range(rules.replay_steps):
                 self._replay.step(self._reservoir.draw(rules.replay_batch, self._cycle, number))
         words = f"{rules.replay_steps} × {rules.replay_batch} samples of {len(self._groups)} classes replayed"
-        self._judge("replay", put_back, words, harm=0.0)
+        self._judge("replay", self._remembered_loss, before, put_back, words, harm=0.0)
 
     def _specialise(self) -> None:
         """The routers alone learn to tell by the expert what class a token is of, beside the loss."""
@@ -121,18 +122,20 @@ class Night:
         if not rules.specialise_steps or len(self._groups) < 2 or not self._layers:
             return
         routers = {id(layer.router.weight) for layer in self._layers.values()}
-        put_back, before = self._replay.saved(), self.specialisation()
+        put_back, loss, before = self._replay.saved(), self._now(self._remembered_loss), self.specialisation()
         with self._replay.learning(rules.rate):
             for number in range(rules.specialise_steps):
                 # At most what is computed at once: the table has to be over all of it, in any number of ranks.
                 count = min(rules.replay_batch, rules.micro_batch)
                 drawn = self._reservoir.draw(count, self._cycle, rules.replay_steps + number)
                 self._replay.step(drawn, routers, self._told)
+        self._seen = None
         after = self.specialisation()
         is_worse = after <= before
         words = f"experts' specialisation {before:.2f} → {after:.2f}"
         facts: dict[str, Any] = {"specialisation": [round(before, 6), round(after, 6)]}
-        self._judge("specialise", put_back, words, harm=-math.inf if is_worse else None, **facts)
+        harm = -math.inf if is_worse else None
+        self._judge("specialise", self._remembered_loss, loss, put_back, words, harm, **facts)
 
     def _told(self, numbers: Sequence[int], weight: int, routings: Mapping[str, Routing]) -> Tensor | None:
         """Less of what experts tell about classes (mutual information), as this rank's tokens change it.
@@ -163,7 +166,7 @@ class Night:
         active, ids = slots.active, slots.ids
         if len(active) <= max(self._rules.min_experts, layer.k):
             return
-        tokens = self._replay.look(self._everything)[name].tokens[:PROBES].to(layer.experts.w_in.dtype)
+        tokens = self._looked()[name].tokens[:PROBES].to(layer.experts.w_in.dtype)
         table = agreements(layer, tokens, active, self._context.world)
         pairs = [
             (table[first][second], other, one)
@@ -175,7 +178,7 @@ class Night:
             return
         load = layer.load.tolist()
         share = (load[into] + 1) / (load[into] + load[gone] + 2)
-        put_back = slots.saved([into, gone])
+        before, put_back = self._now(self._held_out_loss), slots.saved([into, gone])
         slots.merge(into, gone, share)
         words = f"expert {ids[gone]} merged into {ids[into]}: their outputs agree to {agreement:.1%}"
         facts: dict[str, Any] = {
@@ -183,7 +186,7 @@ class Night:
             "into": ids[into],
             "agreement": round(agreement, 6),
         }
-        if self._judge("merge", put_back, words, layer=name, **facts) and layer.can_grow:
+        if self._judge("merge", self._held_out_loss, before, put_back, words, layer=name, **facts) and layer.can_grow:
             layer.centroids[into].lerp_(layer.centroids[gone], 1 - share)
             layer.centroids[gone], layer.spreads[gone] = 0.0, 0.0
 
@@ -192,18 +195,17 @@ class Night:
         active, ids = slots.active, slots.ids
         if len(active) <= max(self._rules.min_experts, layer.k):
             return
-        load = self._table(layer, self._replay.look(self._everything)[name]).sum((1, 2))
+        load = self._table(layer, self._looked()[name]).sum((1, 2))
         slot = min(active, key=lambda slot: (float(load[slot]), slot))
         share = float(load[slot] * len(active) / load.sum().clamp_min(1))
         if share >= self._rules.idle_share:
             return
-        put_back = slots.saved([slot])
+        before, put_back = self._now(self._held_out_loss), slots.saved([slot])
         slots.prune(slot)
         words = f"expert {ids[slot]} pruned: it had {share:.1%} of an even share of what is remembered"
-        if (
-            self._judge("prune", put_back, words, layer=name, expert=ids[slot], share=round(share, 6))
-            and layer.can_grow
-        ):
+        facts: dict[str, Any] = {"expert": ids[slot], "share": round(share, 6)}
+        is_kept = self._judge("prune", self._held_out_loss, before, put_back, words, layer=name, **facts)
+        if is_kept and layer.can_grow:
             layer.centroids[slot], layer.spreads[slot] = 0.0, 0.0
 
     def _split(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
@@ -212,7 +214,7 @@ class Night:
         limit = min(rules.max_experts or layer.num_slots, layer.num_slots)
         if not layer.can_grow or len(slots.ids) >= limit or len(self._groups) < 2:
             return
-        seen = self._replay.look(self._everything)[name]
+        seen = self._looked()[name]
         table = self._table(layer, seen)
         focus, load = _focus(table.sum(2))
         shares = load * len(active) / load.sum().clamp_min(1)
@@ -222,7 +224,7 @@ class Night:
         halves = _halves(self._means(seen, parent), table[parent].sum(1).cpu())
         if halves is None:
             return
-        put_back = self._replay.saved()
+        before, put_back = self._now(self._held_out_loss), self._replay.saved()
         slot = slots.grow(parent, seed=self._seed)
         if slot is None:
             return
@@ -247,7 +249,7 @@ class Night:
             "parent": slots.ids[parent],
             "classes": taken,
         }
-        if self._judge("split", take_back, words, layer=name, **facts):
+        if self._judge("split", self._held_out_loss, before, take_back, words, layer=name, **facts):
             layer.centroids[parent], layer.centroids[slot] = halves.centres.to(layer.centroids)
             layer.spreads[slot] = layer.spreads[parent]
 
@@ -265,18 +267,46 @@ class Night:
     # What all of it needs
 
     def _judge(
-        self, what: str, take_back: Callable[[], None], words: str, harm: float | None = None, **facts: Any
+        self,
+        what: str,
+        measures: Callable[[], float],
+        before: float,
+        take_back: Callable[[], None],
+        words: str,
+        harm: float | None = None,
+        **facts: Any,
     ) -> bool:
-        """Keeps what was done if the loss on checked samples is at most so much larger; else takes it back."""
-        before, after = self._loss, self._replay.loss(self._checked)
+        """Keeps what was done if the loss is at most so much larger; else takes it back."""
+        after = measures()
         allowed = self._rules.tolerance if harm is None else harm
         kept = math.isfinite(after) and after <= before * (1 + allowed)
-        if kept:
-            self._loss = after
-        else:
+        if not kept:
             take_back()
+        self._seen = None
+        self._known = {measures.__name__: after if kept else before}  # other losses have to be measured anew
         self.stages.append(Stage(what, kept, (before, after), words, facts))
         return kept
+
+    def _now(self, measures: Callable[[], float]) -> float:
+        """A loss of the model as it is; measured once."""
+        name = measures.__name__
+        if name not in self._known:
+            self._known[name] = measures()
+        return self._known[name]
+
+    def _remembered_loss(self) -> float:
+        return self._replay.loss(self._checked)
+
+    def _held_out_loss(self) -> float:
+        """Of the validation set, where there is one: what was learnt by heart says little of who is needed."""
+        found = self._context.measure()
+        return found["valid_loss"] if "valid_loss" in found else self._remembered_loss()
+
+    def _looked(self) -> dict[str, Seen]:
+        """What is remembered as it comes to the mixtures now."""
+        if self._seen is None:
+            self._seen = self._replay.look(self._everything)
+        return self._seen
 
     @property
     def _everything(self) -> list[int]:
