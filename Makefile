@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small network on handwritten digits and show the results
-	@$(BIN)/drivetrain train digits
+demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, sleeps, and shows the results
+	@$(BIN)/drivetrain train digits-moe
 
 test: lint  ## every test that needs no GPU (lint first)
 	@$(BIN)/python -m pytest

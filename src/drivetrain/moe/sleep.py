@@ -16,7 +16,9 @@ from drivetrain.moe.night import Night, SleepRules, Stage
 from drivetrain.moe.reservoir import Reservoir
 
 LOOKED_AT = 256  # samples of those seen since the last look that are read to learn their class
+MOST_TOLD = 64  # classes of which each expert's share is told
 NEARER = 0.7  # the next sleep comes nearer by this factor with every expert grown since the last
+CHILDHOOD = 2  # sleeps that an expert sees before it may be merged or pruned in one
 CALMER, BUSIER = 1.25, 0.8  # factors of the interval after a sleep that changed no expert, and one that did
 
 _CHANGES = {"merge": "merged", "prune": "pruned", "split": "split"}  # as events about experts have it
@@ -49,7 +51,7 @@ class Sleep:
         self.history: list[dict[str, Any]] = []  # of each sleep
         self._seen = 0  # steps whose samples were looked at
         self._slept_at = 0
-        self._ids_then: int | None = None  # how many experts there had ever been at the last sleep
+        self._ids: list[dict[str, int]] = []  # by layer: the next expert's number at the start, and at each sleep
 
     def __call__(self, context: StepContext) -> None:
         rehearsal = context.rehearsal
@@ -74,14 +76,15 @@ class Sleep:
             "history": [dict(night) for night in self.history],
             "seen": self._seen,
             "slept_at": self._slept_at,
-            "ids_then": self._ids_then,
+            "ids": [dict(ids) for ids in self._ids],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reservoir.load_state_dict(state["reservoir"])
         self.interval, self.agreement = state["interval"], state["agreement"]
         self.history = [dict(night) for night in state["history"]]
-        self._seen, self._slept_at, self._ids_then = state["seen"], state["slept_at"], state["ids_then"]
+        self._seen, self._slept_at = state["seen"], state["slept_at"]
+        self._ids = [dict(ids) for ids in state["ids"]]
         self._set_far_factor(state["far_factor"])
 
     # Awake
@@ -99,10 +102,11 @@ class Sleep:
         return str(label) if self._task_of is None else f"{self._task_of(item)}/{label}"
 
     def _num_grown(self, context: StepContext) -> int:
-        ever = sum(int(layer.next_id) for layer in mixtures_in(context.model).values())
-        if self._ids_then is None:
-            self._ids_then = ever
-        return ever - self._ids_then
+        """Since the last sleep; splits in it aside."""
+        now = _next_ids(context)
+        if not self._ids:
+            self._ids.append(now)
+        return sum(now.values()) - sum(self._ids[-1].values())
 
     # Asleep
 
@@ -113,13 +117,14 @@ class Sleep:
         experts = _num_experts(context)
         before = context.measure()
         cycle = len(self.history)
-        night = Night(context, rehearsal, self.rules, self.reservoir, cycle, self.agreement, self._seed)
+        young = self._ids[max(0, len(self._ids) - CHILDHOOD)]
+        night = Night(context, rehearsal, self.rules, self.reservoir, cycle, self.agreement, self._seed, young)
         stages = night.run()
         specialisation = night.specialisation()
         after = context.measure()
         self._adapt(context, stages, grown)
-        self._slept_at, self._ids_then = context.step, None
-        self._num_grown(context)
+        self._slept_at = context.step
+        self._ids.append(_next_ids(context))
         facts: dict[str, Any] = {
             "step": context.step,
             "cycle": cycle + 1,
@@ -129,6 +134,7 @@ class Sleep:
             "stages": [stage.as_dict() for stage in stages],
             "experts": [experts, _num_experts(context)],
             "specialisation": round(specialisation, 6),
+            "serves": night.serves() if len(self.reservoir.groups) <= MOST_TOLD else {},
             "before": dict(before),
             "after": dict(after),
             "interval": round(self.interval, 1),
@@ -177,6 +183,10 @@ def second_of(item: Any) -> Any:
     if hasattr(found, "numel") and found.numel() == 1:
         found = found.item()
     return found if isinstance(found, (int, str)) else "all"
+
+
+def _next_ids(context: StepContext) -> dict[str, int]:
+    return {name: int(layer.next_id) for name, layer in mixtures_in(context.model).items()}
 
 
 def _num_experts(context: StepContext) -> int:

@@ -4,24 +4,46 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
+from drivetrain.report.page import page
 from drivetrain.report.picture import draw
 from drivetrain.report.run_data import RunData
 from drivetrain.report.summary import summary
 
-__all__ = ["RunData", "draw", "summary", "write_report"]
+__all__ = ["PICTURES", "RunData", "draw", "summary", "write_report"]
 
-SUMMARY, PICTURE = "performance_summary.txt", "training_metrics.png"
+SUMMARY, PICTURE, PAGE = "performance_summary.txt", "training_metrics.png", "report.html"
+
+# What there may be to see, in the order of the page. Pictures of experts are there where there are experts.
+PICTURES = {
+    PICTURE: "Loss, accuracy and time",
+    "expert_lifecycle.png": "Experts that came and went, and what each sleep did",
+    "expert_activations.png": "Who works on what",
+    "expert_device_distribution.png": "Where experts live",
+}
 
 
 def write_report(folder: Path) -> list[str]:
-    """Writes `performance_summary.txt` and `training_metrics.png`. Never raises: returns what went wrong, in words."""
-    makers: dict[str, Callable[[RunData], bytes]] = {SUMMARY: lambda data: summary(data).encode(), PICTURE: draw}
+    """Writes `performance_summary.txt`, the pictures and `report.html`.
+
+    Never raises: returns what went wrong, in words.
+    """
+    makers: dict[str, Callable[[RunData], bytes | None]] = {
+        SUMMARY: lambda data: summary(data).encode(),
+        PICTURE: draw,
+        "expert_lifecycle.png": draw_lifecycle,
+        "expert_activations.png": draw_activations,
+        "expert_device_distribution.png": draw_devices,
+        PAGE: lambda data: page(data, summary(data), PICTURES).encode(),
+    }
     problems = []
     for name, make in makers.items():
         temporary = folder / f".{name}.tmp"
         try:
-            temporary.write_bytes(make(RunData.read(folder)))
-            temporary.replace(folder / name)
+            made = make(RunData.read(folder))
+            if made is not None:
+                temporary.write_bytes(made)
+                temporary.replace(folder / name)
         except Exception as error:  # noqa: BLE001 - the run is done and saved; whatever a report meets is not its end
             problems.append(f"{name} was not written: {type(error).__name__}: {error}")
             with contextlib.suppress(OSError):

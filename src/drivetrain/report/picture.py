@@ -1,44 +1,26 @@
 """training_metrics.png: the loss, what validation found, and the time."""
 
-import io
 from typing import Any
 
 import numpy as np
 
 from drivetrain.report.run_data import RunData
+from drivetrain.report.style import BARS, OTHER, TRAIN, VALID, canvas, say_nothing
 
-INK, FAINT, GRID = "#22303c", "#8a97a3", "#e4e8ec"
-TRAIN, VALID, OTHER, BARS = "#2f6db5", "#d9822b", "#3a9679", "#8fb3d9"
 _MOST_POINTS = 1500
 _MOST_METRICS = 3
 
 
 def draw(data: RunData) -> bytes:
-    """The picture as PNG. matplotlib's state and backend stay as they are: the caller may draw too."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "font.size": 10, "axes.edgecolor": GRID, "axes.labelcolor": FAINT, "text.color": INK, "axes.titlecolor": INK,
-        "xtick.color": FAINT, "ytick.color": FAINT, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "legend.frameon": False,
-        "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0, "xtick.minor.size": 0,
-        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 11,
-    }  # fmt: skip
-    with rc_context(style):
-        figure = Figure(figsize=(14, 4.6), facecolor="white")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(1, 3)
-        figure.subplots_adjust(left=0.055, right=0.985, top=0.79, bottom=0.125, wspace=0.2)
-        figure.text(0.055, 0.945, data.name, fontsize=16, fontweight="bold", va="center")
-        figure.text(0.055, 0.885, _subtitle(data), fontsize=10, color=FAINT, va="center")
+    """The picture as PNG."""
+    with canvas(14, 4.6) as drawn:
+        axes = drawn.figure.subplots(1, 3)
+        drawn.figure.subplots_adjust(left=0.055, right=0.985, top=0.79, bottom=0.125, wspace=0.2)
+        drawn.head(data.name, _subtitle(data))
         _draw_loss(axes[0], data)
         _draw_metrics(axes[1], data)
         _draw_time(axes[2], data)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=120)
-    return picture.getvalue()
+        return drawn.png()
 
 
 def _subtitle(data: RunData) -> str:
@@ -58,7 +40,7 @@ def _draw_loss(axis: Any, data: RunData) -> None:
     axis.set_title("Loss")
     axis.set_xlabel("step")
     if not data.steps:
-        return _say_nothing(axis)
+        return say_nothing(axis)
     steps = np.array([row["step"] for row in data.steps])
     losses = np.array([row["loss"] for row in data.steps])
     if len(steps) > 20:
@@ -84,7 +66,7 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
         rows = [row for row in data.speed if "samples_per_second" in row]
         axis.set_title("Samples per second")
         if not rows:
-            return _say_nothing(axis)
+            return say_nothing(axis)
         found = [row["step"] for row in rows], [row["samples_per_second"] for row in rows]
         axis.plot(*_thinned(*map(np.array, found)), color=OTHER, linewidth=1.8)
         axis.set_ylim(bottom=0)
@@ -108,7 +90,7 @@ def _draw_time(axis: Any, data: RunData) -> None:
         axis.set_title("Time per step (ms)")
         axis.set_xlabel("step")
         if not data.steps:
-            return _say_nothing(axis)
+            return say_nothing(axis)
         steps = np.array([row["step"] for row in data.steps])
         axis.plot(*_thinned(steps, np.array([1e3 * row["seconds"] for row in data.steps])), color=TRAIN, linewidth=1.2)
         axis.set_ylim(bottom=0)
@@ -119,11 +101,6 @@ def _draw_time(axis: Any, data: RunData) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(visible=False, axis="x")
     return None
-
-
-def _say_nothing(axis: Any) -> None:
-    axis.text(0.5, 0.5, "nothing was recorded", transform=axis.transAxes, ha="center", color=FAINT)
-    axis.grid(visible=False)
 
 
 def _smoothed(values: Any, window: int) -> Any:

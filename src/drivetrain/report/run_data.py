@@ -82,6 +82,16 @@ class RunData:
     def num_timed_steps(self) -> int:
         return sum(row["phase_steps"] for row in self.speed)
 
+    def told(self, kind: str) -> list[Row]:
+        """Events of a kind, in order; without those of steps that were done again after a resume."""
+        found: list[Row] = []
+        for row in self.events:
+            if row.get("event") == "resume":
+                found = [earlier for earlier in found if earlier["step"] <= row["step"]]
+            elif row.get("event") == kind:
+                found.append(row)
+        return found
+
     def event(self, *kinds: str) -> Row:
         """The last of these kinds."""
         return next((row for row in reversed(self.events) if row.get("event") in kinds), {})

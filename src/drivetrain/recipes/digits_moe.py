@@ -1,0 +1,120 @@
+"""A mixture of experts that starts small, grows where inputs are new to it, and sleeps: on pictures of digits.
+
+`drivetrain train digits-moe` is the demo; `examples/gpu_training.py` trains the same on MNIST.
+"""
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drivetrain.api import Result, export
+from drivetrain.config import Config
+from drivetrain.job import Job, WarmupCosine
+from drivetrain.moe import Balance, Lifecycle, LoadReport, MixtureOfExperts, Rules, Sleep, SleepRules
+from drivetrain.recipes.digits import accuracy
+from drivetrain.recipes.mnist import Pictures, load_pictures
+from drivetrain.report import PICTURES, RunData
+
+NUM_EXPERTS, NUM_SLOTS, WIDTH = 3, 10, 64
+
+
+def job(config: Config) -> Job:
+    return mixture_job("digits-moe", load_pictures("digits"), config, epochs=12, global_batch=64)
+
+
+def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, global_batch: int) -> Job:
+    """The times of growing and sleeping follow from the number of steps there are."""
+    epochs = config.budget.epochs or epochs
+    batch = (config.batch.size or global_batch) * (config.batch.accumulation or 1)
+    num_steps = config.budget.max_steps or epochs * -(-len(pictures.train) // batch)
+    look = max(2, num_steps // 50)
+    seed, num_experts = config.run.seed, config.moe.experts or NUM_EXPERTS
+    lifecycle = Lifecycle(look, Rules(max_experts=max(8, num_experts), far=1.5, new_share=0.25, cooldown=4), seed)
+    nights = SleepRules(
+        interval=15 * look, shortest=8 * look, longest=25 * look, reservoir=400, replay_steps=15, specialise_steps=10,
+        max_experts=max(8, num_experts),
+    )  # fmt: skip
+    rate = config.optimizer.learning_rate or 3e-3
+    return Job(
+        name=name,
+        model=lambda: PictureMixture(pictures.size, num_experts),
+        data=pictures.train,
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
+        global_batch=None if config.batch.size or config.batch.accumulation else global_batch,
+        epochs=epochs,
+        max_steps=config.budget.max_steps,
+        seed=seed,
+        schedule=WarmupCosine(),
+        valid=pictures.valid,
+        metrics={"accuracy": accuracy},
+        hooks=[lifecycle, Sleep(look, nights, lifecycle=lifecycle, seed=seed), LoadReport(look)],
+    )
+
+
+class PictureMixture(nn.Module):
+    """Two convolutions, then a mixture of experts beside its own input."""
+
+    def __init__(self, size: int = 8, num_experts: int = NUM_EXPERTS) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 32, 3, padding=1)
+        self.shrinks_early = size > 16
+        side = size // (4 if self.shrinks_early else 2)
+        self.embed = nn.Linear(32 * side * side, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        slots = max(NUM_SLOTS, num_experts)
+        self.mixture = MixtureOfExperts(
+            WIDTH, num_experts, WIDTH, k=min(2, num_experts), num_slots=slots, balance=Balance(1e-3)
+        )
+        self.out = nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = functional.relu(self.first(images))
+        if self.shrinks_early:
+            features = functional.max_pool2d(features, 2)
+        features = functional.max_pool2d(functional.relu(self.second(features)), 2)
+        hidden = self.norm(self.embed(features.flatten(1)))
+        logits: Tensor = self.out(hidden + self.mixture(hidden))
+        return logits
+
+
+@torch.no_grad()
+def accuracy_of(result: Result, pictures: Pictures, num_experts: int) -> float:
+    """Of the run's last weights, in plain PyTorch, on pictures that nothing was chosen by."""
+    model = PictureMixture(pictures.size, num_experts)
+    model.load_state_dict(load_file(export(result)))
+    images, labels = pictures.test.tensors
+    said = torch.cat([model.eval()(part).argmax(1) for part in torch.split(images, 500)])
+    return float((said == labels).double().mean())
+
+
+def show(result: Result) -> None:
+    show_mixture(result, load_pictures("digits"))
+
+
+def show_mixture(result: Result, pictures: Pictures) -> None:
+    """What came of it, and where it is."""
+    data = RunData.read(result.folder)
+    nights, changes = data.told("sleep"), [row["what"] for row in data.told("expert")]
+    many = {what: changes.count(what) for what in ("grown", "split", "merged", "pruned")}
+    words = ", ".join(f"{count} {what}" for what, count in many.items() if count) or "none came or went"
+    seconds = sum(night["seconds"] for night in nights)
+    experts = data.told("load")[-1]["loads"] if data.told("load") else {}
+    started = len(experts) - many["grown"] - many["split"] + many["merged"] + many["pruned"]
+    found = accuracy_of(result, pictures, started or NUM_EXPERTS)
+    print(f"\n{found:.2%} of the {len(pictures.test):,} test pictures are read correctly; nothing was chosen by them.")
+    print(
+        f"Experts: {started} at first, {len(experts)} at the end ({words}). Slept {len(nights)} times, {seconds:.1f} s."
+    )
+    print(f"Results are in {result.folder}:")
+    for name, about in {
+        "report.html": "all of it on one page",
+        **PICTURES,
+        "performance_summary.txt": "speed and accuracy in words",
+        "events.jsonl": "every growth, merge and sleep with its figures",
+        "model.safetensors": "the weights, for plain PyTorch",
+    }.items():
+        if (result.folder / name).exists():
+            print(f"  {result.folder / name}   {about[0].lower()}{about[1:]}")
