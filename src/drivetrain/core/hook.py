@@ -46,9 +46,9 @@ class StepContext:
     what goes with them: `companions` gives the optimizer's state of a parameter, and its moving average as `average`,
     as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books, `say(text)` a line to the
     terminal. `batch()` is this rank's last micro-batch of the step that counted, as the loss function got it; None if
-    there was none. `measure()` validates the model as it is now, on all ranks together, without keeping books of it: nothing
-    where the job has no validation set. `rehearsal` is None where samples have no numbers (data that is only iterated),
-    and in loops of one's own, which know their loss alone.
+    there was none. `measure()` validates the model as it is now, on all ranks together, without keeping books of it;
+    nothing where the job has no validation set. `rehearsal` is None where samples have no numbers (data that is only
+    iterated), and in loops of one's own, which know their loss alone.
     """
 
     step: int  # optimizer steps done

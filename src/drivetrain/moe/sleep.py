@@ -143,11 +143,24 @@ class Sleep:
             "seconds": round(time.perf_counter() - began, 4),
         }
         self.history.append(facts)
-        for stage in stages:
-            if stage.kept and stage.what in _CHANGES:
-                context.tell("expert", step=context.step, what=_CHANGES[stage.what], **stage.facts)
+        self._tell_changes(context, [stage for stage in stages if stage.kept and stage.what in _CHANGES])
         context.tell("sleep", **facts)
         _say(context, facts, stages)
+
+    def _tell_changes(self, context: StepContext, stages: list[Stage]) -> None:
+        """To the run's books, and to the graph of who knows what."""
+        knowledge = None if self._lifecycle is None else self._lifecycle.knowledge
+        layers = mixtures_in(context.model)
+        for stage in stages:
+            facts = stage.facts
+            context.tell("expert", step=context.step, what=_CHANGES[stage.what], **facts)
+            name = facts["layer"]
+            if knowledge is None:
+                continue
+            if stage.what == "split":
+                knowledge.came(name, layers[name], facts["expert"], context.step, facts["parent"])
+            else:
+                knowledge.went(name, facts["expert"], facts.get("into"))
 
     def _adapt(self, context: StepContext, stages: list[Stage], grown: int) -> None:
         """Thresholds and the time to the next sleep, by what this one found."""
