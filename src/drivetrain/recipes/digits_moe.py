@@ -20,7 +20,7 @@ NUM_EXPERTS, NUM_SLOTS, WIDTH = 3, 10, 64
 
 
 def job(config: Config) -> Job:
-    return mixture_job("digits-moe", load_pictures("digits"), config, epochs=12, global_batch=64)
+    return mixture_job("digits-moe", load_pictures("digits"), config, epochs=10, global_batch=64)
 
 
 def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, global_batch: int) -> Job:
@@ -30,7 +30,9 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
     num_steps = config.budget.max_steps or epochs * -(-len(pictures.train) // batch)
     look = max(2, num_steps // 50)
     seed, num_experts = config.run.seed, config.moe.experts or NUM_EXPERTS
-    lifecycle = Lifecycle(look, Rules(max_experts=max(8, num_experts), far=1.5, new_share=0.25, cooldown=4), seed)
+    lifecycle = Lifecycle(
+        look, Rules(max_experts=max(8, num_experts), far=1.5, new_share=0.25, patience=3, cooldown=4), seed
+    )
     nights = SleepRules(
         interval=15 * look, shortest=8 * look, longest=25 * look, reservoir=400, replay_steps=15, specialise_steps=10,
         max_experts=max(8, num_experts),
