@@ -11,7 +11,17 @@ from torch.nn import functional
 from drivetrain.api import Result, export
 from drivetrain.config import Config
 from drivetrain.job import Job, WarmupCosine
-from drivetrain.moe import Balance, Lifecycle, LoadReport, MixtureOfExperts, Rules, Sleep, SleepRules
+from drivetrain.moe import (
+    Balance,
+    Knowledge,
+    KnowledgeFiles,
+    Lifecycle,
+    LoadReport,
+    MixtureOfExperts,
+    Rules,
+    Sleep,
+    SleepRules,
+)
 from drivetrain.recipes.digits import accuracy
 from drivetrain.recipes.mnist import Pictures, load_pictures
 from drivetrain.report import PICTURES, RunData
@@ -27,15 +37,16 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
     """The times of growing and sleeping follow from the number of steps there are."""
     epochs = config.budget.epochs or epochs
     batch = (config.batch.size or global_batch) * (config.batch.accumulation or 1)
-    num_steps = config.budget.max_steps or epochs * -(-len(pictures.train) // batch)
+    num_steps = min(config.budget.max_steps or 10**9, epochs * -(-len(pictures.train) // batch))
     look = max(2, num_steps // 50)
     seed, num_experts = config.run.seed, config.moe.experts or NUM_EXPERTS
-    lifecycle = Lifecycle(
-        look, Rules(max_experts=max(8, num_experts), far=1.5, new_share=0.25, patience=3, cooldown=4), seed
-    )
+    knowledge = Knowledge(look, labels=lambda batch: batch[1], names=[str(label) for label in range(10)])
+    most = max(8, num_experts)
+    rules = Rules(max_experts=most, far=1.5, new_share=0.25, patience=3, cooldown=4)
+    lifecycle = Lifecycle(look, rules, seed, knowledge)
     nights = SleepRules(
         interval=15 * look, shortest=8 * look, longest=25 * look, reservoir=400, replay_steps=15, specialise_steps=10,
-        max_experts=max(8, num_experts),
+        max_experts=most,
     )  # fmt: skip
     rate = config.optimizer.learning_rate or 3e-3
     return Job(
@@ -51,7 +62,12 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
         schedule=WarmupCosine(),
         valid=pictures.valid,
         metrics={"accuracy": accuracy},
-        hooks=[lifecycle, Sleep(look, nights, lifecycle=lifecycle, seed=seed), LoadReport(look)],
+        hooks=[
+            lifecycle,
+            Sleep(look, nights, lifecycle=lifecycle, seed=seed),
+            LoadReport(look),
+            KnowledgeFiles(knowledge),
+        ],
     )
 
 
