@@ -53,8 +53,9 @@ class _Enqueued:
 
 # On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
 LAST_WAIT_SECONDS = 10.0
-# Of noted steps, for how long and how many at most are read at once.
-TOGETHER_SECONDS, MOST_TOGETHER = 4e-3, 32
+# Of noted steps, for how long and how many at most are read at once. As many are under way meanwhile: so long may the
+# host be busy with something else, such as a line for the terminal, without the device noticing.
+TOGETHER_SECONDS, MOST_TOGETHER = 8e-3, 64
 
 
 class Trainer:

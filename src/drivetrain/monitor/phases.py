@@ -3,7 +3,7 @@
 Laps leave no gap, so the phases of a step add up to its time. On a CPU the clock is the host's. On a GPU it is the
 device's: a lap is an event in its stream, read steps later, when it is long past, so that nobody waits for it. There a
 phase is what the device spent on it, and what it spent idle before the next was given to it. Events take microseconds
-of the device's time, and of the host's: of steps that are shorter than a millisecond only some are measured, and each
+of the device's time, and of the host's: of steps that take less than some milliseconds only some are measured, and each
 stands for those between. What does not happen in every step is measured whenever it does.
 """
 
@@ -183,8 +183,8 @@ class EventClock(_Clock):
     from the last event of the step before where that was measured, too: so events are used again one reading later.
     """
 
-    SHORT_SECONDS = 1e-3  # one step in so much time is measured
-    MOST_STRIDE = 32
+    SHORT_SECONDS = 5e-3  # one step in so much time is measured
+    MOST_STRIDE = 64
     MOST_PENDING = 256  # steps whose events are not past yet; more are left out (`lost`)
 
     def __init__(self, device: torch.device) -> None:
