@@ -51,8 +51,8 @@ class Rules:
 
 # One line for the terminal; an expert that was grown takes part from the next look on, which is not told again.
 _WORDS = {
-    "grown": "expert {expert} grown from {parent}: {new_share:.0%} of tokens are new to all; {count} experts",
-    "merged": "expert {expert} merged into {into}: their outputs agree to {agreement:.1%}; {count} experts",
+    "grown": "expert {expert} grown from {parent}: {new_share:.0%} of tokens are new to all experts; now {count}",
+    "merged": "expert {expert} merged into {into}: their outputs agree to {agreement:.1%}; now {count}",
     "pruned": "expert {expert} pruned: its load was {share:.1%} of an even share for long",
 }
 

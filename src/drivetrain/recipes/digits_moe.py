@@ -76,10 +76,11 @@ class PictureMixture(nn.Module):
 
     def __init__(self, size: int = 8, num_experts: int = NUM_EXPERTS) -> None:
         super().__init__()
-        self.first = nn.Conv2d(1, 16, 3, padding=1)
-        self.second = nn.Conv2d(16, 32, 3, padding=1)
-        self.shrinks_early = size > 16
-        side = size // (4 if self.shrinks_early else 2)
+        is_large = size > 16  # then both convolutions halve it, and nothing is pooled: a third of the work
+        self.first = nn.Conv2d(1, 16, 5, stride=2, padding=2) if is_large else nn.Conv2d(1, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 32, 3, stride=2 if is_large else 1, padding=1)
+        self.pool = nn.Identity() if is_large else nn.MaxPool2d(2)
+        side = -(-size // 4) if is_large else size // 2
         self.embed = nn.Linear(32 * side * side, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         slots = max(NUM_SLOTS, num_experts)
@@ -89,10 +90,7 @@ class PictureMixture(nn.Module):
         self.out = nn.Linear(WIDTH, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = functional.relu(self.first(images))
-        if self.shrinks_early:
-            features = functional.max_pool2d(features, 2)
-        features = functional.max_pool2d(functional.relu(self.second(features)), 2)
+        features = self.pool(functional.relu(self.second(functional.relu(self.first(images)))))
         hidden = self.norm(self.embed(features.flatten(1)))
         logits: Tensor = self.out(hidden + self.mixture(hidden))
         return logits

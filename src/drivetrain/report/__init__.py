@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
+from drivetrain.report.graph_picture import draw_knowledge, draw_places
 from drivetrain.report.page import page
 from drivetrain.report.picture import draw
 from drivetrain.report.run_data import RunData
@@ -19,8 +21,11 @@ PICTURES = {
     PICTURE: "Loss, accuracy and time",
     "expert_lifecycle.png": "Experts that came and went, and what each sleep did",
     "expert_activations.png": "Who works on what",
+    "knowledge_graph.png": "What the experts know, and how they are tied",
     "expert_device_distribution.png": "Where experts live",
+    "expert_placement.png": "Who lives with whom",
 }
+MOST_GRAPHS = 6  # of single epochs: the first, the last, and some between
 
 
 def write_report(folder: Path) -> list[str]:
@@ -33,7 +38,10 @@ def write_report(folder: Path) -> list[str]:
         PICTURE: draw,
         "expert_lifecycle.png": draw_lifecycle,
         "expert_activations.png": draw_activations,
+        "knowledge_graph.png": draw_knowledge,
         "expert_device_distribution.png": draw_devices,
+        "expert_placement.png": lambda data: draw_places(data) if _is_shared_out(data) else None,
+        **{f"knowledge_graph_epoch_{epoch}.png": partial(draw_knowledge, epoch=epoch) for epoch in _epochs(folder)},
         PAGE: lambda data: page(data, summary(data), PICTURES).encode(),
     }
     problems = []
@@ -49,3 +57,15 @@ def write_report(folder: Path) -> list[str]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     return problems
+
+
+def _is_shared_out(data: RunData) -> bool:
+    """Whether experts live on several devices: elsewhere there is nothing to see in who lives with whom."""
+    return data.plan.get("strategy") == "expert_parallel"
+
+
+def _epochs(folder: Path) -> list[int]:
+    """Those of which the graph is drawn."""
+    found = sorted(int(path.stem.removeprefix("epoch_")) for path in (folder / "knowledge").glob("epoch_*.json"))
+    count = min(MOST_GRAPHS, len(found))
+    return [found[round(place * (len(found) - 1) / max(count - 1, 1))] for place in range(count)]

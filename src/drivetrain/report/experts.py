@@ -100,16 +100,17 @@ def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int]) -> None
     axis.set_ylim(0, 1)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.grid(visible=False)
-    bottoms = np.vstack([np.zeros(len(steps)), np.cumsum(shares, axis=0)])
+    tops = np.cumsum(shares, axis=0)
     for place, number in enumerate(numbers):
-        # The name stands where the expert has the most, away from the borders.
-        inner = shares[place].copy()
-        if len(inner) > 6:
-            inner[[0, -1]] = 0
-        where = int(inner.argmax())
-        if shares[place][where] > 0.05:
-            middle = (bottoms[place][where] + bottoms[place + 1][where]) / 2
-            axis.text(steps[where], middle, f"{number}", color="white", fontweight="bold", ha="center", va="center")
+        style = {"fontweight": "bold", "va": "center"}
+        if shares[place][-1] > 0.02:  # beside its last share; who went before is named where it had the most
+            middle = tops[place][-1] - shares[place][-1] / 2
+            edge = {"xytext": (6, 0), "textcoords": "offset points", "color": _colour(number), "annotation_clip": False}
+            axis.annotate(f"{number}", (steps[-1], middle), **edge, **style)
+        elif shares[place].max() > 0.06:
+            where = int(shares[place].argmax())
+            middle = tops[place][where] - shares[place][where] / 2
+            axis.text(steps[where], middle, f"{number}", color="white", ha="center", **style)
     _mark_nights(axis, nights)
 
 
@@ -161,6 +162,9 @@ def _draw_number(axis: Any, data: RunData, loads: Sequence[Row], events: Sequenc
         marker, colour, _ = _MARKS[what]
         style = {"s": 64, "edgecolor": "white", "linewidth": 1.0, "zorder": 3}
         axis.scatter(*zip(*points, strict=True), marker=marker, color=colour, label=what, **style)
+    for row, count in zip(events, counts[1:], strict=True):
+        beside = {"xytext": (-6, 7), "textcoords": "offset points", "ha": "right", "fontsize": 9, "color": INK}
+        axis.annotate(f"{row['expert']}", (row["step"], count), **beside)
     axis.set_title("Number of experts")
     axis.set_xlabel("step")
     axis.set_xlim(0, last_step)
