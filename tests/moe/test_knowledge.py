@@ -16,6 +16,7 @@ from drivetrain.core.hook import Hook, StepContext
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, Knowledge, Lifecycle, Limits, MixtureOfExperts, Rules, Settlement, Slots
 from drivetrain.moe.clusters import Clusters
+from drivetrain.moe.probing import agreements
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, run_mixture
 from tests.moe.test_lifecycle import NEVER, RULES, layer_of, look
@@ -217,13 +218,12 @@ def test_a_copy_is_found_by_the_graph_and_merged(scores: str, outcome: str) -> N
 
 def test_only_candidates_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    plain = Lifecycle.__call__.__globals__["_Look"]._agreements
 
-    def noted(self: Any, tokens: Tensor, slots: list[int]) -> Any:
+    def noted(layer: MixtureOfExperts, tokens: Tensor, slots: list[int], world: World) -> list[list[float]]:
         compared.append(len(slots))
-        return plain(self, tokens, slots)
+        return agreements(layer, tokens, slots, world)
 
-    monkeypatch.setattr(Lifecycle.__call__.__globals__["_Look"], "_agreements", noted)
+    monkeypatch.setattr("drivetrain.moe.lifecycle.agreements", noted)
     torch.manual_seed(0)
     layer = MixtureOfExperts(4, 40, 8, k=1, num_slots=41, balance=Balance(0.0))
     rules = Rules(far=1e9, idle_looks=10**9)

@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.moe import Knowledge, KnowledgeFiles, KnowledgeGraph, Lifecycle
+from drivetrain.report import _epochs, write_report
 from drivetrain.report.graph_layout import layout
-from drivetrain.report.graph_picture import _radii, _shown, draw_graph, draw_knowledge, draw_placement, draw_places
+from drivetrain.report.graph_picture import (
+    _radii,
+    _shown,
+    draw_graph,
+    draw_knowledge,
+    draw_placement,
+    draw_places,
+)
 from drivetrain.report.run_data import RunData
 from tests.moe.jobs import Mixture, run_mixture
 from tests.moe.test_graph import deeds, told
@@ -96,8 +104,17 @@ def test_from_a_run_to_its_pictures(tmp_path: Path) -> None:
         assert sum(found["layers"]["mixture"]["loads"]) == 90 * 2, "every token of the epoch went to two"
     assert found["layers"]["mixture"]["graph"] == json.loads(json.dumps(knowledge.graphs["mixture"].as_json()))
     data = RunData.read(folder)
-    for made in (draw_knowledge(data), draw_knowledge(data, epoch=1), draw_places(data)):
-        assert made is not None
-        assert pixels(made)[2] > 50
     assert draw_knowledge(data, epoch=7) is None
-    assert draw_places(RunData.read(tmp_path)) is None
+    assert draw_places(data) is None, "one device"
+    assert write_report(folder) == []
+    for name in ("knowledge_graph", *(f"knowledge_graph_epoch_{epoch}" for epoch in (1, 2, 3))):
+        assert pixels((folder / f"{name}.png").read_bytes())[2] > 50
+    assert "What the experts know" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (4, [1, 2, 3, 4]), (101, [1, 21, 41, 61, 81, 101])])
+def test_of_many_epochs_some_are_drawn(tmp_path: Path, count: int, expected: list[int]) -> None:
+    (tmp_path / "knowledge").mkdir()
+    for epoch in range(1, count + 1):
+        (tmp_path / "knowledge" / f"epoch_{epoch:04d}.json").touch()
+    assert _epochs(tmp_path) == expected

@@ -16,7 +16,7 @@ from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.clusters import Clusters
 from drivetrain.moe.graph import KnowledgeGraph, Limits
 from drivetrain.moe.layer import MixtureOfExperts
-from drivetrain.moe.router import Routing
+from drivetrain.moe.probing import route
 
 TOGETHER_MEMORY = 0.9  # how much of the shares by which experts are placed stays at each look
 
@@ -147,7 +147,7 @@ class _Facts:
         num_slots, num_concepts = layer.num_slots, len(self._names)
         is_chosen = torch.zeros(len(seen.tokens), num_slots, dtype=torch.float64, device=seen.tokens.device)
         if len(seen.tokens):
-            is_chosen.scatter_(1, _routed(layer, seen.tokens).chosen, 1.0)
+            is_chosen.scatter_(1, route(layer, seen.tokens).chosen, 1.0)
         is_of = torch.zeros(len(seen.tokens), num_concepts + 1, dtype=torch.float64, device=seen.tokens.device)
         is_of.scatter_(1, seen.concepts.where(seen.concepts >= 0, num_concepts).unsqueeze(1), 1.0)
         parts = [
@@ -229,17 +229,6 @@ def _per_token(labels: Tensor, tokens: Tensor, per_sample: int, most: int) -> Te
         return torch.full_like(rows, -1)
     found = flat[rows.clamp_max(len(flat) - 1)]
     return found.where((rows < len(flat)) & (found >= 0) & (found < most), -1)
-
-
-def _routed(layer: MixtureOfExperts, tokens: Tensor) -> Routing:
-    router = layer.router
-    was_training = router.training
-    router.eval()  # without noise
-    try:
-        routing: Routing = router(tokens)
-    finally:
-        router.train(was_training)
-    return routing
 
 
 def _alikeness(layer: MixtureOfExperts, slots: Sequence[int]) -> Tensor:

@@ -40,7 +40,7 @@ def write_report(folder: Path) -> list[str]:
         "expert_activations.png": draw_activations,
         "knowledge_graph.png": draw_knowledge,
         "expert_device_distribution.png": draw_devices,
-        "expert_placement.png": lambda data: draw_places(data) if _is_shared_out(data) else None,
+        "expert_placement.png": draw_places,
         **{f"knowledge_graph_epoch_{epoch}.png": partial(draw_knowledge, epoch=epoch) for epoch in _epochs(folder)},
         PAGE: lambda data: page(data, summary(data), PICTURES).encode(),
     }
@@ -57,11 +57,6 @@ def write_report(folder: Path) -> list[str]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     return problems
-
-
-def _is_shared_out(data: RunData) -> bool:
-    """Whether experts live on several devices: elsewhere there is nothing to see in who lives with whom."""
-    return data.plan.get("strategy") == "expert_parallel"
 
 
 def _epochs(folder: Path) -> list[int]:

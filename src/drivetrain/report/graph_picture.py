@@ -20,11 +20,12 @@ _LINES: Mapping[Relation, tuple[str, Any, float, str]] = {
     "similarity": ("#3a9679", "-", -0.22, "similar"),
     "split": ("#7a5fb0", (0, (2, 2)), 0.42, "share a concept, not its tokens"),
     "parent": (INK, "-", 0.0, "grown from"),
-    "composition": ("#c9a869", "-", 0.0, "serves the concept"),
+    "composition": ("#cdc3ae", "-", 0.0, "serves the concept"),
 }
 _LEAST = {"similarity": 0.3, "composition": 0.12, "co-activation": 0.1, "split": 0.25, "parent": 0.1}
 _MOST = {"similarity": 2, "composition": 3, "co-activation": 2, "split": 1, "parent": 99}  # of a node
 _MOST_TIES = 60
+_FOLDER = "knowledge"
 
 
 def draw_knowledge(data: RunData, epoch: int | None = None) -> bytes | None:
@@ -39,19 +40,20 @@ def draw_knowledge(data: RunData, epoch: int | None = None) -> bytes | None:
 
 
 def draw_places(data: RunData) -> bytes | None:
+    """None where all experts are on one device."""
     found = knowledge_of(data)
-    if not found:
+    name, layer = next(iter(found["layers"].items())) if found else ("", {"capabilities": ()})
+    if len(layer["capabilities"]) < 2:
         return None
-    name, layer = next(iter(found["layers"].items()))
     words = f"step {found['step']:,}   ·   {_layer(name)}"
     return draw_placement(layer, f"{data.name}: who lives with whom", words)
 
 
 def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
     """What the hook `KnowledgeFiles` wrote."""
-    folder = data.folder / "knowledge"
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("[es]*.json"))]
-    rows = [row for row in rows if epoch is None or row["epoch"] == epoch]
+    pattern = "[es]*.json" if epoch is None else f"epoch_{epoch:04d}.json"
+    found = sorted((data.folder / _FOLDER).glob(pattern))
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in found]
     return max(rows, key=lambda row: int(row["step"]), default={})
 
 
@@ -158,8 +160,8 @@ def _draw_edge(axis: Any, edge: Edge, plan: Layout, radii: Mapping[int, float]) 
         FancyArrowPatch(
             begin, end, arrowstyle="-|>,head_length=6,head_width=3" if is_parent else "-",
             connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0, color=colour, linestyle=dashes,
-            linewidth=1.3 if is_parent else 0.5 + (4.5 if is_served else 3.2) * edge.weight,
-            alpha=0.9 if is_parent else 0.25 + 0.6 * edge.weight, zorder=1 if is_served else 2, capstyle="round",
+            linewidth=1.3 if is_parent else 0.8 + 4.2 * edge.weight,
+            alpha=0.9 if is_parent else 0.45 + 0.5 * edge.weight, zorder=1 if is_served else 2, capstyle="round",
         )
     )  # fmt: skip
 
