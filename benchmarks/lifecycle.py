@@ -1,34 +1,29 @@
 """What it costs that experts may come and go: the same mixture fixed, with the lifecycle, and with its graph too.
 
 Rules that never act: what is measured is looking (samples kept in every step; every 50 steps novelty, loads, outputs of
-candidates for a merge, the graph), not the work of more experts. Runs take turns. A run's figure is the lower quartile
-over windows of 50 steps, each with one look in it; on a CPU in CPU time of one thread, since others may be on the
-machine, on a GPU by the wall clock. Beside this difference of large numbers: the time inside a look, over that of 50
-steps, added up in the run itself.
+candidates for a merge, the graph), not the work of more experts. The three train in turns, 50 steps with one look each,
+so that whatever else the machine does meets all alike; on a CPU in CPU time of one thread, on a GPU by the wall clock,
+with the device awaited at both ends. Beside the difference of two such windows, which are large numbers: the time
+inside the looks, over that of the steps.
 """
 
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from drivetrain import Job
-from drivetrain.api import train
-from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
-from drivetrain.moe import Knowledge, Lifecycle, MixtureOfExperts, Rules
+from drivetrain.core.world import World
+from drivetrain.moe import Knowledge, Lifecycle, MixtureOfExperts, Rules, Settlement
 
-ROUNDS = 3
-EVERY, WARM_UP, WINDOWS = 50, 50, 5
+ROUNDS, EVERY = 8, 50
 EXPERTS, SLOTS, LABELS = 16, 24, 10
 NEVER = Rules(far=1e9, agreement=1.0, idle_looks=10**9)
+FIXED, LIFECYCLE, GRAPH = "fixed mixture", "with lifecycle", "with lifecycle and graph"
 
 
 class Size(NamedTuple):
@@ -55,94 +50,78 @@ class Mixture(nn.Module):
         return result
 
 
-class Timed:
-    """A hook that knows how long it took."""
+class Competitor:
+    def __init__(self, name: str, size: Size, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self._device = device
+        self._model = Mixture(size, is_fixed=name == FIXED).to(device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._settlement = Settlement(self._model)
+        self._batch = (
+            torch.randn(size.tokens, 64, device=device),
+            torch.randint(0, LABELS, (size.tokens,), device=device),
+        )
+        knowledge = Knowledge(labels=lambda batch: batch[1]) if name == GRAPH else None
+        self._hook = None if name == FIXED else Lifecycle(EVERY, NEVER, knowledge=knowledge)
+        self._step = 0
 
-    def __init__(self, hook: Lifecycle, clock: Callable[[], float]) -> None:
-        self._hook, self._clock, self.seconds = hook, clock, list[float]()
-        self.every = hook.every
+    def window(self) -> tuple[float, float]:
+        """Seconds of a step, and of the look at the end of 50."""
+        began = self._now()
+        for _ in range(EVERY):
+            with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
+                loss = functional.cross_entropy(self._model(self._batch[0]), self._batch[1])
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._settlement.settle()
+            self._step += 1
+        trained = self._now()
+        if self._hook is not None:
+            self._hook(StepContext(self._step, 0, self._model, World(), Path(), batch=lambda: self._batch))
+        ended = self._now()
+        return (ended - began) / EVERY, ended - trained
 
-    def __call__(self, context: StepContext) -> None:
-        began = self._clock()
-        self._hook(context)
-        self.seconds.append(self._clock() - began)
-
-    def state_dict(self) -> Any:
-        return self._hook.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._hook.load_state_dict(state)
+    def _now(self) -> float:
+        if self._device.type != "cuda":
+            return time.thread_time()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def measure() -> dict[str, list[float]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure(ON_GPU if torch.cuda.is_available() else ON_CPU)
+        has_gpu = torch.cuda.is_available()
+        return _measure(ON_GPU if has_gpu else ON_CPU, torch.device("cuda" if has_gpu else "cpu"))
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure(size: Size) -> dict[str, list[float]]:
-    steps: dict[str, list[float]] = {"fixed mixture": [], "with lifecycle": [], "with lifecycle and graph": []}
-    inside: dict[str, list[float]] = {name: [] for name in list(steps)[1:]}
-    for _ in range(ROUNDS):
-        for name in steps:
-            step, look = run(size, None if name not in inside else Lifecycle(EVERY, NEVER, knowledge=_knowledge(name)))
-            steps[name].append(step * 1e3)
-            if name in inside:
-                inside[name].append(look * 1e3)
+def _measure(size: Size, device: torch.device) -> dict[str, list[float]]:
+    competitors = {name: Competitor(name, size, device) for name in (FIXED, LIFECYCLE, GRAPH)}
+    steps: dict[str, list[float]] = {name: [] for name in competitors}
+    looks: dict[str, list[float]] = {name: [] for name in competitors}
+    for number in range(ROUNDS + 1):
+        order = list(competitors)[:: 1 if number % 2 else -1]
+        for name in order:
+            step, look = competitors[name].window()
+            if number:  # the first is the warm-up
+                steps[name].append(step * 1e3)
+                looks[name].append(look * 1e3)
     result = {f"{name} (ms per step)": found for name, found in steps.items()}
-    fixed = steps["fixed mixture"]
-    for name, looks in inside.items():
-        result[f"{name}, a look (ms)"] = looks
-        shares = [look / EVERY / step * 100 for look, step in zip(looks, steps[name], strict=True)]
-        result[f"{name}, looks of a step (%)"] = shares
+    for name in (LIFECYCLE, GRAPH):
+        result[f"{name}, a look (ms)"] = looks[name]
+        result[f"{name}, looks of a step (%)"] = [
+            look / EVERY / step * 100 for look, step in zip(looks[name], steps[name], strict=True)
+        ]
         result[f"{name}, whole step against fixed (%)"] = [
-            (b / a - 1) * 100 for a, b in zip(fixed, steps[name], strict=True)
+            (ours / fixed - 1) * 100 for fixed, ours in zip(steps[FIXED], steps[name], strict=True)
+        ]
+        # Without looks: what keeping the sample costs, and the noise.
+        without = [step - look / EVERY for step, look in zip(steps[name], looks[name], strict=True)]
+        result[f"{name}, steps without looks against fixed (%)"] = [
+            (statistics.median(without) / statistics.median(steps[FIXED]) - 1) * 100
         ]
     return result
-
-
-def _knowledge(name: str) -> Knowledge | None:
-    return Knowledge(labels=lambda batch: batch[1]) if "graph" in name else None
-
-
-def run(size: Size, lifecycle: Lifecycle | None) -> tuple[float, float]:
-    """Seconds of a step and of a look."""
-    has_gpu = torch.cuda.is_available()
-    clock = time.perf_counter if has_gpu else time.thread_time
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(4 * size.tokens, 64, generator=generator),
-        torch.randint(0, LABELS, (4 * size.tokens,), generator=generator),
-    )
-    marks: list[float] = []
-    hooks = [] if lifecycle is None else [Timed(lifecycle, clock)]
-
-    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        marks.append(clock())  # once per step, as there is one micro-batch
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(
-            name="lifecycle",
-            model=lambda: Mixture(size, is_fixed=lifecycle is None),
-            data=data,
-            loss=loss,
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
-            global_batch=size.tokens,
-            max_steps=WARM_UP + WINDOWS * EVERY + 1,
-            checkpoint_every=10**6,
-            hooks=hooks,
-        )
-        # A replay would not call the loss: marks are made there.
-        settings = {
-            "gpu_mode": "single_gpu" if has_gpu else "cpu",
-            "batch_size": size.tokens,
-            "capture": "off",
-            "compile": False,
-        }
-        train(job, configure(output_dir=folder, report=False, log_every=0, monitor_gpu=False, **settings), quiet=True)
-    windows = [(b - a) / EVERY for a, b in pairwise(marks[WARM_UP::EVERY])]
-    return statistics.quantiles(windows, n=4)[0], statistics.median(hooks[0].seconds[1:]) if hooks else 0.0
