@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slurm lint bench soak clean
+.PHONY: help install demo test test-slurm test-deepspeed lint bench soak clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,11 @@ soak: $(STAMP)  ## the long runs: deep property tests, repeated crashes and hang
 
 test-slurm: $(STAMP)  ## jobs in a real SLURM, started for the tests (needs root, slurm-wlm, munge)
 	@$(BIN)/python -m pytest -m slurm
+
+test-deepspeed: $(STAMP)  ## training with DeepSpeed, which is installed for it (not part of make install)
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed]'
+	@$(BIN)/python -m pytest -m deepspeed
 
 clean:  ## remove the virtual environment and caches (never the runs)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -43,6 +43,7 @@ from drivetrain.run import (
     open_books,
     take_weights,
     tell_capture,
+    tell_deepspeed,
     tell_notes,
     tell_sharding,
     write_down,
@@ -63,7 +64,7 @@ def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Res
     try:
         return run.train()
     finally:
-        run.world.close()
+        run.close()
 
 
 def export(
@@ -162,6 +163,7 @@ class _Run(Setup):
             tell_notes(loader, books)
             tell_capture(stepper, books)
             tell_sharding(self, books)
+            tell_deepspeed(self, books)
 
             def state() -> State:
                 shards, meta = strategy.save()
@@ -214,7 +216,6 @@ class _Run(Setup):
         if world.is_main and self.config.watch.report:
             for problem in write_report(self.path):
                 books.say(problem)
-        strategy.close()
         checkpointer.close()
         return Result(
             self.path,

@@ -435,6 +435,10 @@ def _refuse(config: Config, num_devices: int) -> None:
     if num_devices > 1:
         message = "with data_parallel what the model draws at random in a loop of one's own would not be keyed"
         problems.append(Problem("--parallel-strategy", message, allowed="auto, single, ddp", remedy="use ddp"))
+    if config.distributed.strategy == "deepspeed":
+        message = "DeepSpeed has to run the forward itself, and dt.drive leaves it to the loop"
+        allowed = "auto, single, ddp, fsdp"
+        problems.append(Problem("--parallel-strategy", message, allowed=allowed, remedy="use fsdp, or dt.train"))
     if config.distributed.static_graph:
         message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"
         problems.append(Problem("--static-graph", message, remedy="leave it out"))

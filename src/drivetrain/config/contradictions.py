@@ -197,24 +197,61 @@ def _strategy(case: _Case, cpu: str | None) -> Iterator[Problem]:
 
 _OF_DDP = ("bucket_cap_mb", "static_graph", "gradient_as_bucket_view")
 _OF_FSDP = ("fsdp_offload", "fsdp_cast", "fsdp_accumulate")
+_OF_DEEPSPEED = ("stage", "offload_optimizer", "config")
 
 
 def _options_of_others(case: _Case) -> Iterator[Problem]:
     """Options that the strategy which was asked for would not obey. With `auto` they count if theirs is chosen."""
     strategy = case.config.distributed.strategy
-    foreign = {"fsdp": ("ddp", _OF_DDP), "auto": ("", ())}.get(strategy, ("fsdp", _OF_FSDP))
-    for option in foreign[1]:
-        if f"distributed.{option}" in case.given:
-            yield case.problem(
-                f"distributed.{option}",
-                f"is an option of {foreign[0]}, but {case.spelled('distributed.strategy')} asks for another strategy",
-                remedy="drop one of the two",
-            )
+    of_fsdp, of_ddp = {"fsdp": _OF_FSDP}, {"ddp": _OF_DDP}
+    foreign = {"fsdp": of_ddp, "auto": {}, "deepspeed": of_fsdp | of_ddp}.get(strategy, of_fsdp)
+    for owner, options in foreign.items():
+        for option in options:
+            if f"distributed.{option}" in case.given:
+                yield case.problem(
+                    f"distributed.{option}",
+                    f"is an option of {owner}, but {case.spelled('distributed.strategy')} asks for another strategy",
+                    remedy="drop one of the two",
+                )
+    yield from _with_deepspeed(case) if strategy == "deepspeed" else _without_deepspeed(case)
     if strategy == "fsdp" and case.config.distributed.fsdp_offload and case.config.precision.dtype == "fp16":
         yield case.problem(
             "distributed.fsdp_offload",
             f"steps the optimizer in host memory, and {case.spelled('precision.dtype')} scales gradients on the GPU",
             remedy="use --precision bf16, or drop --fsdp-offload",
+        )
+
+
+def _without_deepspeed(case: _Case) -> Iterator[Problem]:
+    for option in _OF_DEEPSPEED:
+        if getattr(case.config.deepspeed, option) is not None:
+            yield case.problem(
+                f"deepspeed.{option}",
+                f"is an option of deepspeed, and the strategy is {case.config.distributed.strategy}",
+                remedy="add --parallel-strategy deepspeed, or drop this",
+            )
+
+
+def _with_deepspeed(case: _Case) -> Iterator[Problem]:
+    config, asked = case.config, case.spelled("distributed.strategy")
+    if config.precision.dtype == "fp16":
+        yield case.problem(
+            "precision.dtype",
+            f"fp16 scales gradients before they are reduced, and {asked} does not know that scale",
+            "auto, fp32, tf32, bf16 with it",
+            "use --precision bf16, or --parallel-strategy fsdp",
+        )
+    if config.distributed.find_unused_parameters:
+        yield case.problem(
+            "distributed.find_unused_parameters",
+            f"with {asked} every rank has to use the same weights",
+            remedy="drop it, or use --parallel-strategy ddp",
+        )
+    if config.compile.enabled and config.deepspeed.stage == 3:
+        yield case.problem(
+            "compile.enabled",
+            f"{case.spelled('deepspeed.stage')} gathers weights inside the forward, which cannot be compiled",
+            remedy="drop one of the two, or use --parallel-strategy fsdp",
         )
 
 

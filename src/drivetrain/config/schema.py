@@ -224,12 +224,13 @@ class DistributedSection(Section):
     """How several processes work together."""
 
     strategy: Annotated[
-        Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel"], Flag("parallel-strategy")
+        Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel", "deepspeed"],
+        Flag("parallel-strategy"),
     ] = Field(
         "auto",
         description="how devices share a step: auto is ddp where a launcher started several processes (fsdp where a "
         "whole copy of model and optimizer does not fit a GPU), else single; data_parallel is one process for several "
-        "GPUs; expert_parallel is ddp with the experts of mixtures shared out",
+        "GPUs; expert_parallel is ddp with the experts of mixtures shared out; deepspeed is its ZeRO",
     )
     fsdp_offload: Annotated[bool, Flag("fsdp-offload")] = Field(
         False, description="fsdp: keep shards and optimizer in host memory, and step the optimizer there"
@@ -273,6 +274,26 @@ class DistributedSection(Section):
     )
     skip_preflight: Annotated[bool, Flag("skip-preflight")] = Field(
         False, description="do not compare the ranks and try their connections before the model is made"
+    )
+
+
+class DeepSpeedSection(Section):
+    """What DeepSpeed is told, with --parallel-strategy deepspeed. The rest of its JSON follows from the run."""
+
+    stage: Annotated[int | None, Flag("zero-stage")] = Field(
+        None,
+        ge=1,
+        le=3,
+        description="what ranks divide: 1 the optimizer's state, 2 gradients too, 3 weights too (auto: as "
+        "deepspeed.config says, else 2)",
+    )
+    offload_optimizer: Annotated[bool | None, Flag("offload-optimizer")] = Field(
+        None,
+        description="keep the optimizer's state in host memory, and step there (auto: as deepspeed.config says, else "
+        "not)",
+    )
+    config: Annotated[Path | None, Flag("deepspeed-config")] = Field(
+        None, description="a deepspeed_config.json of one's own; what in it contradicts the run is an error"
     )
 
 
@@ -369,6 +390,7 @@ class Config(Section):
     plan: PlanSection = PlanSection()
     checkpoint: CheckpointSection = CheckpointSection()
     distributed: DistributedSection = DistributedSection()
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
     watch: WatchSection = WatchSection()
 
     def pins(self) -> dict[str, Any]:

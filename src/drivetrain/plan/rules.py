@@ -42,7 +42,7 @@ class Pins(Value):
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"
     mixed: bool | None = None
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
-    strategy: Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel"] = "auto"
+    strategy: Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel", "deepspeed"] = "auto"
     micro_batch: int | None = None
     accumulation: int | None = None
     num_workers: int | None = None

@@ -23,7 +23,7 @@ EXAMPLES = (
 )
 
 # Where and how it computes is this machine's matter; what the job is, the run's.
-_OF_THIS_MACHINE = ("device", "kernels", "memory", "batch", "distributed", "compile")
+_OF_THIS_MACHINE = ("device", "kernels", "memory", "batch", "distributed", "deepspeed", "compile")
 
 
 class Options(BaseModel):

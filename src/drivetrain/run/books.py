@@ -107,6 +107,17 @@ def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
         books.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
 
 
+def tell_deepspeed(run: Setup, books: Books | NoBooks) -> None:
+    """What DeepSpeed was told, all of it: the JSON is derived, and nobody has it otherwise."""
+    config = run.told_deepspeed
+    if config is not None:
+        zero = config["zero_optimization"]
+        offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+        books.event("deepspeed", config=config)
+        where = "" if offload == "none" else ", the optimizer in host memory"
+        books.say(f"  deepspeed  ZeRO stage {zero['stage']}{where}; its JSON is in events.jsonl")
+
+
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
     """This rank's GPU; those of all ranks on this machine; and how many ranks those are.
 

@@ -95,7 +95,7 @@ def _why_not_measured(run: Setup, steps_done: int) -> str:
         return "by rule: measuring is switched off"
     if job.num_samples is None or not job.source.is_keyed:
         return "by rule: data that can only be iterated is not read for measuring"
-    if run.shards:
+    if run.shards or run.uses_deepspeed:
         return "by rule: sharded models are not measured yet"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
@@ -114,7 +114,7 @@ def measured(
 ) -> Plan:
     """Tries ways of running a step, and follows the best. With `is_short_of_time` only what the job can pay back."""
     job, world = run.job, run.world
-    if run.shards:
+    if run.shards or run.uses_deepspeed:
         raise DrivetrainError(
             "a model that is cut into shards is not measured yet: no rank could hold a copy of it",
             remedy="leave --measure out, or plan with --parallel-strategy ddp",
@@ -408,6 +408,8 @@ def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
     if run.shards:
         reason = f"{run.strategy_choice.reason}; {layout_of(model).in_words()}"
         return run.strategy_choice.model_copy(update={"reason": reason})
+    if run.uses_deepspeed:
+        return run.strategy_choice
     by_rule = run.settings.strategy
     return Choice(value=run.make_strategy().name, reason=by_rule.reason, alternatives=by_rule.alternatives)
 

@@ -31,6 +31,7 @@ from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
+from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.needs import explained
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
@@ -41,6 +42,7 @@ from drivetrain.strategies import (
     DataParallelStrategy,
     DdpOptions,
     DdpStrategy,
+    DeepSpeedStrategy,
     ExpertParallelStrategy,
     FsdpStrategy,
     Sharded,
@@ -51,6 +53,7 @@ from drivetrain.strategies import (
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compiled, num_graphs
+from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.validation import Validator
 
@@ -116,6 +119,8 @@ class Setup:
     preflight: Preflight | None = None  # what it found, where there was one
     strategy_choice: Choice[str]  # with its reason, once the model is made
     sharded: Sharded | None = None  # the model, where ranks hold parts of it
+    _made_strategy: Strategy | None = None
+    told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
 
     @classmethod
     def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
@@ -124,6 +129,8 @@ class Setup:
         config = config or _command_line.get() or Config()
         place = World.detect()
         config, notes = obey_launcher(config, place)
+        config, others = Zero.of(config).obeyed(config)
+        notes += others
         hardware = detect(config.run.output_dir)
         devices = DeviceManager(hardware, config.device.mode, config.device.device, config.device.ids).devices
         world = World.join(
@@ -161,10 +168,13 @@ class Setup:
         self.settings = choose_settings(hardware, Pins(**config.pins()))
         self.name = config.run.name or job.name
         self.job = self._settled(job)
+        self.zero = Zero.of(config)
         self.data_path: DataPath | None = None  # by measuring; None: by rule
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
         self.follow(self.by_rule())
+        if config.distributed.strategy == DeepSpeedStrategy.name:
+            self.deepspeed_config()  # what contradicts it is said before anything large is made
 
     def by_rule(self) -> Way:
         """How a step is run where nothing was measured."""
@@ -411,6 +421,8 @@ class Setup:
     def model(self) -> tuple[nn.Module, Optimizer, Any]:
         """The model as it is run, its optimizer, and what the loss function calls in its place if it is compiled."""
         model, optimizer = self.dressed(self.build())
+        if not self.shards:
+            model = model.to(self.world.device)
         if self.way.compile_mode is None or self.shards:
             return model, optimizer, None
         return model, optimizer, torch.compile(model, mode=self.way.compile_mode)
@@ -419,10 +431,13 @@ class Setup:
         """The model as the user made it, on its device unless it is going to be sharded."""
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
         made = self._made()
+        self._num_weights = sum(parameter.numel() for parameter in made.parameters())
         self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
         if self.shards:
             refuse_uncuttable(made)
             return made.train()  # where it was made: no more than a block at a time comes to the device
+        if self.uses_deepspeed and self.zero.stage == 3:
+            return made.train()  # likewise: weight by weight
         try:
             return made.to(self.world.device).train()
         except torch.OutOfMemoryError as error:
@@ -435,6 +450,26 @@ class Setup:
     def shards(self) -> bool:
         """Whether ranks hold parts of the model. Known once it is built."""
         return self.strategy_choice.value == FsdpStrategy.name
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Known once the model is built."""
+        return self.strategy_choice.value == DeepSpeedStrategy.name
+
+    def deepspeed_config(self, num_weights: int | None = None) -> dict[str, Any]:
+        """The JSON that DeepSpeed gets, from what this run is."""
+        facts = ZeroFacts(
+            precision=self.way.precision,
+            world_size=self.world.size,
+            micro_batch=self.way.micro_batch,
+            accumulation=-(-self.rank_samples // self.way.micro_batch),
+            global_batch=self.job.global_batch or 0,
+            clip_norm=self.job.clip_norm,
+            stage=self.config.deepspeed.stage,
+            offload_optimizer=self.config.deepspeed.offload_optimizer,
+            num_weights=num_weights,
+        )
+        return derive(facts, self.zero.own, self.zero.file)
 
     def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
         """A model that was built, made ready for the way that is followed."""
@@ -509,6 +544,11 @@ class Setup:
         if self.sharded is not None:
             options = replace(self.sharded.options, **changes)  # type: ignore[arg-type]
             strategy = FsdpStrategy(self.world, replace(self.sharded, options=options))
+        elif self.uses_deepspeed:
+            self.told_deepspeed = self.deepspeed_config(self._num_weights)
+            strategy = DeepSpeedStrategy(
+                self.world, self.told_deepspeed, broadcast_buffers=self.config.distributed.broadcast_buffers
+            )
         elif len(self.devices) > 1:
             strategy = DataParallelStrategy(self.world, self.devices)
         elif self.world.size > 1:
@@ -525,7 +565,14 @@ class Setup:
             if config.distributed.strategy == ExpertParallelStrategy.name:
                 strategy = ExpertParallelStrategy(self.world, ddp, self._capability())
         self.strategy = strategy.name
+        self._made_strategy = strategy
         return strategy
+
+    def close(self) -> None:
+        """However the run ended."""
+        if self._made_strategy is not None:
+            self._made_strategy.close()
+        self.world.close()
 
     def _capability(self) -> float:
         """Of this rank's device, in TFLOP/s; 0 where it is not known."""

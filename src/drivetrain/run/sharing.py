@@ -12,21 +12,27 @@ from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.held import forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
+from drivetrain.strategies.deepspeed import DeepSpeedStrategy, refuse_without_deepspeed
 
 _FLAG = "--parallel-strategy"
 
 
 def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -> None:
     """Raises what contradicts the launcher or the machine. `auto` never does."""
+    if asked == DeepSpeedStrategy.name:
+        refuse_without_deepspeed()
     if world.size > 1 and asked in ("single", "data_parallel"):
         message = f"{asked} is one process, and a launcher started {world.size}"
         raise _problem(
-            asked, message, "auto, ddp, fsdp, expert_parallel here", "use ddp, or start the script with plain python"
+            asked,
+            message,
+            "auto, ddp, fsdp, expert_parallel, deepspeed here",
+            "use ddp, or start the script with plain python",
         )
     if world.size == 1 and asked in ("ddp", "expert_parallel"):
         message = f"{asked} is several processes, and this is the only one"
         remedy = "start it with `drivetrain launch`, torchrun or srun; or leave --parallel-strategy out"
-        raise _problem(asked, message, "auto, single, data_parallel, fsdp here", remedy)
+        raise _problem(asked, message, "auto, single, data_parallel, fsdp, deepspeed here", remedy)
     if asked == "data_parallel" and len(devices) < 2:
         message = f"data_parallel shares batches between GPUs, and there is only {devices[0]} to use"
         raise _problem(asked, message, "auto, single here", "leave --parallel-strategy out")

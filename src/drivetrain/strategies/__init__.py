@@ -4,6 +4,7 @@ from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
 from drivetrain.strategies.data_parallel import DataParallelStrategy
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
+from drivetrain.strategies.deepspeed import DeepSpeedStrategy
 from drivetrain.strategies.expert_parallel import ExpertParallelStrategy
 from drivetrain.strategies.fsdp import FsdpStrategy
 from drivetrain.strategies.sharding import Sharded, ShardOptions
@@ -14,6 +15,7 @@ __all__ = [
     "DataParallelStrategy",
     "DdpOptions",
     "DdpStrategy",
+    "DeepSpeedStrategy",
     "ExpertParallelStrategy",
     "FsdpStrategy",
     "Objective",

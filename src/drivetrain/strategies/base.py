@@ -276,7 +276,13 @@ def around_forward(parts: StrategyParts) -> AbstractContextManager[Any] | None:
     return keeping if casting is None else _Both(casting, keeping)
 
 
-def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:
+def _backward(objective: Tensor) -> None:
+    torch.autograd.backward(objective)
+
+
+def try_out(
+    objective: ObjectiveCall, model: nn.Module, trial: Trial, backward: Callable[[Tensor], None] = _backward
+) -> None:
     """One forward and backward before the first step. Buffers are put back; the caller clears gradients.
 
     It finds a wrong loss function before anything was trained. And DDP rebuilds its buckets after the first backward,
@@ -286,7 +292,7 @@ def try_out(objective: ObjectiveCall, model: nn.Module, trial: Trial) -> None:
     before = [buffer.detach().clone() for buffer in model.buffers()]
     value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
     check_objective(value, model)
-    torch.autograd.backward(value)
+    backward(value)
     Settlement(model).forget()
     with torch.no_grad():
         for buffer, saved in zip(model.buffers(), before, strict=True):

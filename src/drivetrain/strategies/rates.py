@@ -21,6 +21,8 @@ def rounded(rate: float) -> float:
 def are_rounded(optimizer: Optimizer) -> bool:
     """Whether the rates of its parameters are: on a GPU, unless the weights are finer than that themselves."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not parameters:  # they are somewhere else between steps, as with DeepSpeed's third stage
+        return False
     return all(parameter.device.type == "cuda" and parameter.dtype is not torch.float64 for parameter in parameters)
 
 

@@ -15,7 +15,7 @@ from drivetrain.strategies.base import StrategyParts
 from drivetrain.strategies.rates import ON_HOST
 
 _HOW_IT_IS_DONE = {"fused", "foreach", "capturable"}  # settings of an optimizer that are no part of the job
-_MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
+MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "ema/"
 
 
 def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
@@ -24,10 +24,10 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     shards = []
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
-            raise _cannot_save(f"the model's state {name!r}", value)
-        shards.append(Shard.of(_MODEL + name, local_part(value), value))
+            raise cannot_save(f"the model's state {name!r}", value)
+        shards.append(Shard.of(MODEL + name, local_part(value), value))
     if parts.average is not None:
-        shards += [Shard.of(_AVERAGE + name, value, of) for name, (value, of) in parts.average.named().items()]
+        shards += [Shard.of(AVERAGE + name, value, of) for name, (value, of) in parts.average.named().items()]
     names = parameter_names(model, optimizer, parts.owners)
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -35,22 +35,15 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
             if isinstance(value, Tensor):
                 # What has a parameter's shape is of its elements; anything else, such as a count, of all of it.
                 owner = parts.owners.get(parameter, value) if value.shape == parameter.shape else value
-                shards.append(Shard.of(f"{_OPTIMIZER}{names[parameter]}/{field}", value.detach(), owner))
+                shards.append(Shard.of(f"{OPTIMIZER}{names[parameter]}/{field}", value.detach(), owner))
             elif value is None or isinstance(value, (bool, int, float, str)):
                 scalars.setdefault(names[parameter], {})[field] = value
             else:
-                raise _cannot_save(f"the optimizer's state {field!r} of {names[parameter]}", value)
-    groups = []
-    for group in optimizer.param_groups:
-        values = {name: value for name, value in group.items() if name not in ("params", ON_HOST)}
-        if ON_HOST in group:
-            values["lr"] = group[ON_HOST]  # to read it from the device would make the host wait
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.item()
-            elif not _is_json(value):
-                raise _cannot_save(f"the optimizer's setting {name!r}", value)
-        groups.append({"params": [names[parameter] for parameter in group["params"]], "values": values})
+                raise cannot_save(f"the optimizer's state {field!r} of {names[parameter]}", value)
+    groups = [
+        {"params": [names[parameter] for parameter in group["params"]], "values": settings_of(group)}
+        for group in optimizer.param_groups
+    ]
     scaler = parts.scaler.state_dict() if parts.precision.scales_loss else None
     num_averaged = parts.average.num_updates if parts.average is not None else 0
     return shards, {
@@ -61,35 +54,41 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     }
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer's group is set to, as JSON."""
+    values = {name: value for name, value in group.items() if name not in ("params", ON_HOST)}
+    if ON_HOST in group:
+        values["lr"] = group[ON_HOST]  # to read it from the device would make the host wait
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value.item()
+        elif not _is_json(value):
+            raise cannot_save(f"the optimizer's setting {name!r}", value)
+    return values
+
+
 def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     """The reverse. Everything is compared before anything is changed."""
     model, optimizer = parts.model, parts.optimizer
     state = model.state_dict()
-    stored = {key.removeprefix(_MODEL): info for key, info in source.keys.items() if key.startswith(_MODEL)}
-    _check_keys(state, stored)
-    groups = source.meta["optimizer_groups"]
     names = parameter_names(model, optimizer, parts.owners)
     ours = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    if [group["params"] for group in groups] != ours:
-        raise DrivetrainError(
-            "the checkpoint's optimizer trains other parameters, or in other groups",
-            remedy="use the job that wrote it, or another --name for this one",
-        )
-    _check_settings(optimizer, groups)
+    refuse_another_job(source, {name: tuple(value.shape) for name, value in state.items()}, ours, optimizer)
+    groups = source.meta["optimizer_groups"]
     with torch.no_grad():
         for name, target in state.items():
-            local_part(target).copy_(read_for(target, source, _MODEL + name))
+            local_part(target).copy_(read_for(target, source, MODEL + name))
         if parts.average is not None:
             for name, (average, of) in parts.average.named().items():
-                average.copy_(read_for(of, source, _AVERAGE + name))
+                average.copy_(read_for(of, source, AVERAGE + name))
             parts.average.num_updates = source.meta["num_averaged"]
 
     owners = {names[parameter]: owner for parameter, owner in parts.owners.items() if parameter in names}
     numbers = {name: number for number, name in enumerate(name for group in ours for name in group)}
     by_number: dict[int, dict[str, Any]] = {}
     for key in source.keys:
-        if key.startswith(_OPTIMIZER):
-            name, _, field = key.removeprefix(_OPTIMIZER).rpartition("/")
+        if key.startswith(OPTIMIZER):
+            name, _, field = key.removeprefix(OPTIMIZER).rpartition("/")
             owner = owners.get(name)
             is_part = owner is not None and owner.shape == source.keys[key].shape
             value = read_for(owner, source, key) if is_part else source.read(key)
@@ -99,7 +98,7 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     settings = [
         {
             **group,
-            **{name: value for name, value in stored["values"].items() if name not in _HOW_IT_IS_DONE},
+            **loaded_settings(stored),
             "params": [numbers[name] for name in stored["params"]],
         }
         for group, stored in zip(optimizer.param_groups, groups, strict=True)
@@ -107,6 +106,26 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     optimizer.load_state_dict({"state": by_number, "param_groups": settings})
     if parts.precision.scales_loss and source.meta.get("scaler"):
         parts.scaler.load_state_dict(source.meta["scaler"])
+
+
+def refuse_another_job(
+    source: TensorSource, shapes: Mapping[str, tuple[int, ...]], names: list[list[str]], optimizer: Optimizer
+) -> None:
+    """Compares a checkpoint with the model's shapes, and with the optimizer's groups by the names in each."""
+    stored = {key.removeprefix(MODEL): info for key, info in source.keys.items() if key.startswith(MODEL)}
+    _check_keys(shapes, stored)
+    groups = source.meta["optimizer_groups"]
+    if [group["params"] for group in groups] != names:
+        raise DrivetrainError(
+            "the checkpoint's optimizer trains other parameters, or in other groups",
+            remedy="use the job that wrote it, or another --name for this one",
+        )
+    _check_settings(optimizer, groups)
+
+
+def loaded_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a stored group is part of the job."""
+    return {name: value for name, value in stored["values"].items() if name not in _HOW_IT_IS_DONE}
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
@@ -158,12 +177,12 @@ def parameter_names(model: nn.Module, optimizer: Optimizer, owners: Mapping[Tens
     return names
 
 
-def _check_keys(state: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    missing, extra = sorted(set(state) - set(stored)), sorted(set(stored) - set(state))
+def _check_keys(shapes_here: Mapping[str, tuple[int, ...]], stored: Mapping[str, Any]) -> None:
+    missing, extra = sorted(set(shapes_here) - set(stored)), sorted(set(stored) - set(shapes_here))
     shapes = [
-        f"{name} is {tuple(state[name].shape)} here and {tuple(stored[name].shape)} there"
-        for name in sorted(set(state) & set(stored))
-        if tuple(state[name].shape) != tuple(stored[name].shape)
+        f"{name} is {shapes_here[name]} here and {tuple(stored[name].shape)} there"
+        for name in sorted(set(shapes_here) & set(stored))
+        if shapes_here[name] != tuple(stored[name].shape)
     ]
     lines = [f"only in the model: {_some(missing)}"] if missing else []
     lines += [f"only in the checkpoint: {_some(extra)}"] if extra else []
@@ -185,7 +204,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _cannot_save(what: str, value: object) -> DrivetrainError:
+def cannot_save(what: str, value: object) -> DrivetrainError:
     return DrivetrainError(
         f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it takes tensors, numbers and text",
         remedy="keep it as a tensor, or use another optimizer",

@@ -91,7 +91,7 @@ class Sharded:
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Makes the optimizer hold this rank's parts, as plain tensors, of what it held."""
-        _refuse_unless_elementwise(optimizer)
+        refuse_unless_elementwise(optimizer, "fsdp")
         state, optimizer.state = dict(optimizer.state), type(optimizer.state)(dict)
         for group in optimizer.param_groups:
             held = group["params"]
@@ -361,13 +361,13 @@ def _refuse_other_models(model: nn.Module, world: World) -> None:
         )
 
 
-def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
+def refuse_unless_elementwise(optimizer: Optimizer, strategy: str) -> None:
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
     if not is_torchs and not getattr(optimizer, "elementwise", False):
         raise DrivetrainError(
-            f"{kind.__name__} is not known to treat every element of a weight alike, and with fsdp a rank has only "
-            "some rows of each weight",
+            f"{kind.__name__} is not known to treat every element of a weight alike, and with {strategy} a rank has "
+            "only a part of each weight",
             remedy=f"use one of torch's {', '.join(ELEMENTWISE)}; or --parallel-strategy ddp; or, if it does, set "
             "optimizer.elementwise = True",
         )

@@ -1,0 +1,35 @@
+"""What of a configuration is DeepSpeed's, with a user's own file."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.config import Config
+from drivetrain.strategies.deepspeed_config import read_own, settings_in, stage_of
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The stage, and the file with its name; an empty one where there is none."""
+
+    stage: int
+    own: dict[str, Any] = field(default_factory=dict)
+    file: str = ""
+
+    @classmethod
+    def of(cls, config: Config) -> "Zero":
+        path = config.deepspeed.config
+        own = {} if path is None else read_own(path)
+        return cls(stage_of(config.deepspeed.stage, own), own, "" if path is None else path.name)
+
+    def obeyed(self, config: Config) -> tuple[Config, list[str]]:
+        """The configuration with what the file says of its settings, where nothing else was said; and what to tell."""
+        sections: dict[str, Any] = {}
+        notes: list[str] = []
+        for name, value in settings_in(self.own).items():
+            section, _, setting = name.partition(".")
+            current = sections.get(section, getattr(config, section))
+            is_free = getattr(current, setting) in (None, "auto") and getattr(current, "mixed", None) is None
+            if is_free:
+                sections[section] = current.model_copy(update={setting: value})
+                notes.append(f"{name} is {value}, as {self.file} says")
+        return config.model_copy(update=sections), notes

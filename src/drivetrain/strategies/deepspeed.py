@@ -1,0 +1,278 @@
+"""DeepSpeed's ZeRO: ranks divide the optimizer's state (stage 1), gradients (2), weights (3).
+
+DeepSpeed averages gradients over ranks, and clips and steps in one go. So the objective is scaled up by the number of
+ranks, and a rescaling by what was really counted is told to it as the scale of the loss, by which it divides before it
+clips. Each micro-step is marked as the last of its step or not: DeepSpeed does not count them itself.
+"""
+
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.records import StepOutcome
+from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.world import World
+from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
+from drivetrain.strategies.deepspeed_config import keeps_bf16_weights
+from drivetrain.strategies.replicated import share_buffers
+from drivetrain.strategies.sharding import refuse_unless_elementwise
+from drivetrain.strategies.zero_parts import ZeroParts, refuse_odd_weights
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+_LINEAR = functional.linear  # torch's own: the third stage puts another in its place, for the whole process
+
+
+class DeepSpeedStrategy:
+    """One process per device. `config` is the JSON that DeepSpeed gets (`deepspeed_config.derive`)."""
+
+    name = "deepspeed"
+
+    def __init__(self, world: World, config: Mapping[str, Any], *, broadcast_buffers: bool = True) -> None:
+        self._world, self.config = world, dict(config)
+        self._stage = int(config["zero_optimization"]["stage"])
+        self._engine: Any = None
+        self._broadcast_buffers = broadcast_buffers
+
+    def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
+        self._refuse(parts)
+        deepspeed = _load(self._world)
+        self._parts = parts
+        parts.mixtures.group = self._world.group
+        self._objective = Objective(parts, scale=float(self._world.size))  # it averages over ranks; a step is a sum
+        self._has_buffers = any(True for _ in parts.model.buffers())
+        self._stop = False
+        self._sums: Tensor | None = None
+        self._on_its_way: dist.Work | None = None
+        self._begins, self._accumulates = True, False
+        self._samples = 0
+        self._zero_parts = ZeroParts(parts, self._world.rank, self._world.is_main, self._stage)
+        for parameter in parts.model.parameters():
+            parameter.data = parameter.data.contiguous()  # it sends them as bytes, and flattens them anyway
+        if self._stage == 3:
+            self._cut(deepspeed, parts.model)
+        self._engine, self._zero, _, _ = deepspeed.initialize(
+            args=SimpleNamespace(device_rank=self._world.device.index or 0),
+            model=self._objective,
+            optimizer=parts.optimizer,
+            config=self.config,
+            dist_init_required=False,
+        )
+        self._zero.override_loss_scale(1.0)  # from now on what is told here
+        self._zero_parts.find(self._zero)
+        if parts.average is not None:
+            for parameter in parts.model.parameters():
+                parts.average.cut(parameter, lambda average: average)  # weights have moved into the flat buffers
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._try_out(trial)
+        return self._call
+
+    def _refuse(self, parts: StrategyParts) -> None:
+        refuse_odd_weights(parts.model)
+        refuse_unless_elementwise(parts.optimizer, self.name)
+        if isinstance(parts.optimizer, torch.optim.Adagrad):
+            raise DrivetrainError(
+                "DeepSpeed makes another Adagrad from the job's, without its groups and its schedule",
+                remedy="use another optimizer, or --parallel-strategy fsdp",
+            )
+        if parts.average is not None and (self._stage == 3 or keeps_bf16_weights(self.config)):
+            raise DrivetrainError(
+                "with deepspeed, a moving average of the weights needs whole float32 weights on every rank",
+                remedy="use --zero-stage 2 without bf16 in DeepSpeed's own file, or fsdp; or drop --ema",
+            )
+
+    def _cut(self, deepspeed: Any, model: nn.Module) -> None:
+        """Weight by weight: DeepSpeed itself would move the whole model to the device first."""
+        if keeps_bf16_weights(self.config):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
+        dtype = torch.bfloat16 if keeps_bf16_weights(self.config) else torch.float32
+        deepspeed.zero.Init(module=model, config_dict_or_path=self.config, dtype=dtype)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self._world.device)
+
+    def _try_out(self, trial: Trial) -> None:
+        """A step that is not finite, on purpose: DeepSpeed forgets it and its gradients, as any such step."""
+        used: list[str] = []
+        handles = [
+            cast(Any, parameter).register_post_accumulate_grad_hook(lambda _, name=name: used.append(name))
+            for name, parameter in self._parts.model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+        def forgotten(objective: Tensor) -> None:
+            self._zero.external_loss_scale = float("nan")
+            self._engine.backward(objective, scale_wrt_gas=False)
+            with _quietly():
+                self._engine.step()
+            self._zero.external_loss_scale = 1.0
+
+        try:
+            try_out(self._call, self._parts.model, trial, forgotten)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._objective.take_tallies()
+        self._begins = True
+        self._refuse_other_weights(sorted(set(used)))
+
+    def _refuse_other_weights(self, used: list[str]) -> None:
+        """Gradients are reduced in the order in which they come, and DeepSpeed does not look whose they are."""
+        by_rank = self._world.gather(used)
+        for rank, others in enumerate(by_rank):
+            if others != by_rank[0]:
+                odd = sorted(set(others) ^ set(by_rank[0]))[0]
+                raise DrivetrainError(
+                    f"ranks 0 and {rank} use different weights ({odd} is used by one of them), and DeepSpeed would "
+                    "add the gradients of one weight to those of another",
+                    remedy="use every weight on every rank, or --parallel-strategy ddp --find-unused-parameters",
+                )
+
+    def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        if self._begins:
+            self._begins, self._samples = False, step_samples
+            if self._has_buffers and self._world.size > 1 and self._broadcast_buffers:
+                share_buffers(self._parts.model, self._world)
+        objective: Tensor = self._engine(batch, num_samples, step_samples, weight)
+        return objective
+
+    def accumulate(self) -> AbstractContextManager[Any]:
+        return self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        self._accumulates = True
+        self._engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            self._engine.set_gradient_accumulation_boundary(True)
+
+    def backward(self, objective: Tensor) -> None:
+        if not self._accumulates:
+            self._send_sums()
+        self._engine.backward(objective, scale_wrt_gas=False)
+
+    def _send_sums(self) -> None:
+        """In float64: counts stay exact, and sums are as good as the losses they are made of."""
+        losses, count = self._objective.take_tallies()
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        for value, factor in losses:
+            self._sums[0] += value.double() * factor
+        self._sums[1] += count
+        self._sums[2] += float(self._stop)
+        if self._world.group is not None:
+            self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
+
+    def step(self, stop: bool) -> StepOutcome:
+        assert self._sums is not None, "backward comes before step"
+        if self._on_its_way is not None:
+            self._on_its_way.wait()
+        total, count, stopping = self._sums.unbind()
+        if self._objective.counts_items:
+            # The host waits for the device. So it does in DeepSpeed's step, to see whether the norm is finite.
+            factor = float(rescaling(self._samples, count))
+            self._zero.external_loss_scale = 1 / factor if factor else float("inf")
+        self._engine.step()
+        self._zero.external_loss_scale = 1.0
+        norm = None
+        if self._parts.clip_norm is not None:
+            norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
+        self._parts.follow()
+        self._sums = self._on_its_way = None
+        self._begins = True
+        self._stop = stop  # travels with the next sums
+        skipped = float(self._zero.overflow)
+        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        """Every rank what it updates; rank 0 also what all have."""
+        return self._zero_parts.save()
+
+    def load(self, source: TensorSource) -> None:
+        zero = self._zero
+        if self._stage == 3:
+            zero.checkpoint_event_prologue()  # what was gathered is not to be used any more
+            self._zero_parts.load(source)
+            for number in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.checkpoint_event_epilogue()
+        else:
+            self._zero_parts.load(source)
+            zero.update_lp_params()
+
+    def close(self) -> None:
+        """Also after an error, in whatever state: what DeepSpeed changed of the process is put back."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+        if "deepspeed" in sys.modules:
+            _forget_last_run()
+
+
+def refuse_without_deepspeed() -> None:
+    """Before anything large is made. It is looked for, not imported: that takes seconds."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise DrivetrainError(
+            "the strategy deepspeed needs the package deepspeed, which is not installed",
+            remedy="pip install 'drivetrain[deepspeed]'",
+        )
+
+
+def _load(world: World) -> Any:
+    """The package, over the process group that is there."""
+    refuse_without_deepspeed()
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # or it takes what it finds
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    # Its own calls of what torch is going to rename: nobody who trains can do anything about them.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Only inference uses it, and it would be compiled first, which takes a minute and a compiler.
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    group = world.own_group()
+    _forget_last_run()  # it may not have ended well
+    deepspeed.init_distributed(dist_backend=dist.get_backend(group), auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def _forget_last_run() -> None:
+    """DeepSpeed keeps the first process group it sees, for good; another run in this process may have another."""
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
+
+    # Numbers of weights and modules go on from run to run; ranks compare them, and may have had unequally many runs.
+    Init.param_id = 0
+    parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    parameter_offload.FWD_MODULE_STACK.clear()  # would keep the whole model
+    functional.linear = _LINEAR
+    groups._release_process_group_references()
+    comm.cdb = None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

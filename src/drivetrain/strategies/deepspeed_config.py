@@ -1,0 +1,187 @@
+"""DeepSpeed's JSON, derived from what is known of a run, and a user's own file merged into it.
+
+This is the only place that knows DeepSpeed's keys. It needs neither DeepSpeed nor a device.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, Problem
+
+DEFAULT_STAGE = 2
+LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default, whose buffer a small model would never fill
+
+_FLAG = "--deepspeed-config"
+_JOBS_OWN = {
+    "optimizer": ("the job has an optimizer of its own", "drop it, and say it in Job.optimizer"),
+    "scheduler": ("the job has a schedule of its own", "drop it, and say it in Job.schedule"),
+    "torch_autocast": ("the run's precision says what is cast", "drop it, and use --precision"),
+    "amp": ("the run's precision says what is cast", "drop it, and use --precision"),
+    "elasticity": ("the job's global batch does not depend on the world", "drop it"),
+    "autotuning": ("DeepSpeed would end the run to tune it", "drop it, and use drivetrain plan --measure"),
+    "curriculum_learning": ("it changes what a batch is, behind the job's back", "drop it, and say it in the data"),
+    "data_efficiency": ("it changes what a batch is, behind the job's back", "drop it, and say it in the data"),
+    "progressive_layer_drop": ("it changes the model, behind the job's back", "drop it, and say it in the model"),
+}
+
+
+@dataclass(frozen=True)
+class ZeroFacts:
+    """What of a run goes into the JSON."""
+
+    precision: str
+    world_size: int
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    clip_norm: float | None
+    stage: int | None = None  # None: as the file says
+    offload_optimizer: bool | None = None  # None: as the file says
+    num_weights: int | None = None  # None: not known yet
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """A user's file. `auto`, as others write for what follows from the run, is as if it were not there."""
+    try:
+        own: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad_file(path, f"it cannot be read: {error.strerror}", "name a file that is there") from None
+    except ValueError as error:
+        raise _bad_file(path, f"it is not JSON: {error}", "mend it, or leave it out") from None
+    if not isinstance(own, dict):
+        raise _bad_file(path, f"it holds a {type(own).__name__}, not an object", "write {…} around its settings")
+    for section in ("zero_optimization", "bf16", "fp16"):
+        if not isinstance(own.get(section, {}), dict) and own[section] != "auto":
+            raise _bad_file(path, f"{section} is {own[section]!r}, not an object", f'write "{section}": {{…}}')
+    settings: dict[str, Any] = _without_auto(own)
+    return settings
+
+
+def stage_of(stage: int | None, own: Mapping[str, Any]) -> int:
+    return stage or own.get("zero_optimization", {}).get("stage", DEFAULT_STAGE)
+
+
+def keeps_bf16_weights(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("bf16", {}).get("enabled", False))
+
+
+def settings_in(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of drivetrain's own settings, by their names."""
+    said = {
+        "batch.size": own.get("train_micro_batch_size_per_gpu"),
+        "batch.accumulation": own.get("gradient_accumulation_steps"),
+        "precision.dtype": "bf16" if keeps_bf16_weights(own) else None,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def derive(facts: ZeroFacts, own: Mapping[str, Any] | None = None, file: str = "") -> dict[str, Any]:
+    """The JSON that DeepSpeed gets. What the file says stands; what in it contradicts the run is said, all at once."""
+    own = own or {}
+    problems = [
+        Problem(f"{file or 'deepspeed_config.json'}: {key}", message, value, remedy=remedy)
+        for key, value, message, remedy in _contradictions(facts, own)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    zero: dict[str, Any] = {
+        "reduce_bucket_size": min(LARGEST_BUCKET, facts.num_weights or LARGEST_BUCKET),
+        **own.get("zero_optimization", {}),
+        "stage": stage_of(facts.stage, own),
+    }
+    if facts.offload_optimizer:
+        zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": True})
+    elif facts.offload_optimizer is False:
+        zero.pop("offload_optimizer", None)
+    config = {
+        **{key: value for key, value in own.items() if key != "train_batch_size"},  # ragged batches are no multiple
+        "train_micro_batch_size_per_gpu": facts.micro_batch,
+        "gradient_accumulation_steps": 1,  # the strategy says which micro-step is the last, and weighs each itself
+        "gradient_clipping": facts.clip_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # the job's own optimizer steps, wherever its state is kept
+        "zero_optimization": zero,
+    }
+    if keeps_bf16_weights(own):
+        # Sums of many small numbers are what low precision is worst at; and a step that is not finite is skipped.
+        config.setdefault("communication_data_type", "fp32")
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        config["bf16"] = {**own["bf16"], "check_grad_overflow": True}
+    return config
+
+
+def _contradictions(facts: ZeroFacts, own: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
+    """(key, its value, what it contradicts, remedy)"""
+    for key, (message, remedy) in _JOBS_OWN.items():
+        if _is_on(own.get(key)):
+            yield key, own[key], message, remedy
+    expected = {
+        "train_batch_size": (facts.global_batch, "samples in a step of this job", "Job.global_batch, or --batch-size"),
+        "train_micro_batch_size_per_gpu": (facts.micro_batch, "samples per device and micro-step", "--batch-size"),
+        "gradient_accumulation_steps": (facts.accumulation, "micro-steps per step", "--accumulation-steps"),
+        "gradient_clipping": (facts.clip_norm or 0.0, "is where this job clips (0: nowhere)", "Job.clip_norm"),
+        "zero_allow_untested_optimizer": (True, "is what the job's own optimizer needs", "nothing"),
+        "zero_force_ds_cpu_optimizer": (False, "is what the job's own optimizer needs", "nothing"),
+    }
+    for key, (value, what, instead) in expected.items():
+        if key in own and own[key] != value:
+            remedy = "drop it" if instead == "nothing" else f"drop it, or change {instead}"
+            yield key, own[key], f"{own[key]} in the file, but {value} {what}", remedy
+    if _is_on(own.get("fp16")):
+        yield (
+            "fp16",
+            own["fp16"],
+            "fp16 is not there with deepspeed",
+            'use "bf16", or --parallel-strategy fsdp for fp16',
+        )
+    if keeps_bf16_weights(own) and facts.precision != "bf16":
+        message = f"keeps weights in bf16, but this run computes in {facts.precision}"
+        yield "bf16", own["bf16"], message, "use --precision bf16, or drop it"
+    yield from _in_zero(facts, own.get("zero_optimization", {}))
+
+
+def _in_zero(facts: ZeroFacts, zero: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
+    stage = zero.get("stage")
+    if stage is not None and stage not in (1, 2, 3):
+        yield "zero_optimization.stage", stage, f"{stage} is no stage that shards", "use 1, 2 or 3; for 0, use ddp"
+    elif stage is not None and facts.stage not in (None, stage):
+        message = f"{stage} in the file, but --zero-stage {facts.stage} is asked for"
+        yield "zero_optimization.stage", stage, message, "drop one of the two"
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "cpu")
+        if device == "nvme":
+            message = "what is swapped to disk cannot be saved in drivetrain's checkpoints"
+            yield f"zero_optimization.{key}.device", device, message, 'use "cpu"'
+    for key, usual, why in (
+        ("mics_shard_size", -1, "ranks would hold copies of each other's parts, and a checkpoint holds each part once"),
+        ("zenflow", None, "steps would be taken late, and not all of them by the job's optimizer"),
+    ):
+        if zero.get(key, usual) != usual:
+            yield f"zero_optimization.{key}", zero[key], why, "drop it"
+    offloads = zero.get("offload_optimizer")
+    if offloads and offloads.get("ratio", 1) != 1:
+        message = "two optimizers would share the steps, and only the job's own is saved"
+        yield "zero_optimization.offload_optimizer.ratio", offloads["ratio"], message, "drop it"
+    if facts.offload_optimizer is False and offloads and offloads.get("device", "none") != "none":
+        message = "offloads in the file, but --no-offload-optimizer is asked for"
+        yield "zero_optimization.offload_optimizer", offloads, message, "drop one of the two"
+    if facts.offload_optimizer and offloads and offloads.get("device") == "none":
+        message = '"none" in the file, but --offload-optimizer is asked for'
+        yield "zero_optimization.offload_optimizer", offloads, message, "drop one of the two"
+
+
+def _is_on(section: Any) -> bool:
+    return bool(section.get("enabled", True)) if isinstance(section, Mapping) else bool(section)
+
+
+def _without_auto(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_auto(entry) for key, entry in value.items() if entry != "auto"}
+    return value
+
+
+def _bad_file(path: Path, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(f"{_FLAG} {path}", message, str(path), allowed="a JSON object", remedy=remedy)])

@@ -1,0 +1,233 @@
+"""This rank's parts of model and optimizer inside DeepSpeed's flat buffers, in and out of checkpoints.
+
+DeepSpeed lays the weights of a group into one flat float32 tensor and cuts that between ranks, wherever it comes to;
+the optimizer knows only flat tensors. Nothing is gathered to be saved: each rank writes its ranges, as boxes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.state import Shard, TensorSource, read_for
+from drivetrain.strategies.base import StrategyParts
+from drivetrain.strategies.flat_parts import read_flat, shards_of
+from drivetrain.strategies.replicated import (
+    AVERAGE,
+    MODEL,
+    OPTIMIZER,
+    cannot_save,
+    loaded_settings,
+    refuse_another_job,
+    settings_of,
+)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a weight that this rank updates: `length` from `start` on, which lie in `flat` at `offset`."""
+
+    flat: Tensor
+    offset: int
+    start: int
+    length: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Its elements of something that lies as the flat tensor does."""
+        return values.detach()[self.offset : self.offset + self.length]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class ZeroParts:
+    """Made before DeepSpeed takes a model over, while names, shapes and groups are what the user made them."""
+
+    def __init__(self, parts: StrategyParts, rank: int, is_main: bool, stage: int) -> None:
+        self._parts, self._rank, self._is_main, self._stage = parts, rank, is_main, stage
+        names = {parameter: name for name, parameter in parts.model.named_parameters()}
+        self._shapes: dict[Tensor, Shape] = {parameter: tuple(parameter.shape) for parameter in names}
+        self._groups = [
+            [names[p] for p in group["params"] if p.requires_grad] for group in parts.optimizer.param_groups
+        ]
+        self._trained = {
+            names[p]: (p, number)
+            for number, group in enumerate(parts.optimizer.param_groups)
+            for p in group["params"]
+            if p.requires_grad
+        }
+        self._found: dict[Tensor, Part] = {}
+
+    def find(self, zero: Any) -> None:
+        """Where DeepSpeed has put everything."""
+        self._zero = zero
+        self._found = {
+            parameter: self._in_third_stage(parameter) if self._stage == 3 else self._in_flat_group(parameter, group)
+            for parameter, group in self._trained.values()
+        }
+
+    def _in_flat_group(self, parameter: Any, group: int) -> Part:
+        flat, mapping = self._zero.single_partition_of_fp32_groups[group], parameter._hp_mapping
+        if mapping is None:  # all of it is on other ranks
+            return Part(flat, 0, 0, 0)
+        inside, outside = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return Part(flat, inside.start, outside.start, inside.numel)
+
+    def _in_third_stage(self, parameter: Any) -> Part:
+        """Every weight is cut into equally many elements for each rank; the last ones are padding."""
+        sub_group, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        start = self._rank * size
+        length = max(0, min(size, parameter.ds_numel - start))
+        return Part(self._zero.fp32_partitioned_groups_flat[sub_group], offset, start, length)
+
+    def _in_its_own(self, parameter: Any) -> Part:
+        """A weight that is not trained, in the third stage: in no flat tensor, but cut all the same."""
+        flat = parameter.ds_tensor
+        start = self._rank * flat.numel()
+        return Part(flat, 0, start, max(0, min(flat.numel(), parameter.ds_numel - start)))
+
+    def _part_of(self, value: Tensor) -> Part | None:
+        """None: every rank has all of it."""
+        if value in self._found:
+            return self._found[value]
+        return self._in_its_own(value) if self._stage == 3 and value in self._shapes else None
+
+    def _state(self) -> Iterator[tuple[str, Tensor, Part | None]]:
+        """By the model's own names; tied weights under each of theirs."""
+        for name, value in self._parts.model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise cannot_save(f"the model's state {name!r}", value)
+            yield name, value, self._part_of(value)
+
+    # Out
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        shards: list[Shard] = []
+        for name, value, part in self._state():
+            if part is not None:
+                shards += shards_of(MODEL + name, part.of(part.flat), self._shapes[value], part.start)
+            elif self._is_main:
+                shards.append(Shard.whole(MODEL + name, value.detach()))
+        average = self._parts.average
+        if average is not None and self._is_main:
+            shards += [Shard.whole(AVERAGE + name, value) for name, (value, _) in average.named().items()]
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, (parameter, _) in self._trained.items():
+            part = self._found[parameter]
+            for field, value in self._parts.optimizer.state.get(part.flat, {}).items():
+                key = f"{OPTIMIZER}{name}/{field}"
+                if isinstance(value, Tensor) and value.shape == part.flat.shape:
+                    shards += shards_of(key, part.of(value), self._shapes[parameter], part.start)
+                elif isinstance(value, Tensor):  # of all its elements, such as a count: the same on every rank
+                    shards += [Shard.whole(key, value.detach())] if self._is_main else []
+                elif value is None or isinstance(value, (bool, int, float, str)):
+                    scalars.setdefault(name, {})[field] = value
+                else:
+                    raise cannot_save(f"the optimizer's state {field!r} of {name}", value)
+        groups = [
+            {"params": names, "values": settings_of(group)}
+            for names, group in zip(self._groups, self._parts.optimizer.param_groups, strict=True)
+        ]
+        return shards, {
+            "optimizer_groups": groups,
+            "optimizer_scalars": scalars,
+            "scaler": None,
+            "num_averaged": average.num_updates if average is not None else 0,
+        }
+
+    # In
+
+    @torch.no_grad()
+    def load(self, source: TensorSource) -> None:
+        """Everything is compared before anything is changed."""
+        optimizer, average = self._parts.optimizer, self._parts.average
+        shapes = {name: self._shapes.get(value, tuple(value.shape)) for name, value, _ in self._state()}
+        refuse_another_job(source, shapes, self._groups, optimizer)
+        by_flat = self._fields_by_flat(source)
+        for name, value, part in self._state():
+            if part is None:
+                value.copy_(source.read(MODEL + name))
+            else:
+                part.of(part.flat).copy_(read_flat(source, MODEL + name, shapes[name], part.start, part.stop))
+        if average is not None:
+            for name, (averaged, of) in average.named().items():
+                averaged.copy_(read_for(of, source, AVERAGE + name))
+            average.num_updates = source.meta["num_averaged"]
+        optimizer.state.clear()
+        for flat, fields in by_flat.items():
+            optimizer.state[flat] = self._state_of(flat, fields, source)
+        for group, stored in zip(optimizer.param_groups, source.meta["optimizer_groups"], strict=True):
+            group.update(loaded_settings(stored))
+
+    def _fields_by_flat(self, source: TensorSource) -> dict[Tensor, list[str]]:
+        """Which state each flat tensor gets. DeepSpeed steps its weights as one: all must have the same."""
+        fields: dict[str, set[str]] = {
+            name: set(source.meta["optimizer_scalars"].get(name, ())) for name in self._trained
+        }
+        for key in source.keys:
+            if key.startswith(OPTIMIZER):
+                name, _, field = key.removeprefix(OPTIMIZER).rpartition("/")
+                fields[name].add(field)
+        first: dict[Tensor, str] = {}
+        for name, (parameter, _) in self._trained.items():
+            before = first.setdefault(self._found[parameter].flat, name)
+            if fields[before] != fields[name]:
+                raise DrivetrainError(
+                    f"the checkpoint's optimizer has stepped {before} and {name} unequally, and DeepSpeed steps them "
+                    "as one",
+                    remedy="go on with the strategy that wrote it, or with fsdp",
+                )
+        return {flat: sorted(fields[name]) for flat, name in first.items() if fields[name]}
+
+    def _state_of(self, flat: Tensor, fields: list[str], source: TensorSource) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for name, (parameter, group) in self._trained.items():
+            part = self._found[parameter]
+            if part.flat is not flat:
+                continue
+            for field in fields:
+                key = f"{OPTIMIZER}{name}/{field}"
+                if key not in source.keys:
+                    state[field] = source.meta["optimizer_scalars"][name][field]
+                elif tuple(source.keys[key].shape) == self._shapes[parameter]:
+                    values = state.setdefault(field, torch.zeros_like(flat, requires_grad=False))
+                    part.of(values).copy_(read_flat(source, key, self._shapes[parameter], part.start, part.stop))
+                else:
+                    self._take_whole(state, field, source.read(key), name, flat, group)
+        return state
+
+    def _take_whole(
+        self, state: dict[str, Any], field: str, value: Tensor, name: str, flat: Tensor, group: int
+    ) -> None:
+        if field in state and not torch.equal(state[field].cpu(), value):
+            raise DrivetrainError(
+                f"the checkpoint's optimizer has another {field!r} for {name} than for the weights before it, and "
+                "DeepSpeed steps them as one",
+                remedy="go on with the strategy that wrote it, or with fsdp",
+            )
+        settings = self._parts.optimizer.param_groups[group]
+        on_device = field != "step" or settings.get("fused") or settings.get("capturable")  # as torch's own loading
+        state[field] = value.to(flat.device) if on_device else value
+
+
+def refuse_odd_weights(model: nn.Module) -> None:
+    """DeepSpeed's flat tensors are float32, and it sends weights as views that need a dimension."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise DrivetrainError(
+                f"DeepSpeed does not take weights without dimensions, and {name} is one",
+                remedy=f"give {name} the shape [1], or use fsdp or ddp",
+            )
+    others = [f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype != torch.float32]
+    if others:
+        raise DrivetrainError(
+            f"DeepSpeed keeps weights as float32, and of this model {others[0]}"
+            + (f" (and {len(others) - 1} more)" if len(others) > 1 else ""),
+            remedy="make the model with float32 weights (--precision says what it computes in), or use fsdp or ddp",
+        )
