@@ -20,7 +20,6 @@ from drivetrain.moe.placement import exchanges
 from drivetrain.moe.probing import agreements, outputs, route
 from drivetrain.moe.slots import Slots
 
-CENTROID_MEMORY = 0.9  # how much of a centroid stays at each look
 LOAD_MEMORY = 0.8
 PROBES = 64  # tokens on which outputs of experts are compared; as many others check a merge
 CANDIDATES = 4  # pairs whose outputs are compared at a look, where a graph says which
@@ -36,6 +35,7 @@ class Rules:
     max_experts: int | None = None  # None: as many as there are slots
     min_experts: int = 2
     far: float = 4.0
+    memory: float = 0.9  # how much of a centroid stays at each look: more, if tasks follow each other
     new_share: float = 0.2  # of a look's tokens that are new, for it to count
     patience: int = 2  # looks in a row that count, before an expert is grown
     cooldown: int = 3  # looks between two growths
@@ -217,7 +217,7 @@ class _Look:
         seen = count > 0
         mean = (sums / count.clamp_min(1).unsqueeze(1)).to(layer.centroids)
         is_first = (layer.spreads == 0) & seen
-        memory = torch.where(is_first, 0.0, CENTROID_MEMORY)
+        memory = torch.where(is_first, 0.0, self._rules.memory)
         memory = torch.where(seen, memory, 1.0)
         layer.centroids.copy_(torch.lerp(mean, layer.centroids, memory.unsqueeze(1).to(layer.centroids)))
         squares = torch.zeros_like(count)
