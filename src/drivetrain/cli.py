@@ -88,6 +88,11 @@ COMMANDS = {
         "Loss and metrics of a run's weights over its validation set.",
         (*_PLACE[1:], "precision", "kernels", "memory.activations", "batch.size", "data", "distributed"),
     ),
+    "continual": Command(
+        "drivetrain.recipes.continual.command",
+        "Tasks one after the other: what networks, mixtures and growing mixtures keep of the first. Trains them all.",
+        (*_PLACE, "run.name", "precision", "kernels", "watch.quiet"),
+    ),
     "config": Command(
         "drivetrain.config.show",
         "Prints the effective configuration, and where each value came from.",

@@ -103,6 +103,11 @@ OBEYED = {
         if name in (*PLACE[1:], "batch.size", "memory.activations")
         or name.startswith(("precision.", "kernels.", "data.", "distributed."))
     ],
+    "continual": [
+        name
+        for name in FLAGS
+        if name in (*PLACE, "run.name", "watch.quiet") or name.startswith(("precision.", "kernels."))
+    ],
     "config": list(FLAGS),
 }
 LAUNCH_FLAGS = [
@@ -121,6 +126,7 @@ OWN_FLAGS = {
         *("--activate", "--signal-seconds"),
     ],
     "benchmark": ["--iterations", "--json"],
+    "continual": ["--data", "--data-dir", "--methods", "--num-tasks", "--seeds", "--steps", "--tasks", "--tune"],
     "eval": ["--json", "--which"],
     "plan": ["--for", "--gpu-memory", "--gpus", "--json", "--measure", "--out"],
 }

@@ -15,7 +15,7 @@ from drivetrain.api import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
-from drivetrain.recipes import digits, digits_moe, gpt
+from drivetrain.recipes import digits, digits_continual, digits_moe, gpt
 from drivetrain.run import last_one_finished
 
 T = TypeVar("T")
@@ -35,6 +35,11 @@ class Recipe:
 RECIPES = {
     "digits": Recipe(digits.job, "a small network on handwritten digits", digits.show),
     "digits-moe": Recipe(digits_moe.job, "a mixture of experts that grows and sleeps, on digits", digits_moe.show),
+    "digits-continual": Recipe(
+        digits_continual.job,
+        "digits, turned further task by task, by experts that come as needed",
+        digits_continual.show,
+    ),
     "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
 }
 

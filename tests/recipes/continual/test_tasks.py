@@ -1,4 +1,4 @@
-"""Tasks are what they say: permutations permute, rotations turn, splits part the classes; the stream keeps its order."""
+"""Tasks are what they say: permutations permute, rotations turn, splits part the classes; streams keep order."""
 
 import pytest
 import torch

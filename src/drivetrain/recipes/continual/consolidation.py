@@ -59,7 +59,7 @@ def fisher(network: nn.Module, inputs: Tensor, chunk: int = CHUNK) -> dict[str, 
     of_a_class = vmap(grad(log_probability), in_dims=(None, None, 0))
     of_samples = vmap(of_a_class, in_dims=(None, 0, None))
     total = {name: torch.zeros_like(value) for name, value in weights.items()}
-    for rows in inputs.split(chunk):
+    for rows in torch.split(inputs, chunk):
         with torch.no_grad():
             probabilities = network(rows).softmax(-1)
         classes = torch.eye(probabilities.shape[1], dtype=rows.dtype, device=rows.device)

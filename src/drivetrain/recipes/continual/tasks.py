@@ -76,7 +76,7 @@ def rotated(images: Images, degrees: float) -> Images:
 
 
 def _split(train: Images, test: Images, num_tasks: int, generator: torch.Generator) -> list[Task]:
-    classes = train.labels.unique()
+    classes = torch.tensor(sorted(set(train.labels.tolist())))
     if 2 * num_tasks > len(classes) and num_tasks > 1:
         raise DrivetrainError(
             f"{len(classes)} classes cannot be split into {num_tasks} tasks of at least 2",
