@@ -16,6 +16,7 @@ from typing import Any
 import drivetrain
 from benchmarks import (
     capture,
+    continual,
     correctness,
     feed,
     fsdp,
@@ -50,6 +51,8 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "saving-cpu": saving.measure_on_cpu,
     "watching": watching.measure,
     "correctness": correctness.measure,
+    **continual.MEASURES,
+    "growing-mnist": continual.measure_growth,
 }
 # Competitors side by side, by the module that describes them.
 CONTESTS = {
@@ -65,6 +68,7 @@ CONTESTS = {
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
+ONLY_BY_NAME = {*continual.MEASURES, "growing-mnist"}  # many trainings
 NEEDS_A_GPU = {
     "capture",
     "feed",
@@ -84,7 +88,8 @@ def main() -> None:
         print(f"written to {table.write(arguments.out)}")
         return
     hardware = detect()
-    everything = [name for name in (*BENCHMARKS, *CONTESTS) if hardware.gpus or name not in NEEDS_A_GPU]
+    left_out = ONLY_BY_NAME | (set() if hardware.gpus else NEEDS_A_GPU)
+    everything = [name for name in (*BENCHMARKS, *CONTESTS) if name not in left_out]
     for name in arguments.names or everything:
         if name in CONTESTS:
             _contest(name, arguments, hardware)
