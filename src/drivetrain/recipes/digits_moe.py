@@ -3,6 +3,8 @@
 `drivetrain train digits-moe` is the demo; `examples/gpu_training.py` trains the same on MNIST.
 """
 
+from pathlib import Path
+
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -124,7 +126,9 @@ def show_mixture(result: Result, pictures: Pictures) -> None:
     print(
         f"Experts: {started} at first, {len(experts)} at the end ({words}). Slept {len(nights)} times, {seconds:.1f} s."
     )
-    print(f"Results are in {result.folder}:")
+    here = Path.cwd()
+    folder = result.folder.relative_to(here) if result.folder.is_relative_to(here) else result.folder
+    print("Results:")
     for name, about in {
         "report.html": "all of it on one page",
         **PICTURES,
@@ -132,5 +136,5 @@ def show_mixture(result: Result, pictures: Pictures) -> None:
         "events.jsonl": "every growth, merge and sleep with its figures",
         "model.safetensors": "the weights, for plain PyTorch",
     }.items():
-        if (result.folder / name).exists():
-            print(f"  {result.folder / name}   {about[0].lower()}{about[1:]}")
+        if (folder / name).exists():
+            print(f"  {folder / name}   {about[0].lower()}{about[1:]}")

@@ -26,7 +26,7 @@ def draw_activations(data: RunData) -> bytes | None:
     nights = [night for night in data.told("sleep") if night.get("serves", {}).get(layer)]
     with canvas(14, 4.9) as drawn:
         axes = drawn.figure.subplots(1, 2, width_ratios=(1.25, 1))
-        drawn.figure.subplots_adjust(left=0.055, right=0.975, top=0.78, bottom=0.12, wspace=0.16)
+        drawn.figure.subplots_adjust(left=0.055, right=0.975, top=0.78, bottom=0.12, wspace=0.21)
         count = sum(1 for tokens in loads[-1]["loads"].values() if tokens)
         drawn.head(f"{data.name}: who works", f"{count} experts at work at the end   ·   {_layer_in_words(layer)}")
         _draw_shares(axes[0], loads, [night["step"] for night in data.told("sleep")])
@@ -46,7 +46,7 @@ def draw_lifecycle(data: RunData) -> bytes | None:
         return None
     with canvas(14, 4.9) as drawn:
         axes = drawn.figure.subplots(1, 2, width_ratios=(1.25, 1)) if nights else [drawn.figure.subplots()]
-        drawn.figure.subplots_adjust(left=0.055, right=0.975, top=0.78, bottom=0.12, wspace=0.16)
+        drawn.figure.subplots_adjust(left=0.055, right=0.975, top=0.78, bottom=0.12, wspace=0.21)
         words = ", ".join(f"{many} {what}" for what in _MARKS if (many := sum(row["what"] == what for row in events)))
         asleep = sum(night["seconds"] for night in nights)
         parts = [words or "no expert came or went"]
@@ -171,7 +171,8 @@ def _draw_number(axis: Any, data: RunData, loads: Sequence[Row], events: Sequenc
     axis.set_ylim(0, max(counts) + 1.2)
     axis.yaxis.get_major_locator().set_params(integer=True)
     _mark_nights(axis, [night["step"] for night in nights])
-    axis.legend(loc="lower right", ncols=len(placed) or 1)
+    if placed:
+        axis.legend(loc="lower right", ncols=len(placed))
 
 
 def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
