@@ -93,6 +93,11 @@ COMMANDS = {
         "Tasks one after the other: what networks, mixtures and growing mixtures keep of the first. Trains them all.",
         (*_PLACE, "run.name", "precision", "kernels", "watch.quiet"),
     ),
+    "status": Command(
+        "drivetrain.launch.status",
+        "How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",
+        ("run.output_dir",),
+    ),
     "config": Command(
         "drivetrain.config.show",
         "Prints the effective configuration, and where each value came from.",

@@ -89,6 +89,7 @@ OBEYED = {
         *("data.num_workers", "data.pin_memory", "data.prefetch_factor"),
     ],
     "verify": PLACE,
+    "status": ["run.output_dir"],
     "train": list(FLAGS),
     "launch": ["run.output_dir", "distributed.skip_preflight"],
     "plan": [
@@ -119,6 +120,7 @@ OWN_FLAGS = {
     "check": ["--json"],
     "verify": ["--json", "--only", "--quick", "--save", "--time-limit-seconds"],
     "config": ["--json"],
+    "status": ["--json", "--slurm"],
     "train": LAUNCH_FLAGS,
     "launch": [
         *LAUNCH_FLAGS,

@@ -21,6 +21,9 @@ COMMAND_LINE = "command line"
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 
 
+_WIDEST_CHOICES = 60  # letters that stand beside a flag in its help
+
+
 class _Missing:
     def __repr__(self) -> str:
         return "nothing"
@@ -168,6 +171,8 @@ class FlagParser:
         says_default = setting.help.endswith(")") or not setting.section
         text = setting.help + ("" if says_default else f" (default: {_shown(setting.default)})")
         metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.field.upper()
+        if len(metavar) > _WIDEST_CHOICES:  # the description names them
+            metavar = setting.field.upper()
         if setting.is_bool:
             group.add_argument(*names, nargs="?", const="true", action=_Record, dest=names[0][2:], help=text)
             negated = [f"--no-{name[2:]}" for name in names]

@@ -19,6 +19,7 @@ from drivetrain.config import Allowed
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import first_host, resolves
 from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.slurm_jobs import write_down
 
 REQUEUE_CODE = 128 + signal.SIGUSR1
 
@@ -102,7 +103,9 @@ def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[st
             remedy="mend what it names, or edit the script and submit it",
         )
     job = done.stdout.strip().partition(";")[0]
-    print(f"submitted as job {job}; its output: {output_dir}/slurm-{job}.log; `squeue -j {job}` shows it")
+    output = f"{output_dir}/slurm-{job}.log"
+    write_down(output_dir, job, name, path, output)
+    print(f"submitted as job {job}; its output: {output}; `drivetrain status --slurm` shows it")
     return 0
 
 

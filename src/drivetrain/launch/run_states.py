@@ -1,0 +1,134 @@
+"""How runs stand, read from the records in their folders. Nothing is written, and no lock is taken."""
+
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain.core.run_folder import is_finished, read_job
+
+State = Literal["running", "finished", "stopped", "crashed"]
+LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
+_LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run. What is not known is None."""
+
+    name: str
+    folder: str
+    state: State
+    cause: str  # of a stop or a crash, in words
+    step: int
+    num_steps: int | None
+    epoch: int | None
+    loss: float | None
+    samples_per_second: float | None
+    checkpoint: int | None  # the step of the newest
+    seconds_left: float | None  # while it is running
+
+
+def runs_in(output_dir: Path) -> list[RunState]:
+    """All runs below a folder, the latest last."""
+    folders = [path.parent for path in output_dir.glob("*/job.yaml")]
+    return [state_of(folder) for folder in sorted(folders, key=_last_change)]
+
+
+def state_of(folder: Path) -> RunState:
+    job, steps = read_job(folder), list(_last_rows(folder / "steps.jsonl"))
+    events = list(_last_rows(folder / "events.jsonl"))
+    last = steps[-1] if steps else {}
+    state, cause = _how_it_stands(folder, events)
+    num_steps, step = job.get("num_steps"), int(last.get("step", 0))
+    timed = [row for row in steps if row.get("seconds")]
+    seconds = sum(row["seconds"] for row in timed)
+    left = None
+    if state == "running" and num_steps is not None and timed:
+        left = (num_steps - step) * seconds / len(timed)
+    return RunState(
+        name=str(job.get("name", folder.name)),
+        folder=str(folder),
+        state=state,
+        cause=cause,
+        step=step,
+        num_steps=num_steps,
+        epoch=last.get("epoch"),
+        loss=last.get("loss"),
+        samples_per_second=sum(row["samples"] for row in timed) / seconds if seconds else None,
+        checkpoint=max(_checkpoints(folder), default=None),
+        seconds_left=left,
+    )
+
+
+def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, str]:
+    if _is_held(folder / ".lock"):
+        return "running", ""
+    ends = [row for row in events if row.get("event") in ("finish", "stop")]
+    if is_finished(folder):
+        return "finished", str(ends[-1].get("because", "")) if ends else ""
+    crash = _document(folder / "crash.json")
+    if crash:
+        where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
+        remedy = f"; remedy: {crash['remedy']}" if crash.get("remedy") else ""
+        return "crashed", f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}{remedy}"
+    if events and events[-1].get("event") == "stop":
+        return "stopped", str(events[-1].get("because", "asked to stop; the same command goes on"))
+    return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a run holds the folder's lock. Asked without taking it: a run that starts now must not find it taken."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        asked = struct.pack(_LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        held = struct.unpack(_LOCK_LAYOUT, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return bool(held[0] != fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Half a line at either end is no line."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - LAST_BYTES)
+            file.seek(start)
+            data = file.read()
+    except OSError:
+        return
+    lines = data.split(b"\n")[1 if start else 0 : -1]
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _checkpoints(folder: Path) -> Iterator[int]:
+    for path in (folder / "checkpoints").glob("step-*/manifest.json"):
+        number = path.parent.name.removeprefix("step-")
+        if number.isdecimal():
+            yield int(number)
+
+
+def _last_change(folder: Path) -> float:
+    changes = [path.stat().st_mtime for name in ("job.yaml", "steps.jsonl") if (path := folder / name).exists()]
+    return max(changes, default=0.0)
