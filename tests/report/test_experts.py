@@ -1,0 +1,93 @@
+"""Pictures and the page of a mixture, from events that are written here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.report import RunData, write_report
+from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
+from tests.report.test_report import pixels
+
+
+def load(step: int, loads: dict[str, int], ranks: dict[str, int] | None = None) -> dict[str, Any]:
+    where = ranks or dict.fromkeys(loads, 0)
+    return {"event": "load", "step": step, "layer": "mixture", "loads": loads, "ranks": where}
+
+
+def night(step: int, cycle: int) -> dict[str, Any]:
+    stage = {"what": "replay", "kept": False, "loss": [0.1, 0.2], "words": "3 × 8 samples <replayed>"}
+    return {
+        "event": "sleep", "step": step, "cycle": cycle, "why": "20 steps awake", "stages": [stage], "seconds": 1.25,
+        "before": {"valid_loss": 0.5, "valid_accuracy": 0.9}, "after": {"valid_loss": 0.4, "valid_accuracy": 0.95},
+        "serves": {"mixture": {"0": {"a": 0.75, "b": 0.0}, "1": {"a": 0.25, "b": 1.0}}}, "specialisation": 0.5,
+    }  # fmt: skip
+
+
+EVENTS = [
+    {"event": "start", "step": 0},
+    load(10, {"0": 30, "1": 10}),
+    {"event": "expert", "step": 12, "layer": "mixture", "what": "grown", "expert": 2, "parent": 0, "new_share": 0.4},
+    {"event": "expert", "step": 14, "layer": "mixture", "what": "active", "expert": 2},
+    night(20, 1),
+    load(20, {"0": 20, "1": 10, "2": 10}),
+    {"event": "expert", "step": 24, "layer": "mixture", "what": "pruned", "expert": 1, "share": 0.01},
+    {"event": "resume", "step": 20},
+    {"event": "expert", "step": 28, "layer": "mixture", "what": "merged", "expert": 2, "into": 0, "agreement": 0.99},
+    load(30, {"0": 25, "1": 15}),
+]
+
+
+def written(folder: Path, events: list[dict[str, Any]], **plan: Any) -> RunData:
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    row = {"loss": 1.0, "num_items": 8, "seconds": 0.1, "samples": 8, "epoch": 0}
+    (folder / "steps.jsonl").write_text("".join(f"{json.dumps({**row, 'step': step})}\n" for step in range(1, 31)))
+    plan = {"world_size": 1, "device": "cpu", "global_batch": 8, "precision": "fp32", "strategy": "single", **plan}
+    plan |= {"micro_batch": 8, "accumulation": 1}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    return RunData.read(folder)
+
+
+def test_what_was_done_again_after_a_resume_is_told_once(tmp_path: Path) -> None:
+    data = written(tmp_path, EVENTS)
+    assert [(row["step"], row["what"]) for row in data.told("expert")] == [
+        (12, "grown"),
+        (14, "active"),
+        (28, "merged"),
+    ]
+    assert [row["step"] for row in data.told("load")] == [10, 20, 30]
+
+
+def test_there_are_pictures_where_there_are_experts(tmp_path: Path) -> None:
+    data = written(tmp_path, EVENTS)
+    for draw in (draw_activations, draw_lifecycle, draw_devices):
+        made = draw(data)
+        assert made is not None
+        assert pixels(made)[2] > 50, draw.__name__
+    plain = written(tmp_path, EVENTS[:1])
+    assert [draw(plain) for draw in (draw_activations, draw_lifecycle, draw_devices)] == [None] * 3
+
+
+def test_experts_of_several_devices_and_without_sleep(tmp_path: Path) -> None:
+    events = [load(10, {"0": 30, "1": 10, "2": 5}, {"0": 0, "1": 1, "2": 1})]
+    data = written(tmp_path, events, world_size=2, strategy="expert_parallel")
+    two, one = draw_devices(data), draw_devices(written(tmp_path, events, world_size=2, strategy="ddp"))
+    assert two is not None
+    assert one is not None
+    assert pixels(two)[1] > pixels(one)[1], "a row for each device that has experts of its own"
+    assert draw_lifecycle(data) is None
+    assert draw_activations(data) is not None
+
+
+def test_the_page_holds_all_of_it_and_nothing_breaks_out(tmp_path: Path) -> None:
+    written(tmp_path, EVENTS)
+    assert write_report(tmp_path) == []
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "3 × 8 samples &lt;replayed&gt; (taken back)" in page
+    assert "valid accuracy 0.9000 → 0.9500" in page
+    assert "expert 2 grown" in page
+    assert "expert 1 pruned" not in page, "those steps were done again, otherwise"
+    assert "<script" not in page
+    assert "http" not in page
