@@ -24,8 +24,8 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_the_demo_grows_sleeps_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a third of its steps."""
-    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--epochs", "3", "--no-auto-optimize"]
+    """In a fifth of its steps."""
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--epochs", "2", "--no-auto-optimize"]
     assert main(["train", "digits-moe", *flags]) == 0
     run, said = tmp_path / "digits-moe", capsys.readouterr().out
     grown = [row for row in events(run, "expert") if row["what"] in ("grown", "split")]
@@ -39,7 +39,7 @@ def test_the_demo_grows_sleeps_and_leaves_its_files(tmp_path: Path, capsys: pyte
         assert night["before"].keys() == night["after"].keys() == {"valid_loss", "valid_accuracy"}
         assert 0 < night["seconds"] < 60
     names = ["training_metrics.png", "expert_lifecycle.png", "expert_activations.png", "knowledge_graph.png"]
-    names += ["expert_device_distribution.png", "knowledge_graph_epoch_1.png", "knowledge_graph_epoch_3.png"]
+    names += ["expert_device_distribution.png", "knowledge_graph_epoch_1.png", "knowledge_graph_epoch_2.png"]
     for name in names:
         assert (run / name).read_bytes().startswith(b"\x89PNG"), name
     assert all(str(run / name) in said for name in names[:5])
@@ -49,7 +49,7 @@ def test_the_demo_grows_sleeps_and_leaves_its_files(tmp_path: Path, capsys: pyte
     assert "compilation           not used" in (run / "performance_summary.txt").read_text()
     assert "test pictures are read correctly" in said
     found = float(said.split("% of the 360")[0].split()[-1]) / 100
-    assert found > 0.9, "97 % takes all of its steps"
+    assert found > 0.85, "97 % takes all of its steps"
 
 
 def settings(name: str, **changes: Any) -> Any:
