@@ -313,6 +313,17 @@ def test_data_without_numbers_is_refused_in_words() -> None:
         Sleep()(StepContext(1, 0, awake.model, World(), Path()))
 
 
+class Part(Tensor):
+    """Stands for what fsdp makes of a parameter."""
+
+
+def test_weights_that_fsdp_has_cut_are_refused_before_anything_is_replayed() -> None:
+    awake = Awake()
+    awake.layer.router.weight = nn.Parameter(awake.layer.router.weight.detach().as_subclass(Part))
+    with pytest.raises(DrivetrainError, match="fsdp"):
+        Sleep()(at(awake, 1))
+
+
 # In runs
 
 NIGHTS = SleepRules(
