@@ -278,7 +278,7 @@ class DistributedSection(Section):
 
 
 class DeepSpeedSection(Section):
-    """What DeepSpeed is told, with --parallel-strategy deepspeed. The rest of its JSON follows from the run."""
+    """What DeepSpeed is told; the rest of its JSON follows from the run."""
 
     stage: Annotated[int | None, Flag("zero-stage")] = Field(
         None,
