@@ -100,7 +100,7 @@ class PictureMixture(nn.Module):
 
 @torch.no_grad()
 def accuracy_of(result: Result, pictures: Pictures, num_experts: int) -> float:
-    """Of the run's last weights, in plain PyTorch, on pictures that nothing was chosen by."""
+    """Of the run's last weights, in plain PyTorch, on pictures that the run never saw."""
     model = PictureMixture(pictures.size, num_experts)
     model.load_state_dict(load_file(export(result)))
     images, labels = pictures.test.tensors
@@ -122,7 +122,7 @@ def show_mixture(result: Result, pictures: Pictures) -> None:
     experts = data.told("load")[-1]["loads"] if data.told("load") else {}
     started = len(experts) - many["grown"] - many["split"] + many["merged"] + many["pruned"]
     found = accuracy_of(result, pictures, started or NUM_EXPERTS)
-    print(f"\n{found:.2%} of the {len(pictures.test):,} test pictures are read correctly; nothing was chosen by them.")
+    print(f"\n{found:.2%} of the {len(pictures.test):,} test pictures are read correctly; the run never saw them.")
     print(
         f"Experts: {started} at first, {len(experts)} at the end ({words}). Slept {len(nights)} times, {seconds:.1f} s."
     )
