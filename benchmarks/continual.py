@@ -26,18 +26,20 @@ from drivetrain.recipes.continual.tasks import Images, TaskKind
 
 SEEDS = 5
 FOLDER = Path("runs") / "benchmarks"
+COMPARED = ("dense", "ewc", "dense+replay", "fixed", "growing", "growing+sleep")
 FIRST, LAST = 4, 8  # experts of the mixture that grows, and of the fixed one
 EPOCHS = 3
 
 
 def measure(tasks: TaskKind) -> dict[str, list[float]]:
     name = f"continual-{tasks}"
-    flags = ["--tasks", tasks, "--seeds", str(SEEDS), "--output-dir", str(FOLDER), "--name", name]
+    flags = ["--tasks", tasks, "--seeds", str(SEEDS), "--methods", ",".join(COMPARED)]
+    flags += ["--output-dir", str(FOLDER), "--name", name, "--tune"]
     if main(["continual", *flags]):
         raise SystemExit(f"drivetrain continual {' '.join(flags)} failed")
     runs = [Outcome.from_json(one) for one in json.loads((FOLDER / name / FILE).read_text(encoding="utf-8"))["runs"]]
     samples: dict[str, list[float]] = {}
-    for method in METHODS:
+    for method in COMPARED:
         own = [run for run in runs if run.method == method and run.seed < SEEDS]
         if own:
             samples[f"{method}: accuracy after the last task (%)"] = [100 * run.scores.accuracy for run in own]

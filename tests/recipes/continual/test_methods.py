@@ -18,6 +18,7 @@ from drivetrain.recipes.continual.methods import METHODS, Scale, Settings, make_
 from drivetrain.recipes.continual.networks import Mixture, RankByNearness
 from drivetrain.recipes.continual.pictures import COLOURS
 from drivetrain.recipes.continual.tasks import Images, make_tasks
+from drivetrain.recipes.continual.tuned import TUNED
 
 SCALE = Scale(hidden=8, max_experts=6, batch=4, steps_per_task=10, remembered=20)
 
@@ -112,3 +113,9 @@ class Always(torch.nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         assert not self.training
         return torch.nn.functional.one_hot(torch.full((len(pixels),), self.label), 10).float()
+
+
+def test_tuned_settings_are_among_what_was_tried() -> None:
+    for by_method in TUNED.values():
+        assert by_method.keys() == METHODS.keys()
+        assert all(settings in trials_of(METHODS[name]) for name, settings in by_method.items())

@@ -67,6 +67,8 @@ def run(options: Options, resolved: Resolved) -> int:
     book = Book(folder, study)
     inner = _config_of_runs(config, folder)
     names = [task.name for task in make_tasks(options.tasks, train, test, options.num_tasks, seed=0)]
+    if options.tasks == "split" and options.seeds > 1:  # each seed has other classes together
+        names = [f"task {number}" for number in range(1, options.num_tasks + 1)]
 
     settings: dict[str, Settings] = {
         method: book.chosen(method) or tuned(options.data, options.tasks, method) for method in options.methods

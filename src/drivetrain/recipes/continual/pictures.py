@@ -25,7 +25,7 @@ COLOURS = {
 }
 DASHED = ("joint", "dense-small", "fixed-near")
 MATRICES, OVER_TASKS, EXPERTS = "accuracy_matrices.png", "accuracy_over_tasks.png", "experts_over_time.png"
-_COLUMNS = 5
+_MOST_COLUMNS = 5
 
 
 def draw_all(folder: Path, study: Study, outcomes: Sequence[Outcome], task_names: Sequence[str]) -> list[Path]:
@@ -50,8 +50,8 @@ def draw_all(folder: Path, study: Study, outcomes: Sequence[Outcome], task_names
 
 
 def draw_matrices(study: Study, by_method: Mapping[str, Sequence[Outcome]], task_names: Sequence[str]) -> bytes:
-    columns = min(_COLUMNS, len(by_method))
-    rows = -(-len(by_method) // columns)
+    rows = -(-len(by_method) // _MOST_COLUMNS)
+    columns = -(-len(by_method) // rows)
     width, height = 0.5 + 2.75 * columns, 1.2 + 2.95 * rows
     with canvas(width, height) as page:
         head = 1 - 0.8 / height
@@ -60,7 +60,7 @@ def draw_matrices(study: Study, by_method: Mapping[str, Sequence[Outcome]], task
             left=0.75 / width, right=1 - 0.2 / width, top=head - 0.25 / height,
             bottom=0.6 / height, wspace=0.14, hspace=0.36,
         )  # fmt: skip
-        page.head("Accuracy on every task, after each task", _subtitle(study, by_method), left=0.4 / width)
+        page.head("Accuracy on every task, after each task", _subtitle(study, by_method), left=0.75 / width)
         for axis in axes.flat[len(by_method) :]:
             axis.set_visible(False)
         for place, (axis, (method, own)) in enumerate(zip(axes.flat, by_method.items(), strict=False)):
@@ -90,7 +90,7 @@ def draw_over_tasks(study: Study, by_method: Mapping[str, Sequence[Outcome]], ta
     with canvas(13, 5.4) as page:
         axis, bars = page.figure.subplots(1, 2, width_ratios=(1.25, 1))
         page.figure.subplots_adjust(left=0.045, right=0.985, top=0.80, bottom=0.115, wspace=0.27)
-        page.head("What is kept as tasks come", _subtitle(study, by_method))
+        page.head("What is kept as tasks come", _subtitle(study, by_method), left=0.045)
         where = np.arange(1, len(task_names) + 1)
         for method, own in by_method.items():
             if METHODS[method].mixed:
@@ -140,7 +140,7 @@ def draw_experts(study: Study, by_method: Mapping[str, Sequence[Outcome]], task_
     with canvas(11, 4.6) as page:
         axis = page.figure.subplots()
         page.figure.subplots_adjust(left=0.06, right=0.975, top=0.77, bottom=0.13)
-        page.head("Experts over time", _subtitle(study, shown))
+        page.head("Experts over time", _subtitle(study, shown), left=0.06)
         most, length = study.scale.max_experts, study.scale.steps_per_task
         steps = np.arange(0, study.num_steps + 1)
         for number, name in enumerate(task_names):

@@ -8,7 +8,34 @@ SCALES = {
     "digits": Scale(hidden=32, max_experts=16, batch=32, steps_per_task=200, remembered=200),
     "mnist": Scale(hidden=64, max_experts=16, batch=64, steps_per_task=400, remembered=500),
 }
-TUNED: dict[tuple[str, str], dict[str, Settings]] = {}
+# Those that were not tuned have the settings of what is nearest to them: joint and dense-small of dense, fixed-near of
+# fixed.
+TUNED: dict[tuple[str, str], dict[str, Settings]] = {
+    ("digits", "rotated"): {
+        "joint": Settings(3e-4),
+        "dense": Settings(3e-4),
+        "dense-small": Settings(3e-4),
+        "ewc": Settings(3e-3, strength=30.0),
+        "dense+replay": Settings(1e-2, replay_rate=0.5),
+        "fixed": Settings(3e-3),
+        "fixed-near": Settings(3e-3),
+        "fixed+replay": Settings(3e-3, replay_rate=1.0),
+        "growing": Settings(1e-2, memory=0.99),
+        "growing+sleep": Settings(1e-2, memory=0.99),
+    },
+    ("digits", "split"): {
+        "joint": Settings(1e-3),
+        "dense": Settings(1e-3),
+        "dense-small": Settings(1e-3),
+        "ewc": Settings(1e-3, strength=300.0),
+        "dense+replay": Settings(3e-3, replay_rate=1.0),
+        "fixed": Settings(3e-4),
+        "fixed-near": Settings(3e-4),
+        "fixed+replay": Settings(3e-3, replay_rate=0.5),
+        "growing": Settings(3e-3, memory=0.9),
+        "growing+sleep": Settings(3e-3, memory=0.99),
+    },
+}
 
 
 def scale_of(data: str, steps: int | None) -> Scale:
