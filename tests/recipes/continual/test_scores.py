@@ -28,7 +28,7 @@ def test_by_hand() -> None:
 
 def test_what_was_known_before_it_was_taught_is_not_forgotten() -> None:
     """Accuracy on a task before it was trained on is chance: it does not count as a best."""
-    assert scores_of([[0.5, 0.9], [0.5, 0.4]]).forgetting == pytest.approx(0.0)
+    assert scores_of([[0.5, 0.9, 0.1], [0.5, 0.6, 0.1], [0.5, 0.6, 0.4]]).forgetting == pytest.approx(0.0)
 
 
 def test_a_task_that_gets_better_later_is_negative_forgetting() -> None:
