@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "continual": Command(
         "drivetrain.recipes.continual.command",
-        "Tasks one after the other: what networks, mixtures and growing mixtures keep of the first. Trains them all.",
+        "Tasks one after the other: what networks and growing mixtures keep of the first",
         (*_PLACE, "run.name", "precision", "kernels", "watch.quiet"),
     ),
     "status": Command(

@@ -14,7 +14,7 @@ from drivetrain.launch.start import start
 
 EXAMPLES = (
     "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
-    "drivetrain train digits-moe                    a mixture of experts on them, which grows and sleeps",
+    "drivetrain train digits-moe                    a mixture of experts that grows and sleeps",
     "drivetrain train digits --epochs 5 --seed 1    other values",
     "drivetrain train gpt --data book.txt           a small language model on a text of your own",
     "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
@@ -26,7 +26,7 @@ EXAMPLES = (
 
 class Options(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
-        description="a recipe (digits, digits-moe, gpt, …), `module:function` that returns a dt.Job, or a script"
+        description="a recipe (digits, digits-moe, gpt), `module:function` that returns a dt.Job, or a script"
     )
 
 

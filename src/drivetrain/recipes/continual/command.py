@@ -31,7 +31,7 @@ MethodName = Literal[
 EXAMPLES = (
     "drivetrain continual                                      rotated digits, all methods, 3 seeds",
     "drivetrain continual --tasks split --methods dense,ewc,growing+sleep --seeds 5",
-    "drivetrain continual --tasks permuted --tune              settings are chosen here, equally many for each",
+    "drivetrain continual --tasks permuted --tune              settings are chosen here",
     "drivetrain continual --data mnist --data-dir mnist        MNIST, from its four files",
 )
 
