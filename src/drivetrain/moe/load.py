@@ -118,8 +118,9 @@ def _keep(sample: Tensor, sizes: Tensor, tokens: Tensor, per_sample: int) -> Non
         count = tokens.shape[0]
         picked = tokens[:SAMPLE] if count >= SAMPLE else tokens[torch.arange(SAMPLE, device=tokens.device) % count]
         sample.copy_(picked)
-        sizes[0] = min(count, SAMPLE)
-        sizes[1] = per_sample
+        # Filled, not set: to set an element from a number makes the host wait for the device.
+        sizes[0].fill_(min(count, SAMPLE))
+        sizes[1].fill_(per_sample)
 
 
 torch.library.custom_op("drivetrain::count_tokens", _count, mutates_args=("tally",))

@@ -1,5 +1,7 @@
 """What experts say to given tokens, outside of steps: nothing is counted, and no noise is drawn."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,20 +17,26 @@ def route(layer: MixtureOfExperts, tokens: Tensor) -> Routing:
     return routing
 
 
-def outputs(layer: MixtureOfExperts, tokens: Tensor, slot: int | None = None) -> Tensor:
-    """Of the layer, or of one of its experts."""
+def outputs(layer: MixtureOfExperts, tokens: Tensor) -> Tensor:
+    """Of the layer."""
     tokens = tokens.to(layer.experts.w_in.dtype)
-    routing = route(layer, tokens)
-    if slot is not None:
-        chosen = torch.full((len(tokens), 1), slot, device=tokens.device)
-        routing = Routing(chosen, torch.ones_like(routing.weights[:, :1]), routing.logits)
-    return layer.dispatcher(layer.experts, tokens, routing)
+    return layer.dispatcher(layer.experts, tokens, route(layer, tokens))
+
+
+def outputs_of(layer: MixtureOfExperts, tokens: Tensor, slots: Sequence[int]) -> Tensor:
+    """(experts, tokens, outputs): of some experts, each on all the tokens; in one go, whichever rank they live on."""
+    tokens = tokens.to(layer.experts.w_in.dtype)
+    chosen = torch.tensor(list(slots), device=tokens.device).repeat_interleave(len(tokens)).unsqueeze(1)
+    weights = torch.ones(chosen.shape, dtype=torch.promote_types(tokens.dtype, torch.float32), device=tokens.device)
+    rows = tokens.repeat(len(slots), 1)
+    found = layer.dispatcher(layer.experts, rows, Routing(chosen, weights, rows.new_zeros(len(rows), layer.num_slots)))
+    return found.view(len(slots), len(tokens), -1)
 
 
 @torch.no_grad()
 def agreements(layer: MixtureOfExperts, tokens: Tensor, slots: list[int], world: World) -> list[list[float]]:
     """1 − |a − b| ÷ (|a| + |b|) of the outputs of each pair, over all ranks' tokens: the same is 1, opposites are 0."""
-    found = torch.stack([outputs(layer, tokens, slot) for slot in slots]).double().flatten(1)
+    found = outputs_of(layer, tokens, slots).double().flatten(1)
     products = world.all_reduce(found @ found.T)
     norms = products.diagonal().clamp_min(0).sqrt()
     distances = (products.diagonal()[:, None] + products.diagonal()[None] - 2 * products).clamp_min(0).sqrt()
