@@ -1,6 +1,7 @@
 """A real SLURM: submitted by one command, saved on its signal, put back into the queue, finished to the same bits."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -62,6 +63,8 @@ def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
     assert done.code == 0, done.err
     job = done.out.split("submitted as job ")[1].split(";")[0]
     wait_for_step(cut, 5)
+    assert f"{job} " in (now := status(cut)), now
+    assert "RUNNING" in now.upper()
     cluster.call("scancel", "--signal=USR1", job)  # what SLURM sends before the limit, to the same processes
     signalled = time.monotonic()
     cluster.until(lambda: cluster.state(job).get("Restarts") == "1", "the restart")
@@ -69,6 +72,7 @@ def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
     cluster.until(lambda: cluster.state(job).get("JobState") in ("COMPLETED", "FAILED"), "the end", 200)
     log = (cut / "runs" / f"slurm-{job}.log").read_text()
     assert cluster.state(job)["JobState"] == "COMPLETED", log
+    assert "COMPLETED" in (ended := status(cut)).upper(), ended
     assert "stopped by SIGUSR1; the checkpoint of step" in log
     assert "going on from step" in log
     monkeypatch.setenv("PAUSE", "0")
@@ -76,6 +80,12 @@ def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
     assert again.code == 0, again.err
     assert weights(cut) == weights(whole)
     assert losses(cut) == losses(whole)
+
+
+def status(folder: Path) -> str:
+    """What the command shows of runs and jobs below a folder."""
+    command = [sys.executable, "-m", "drivetrain", "status", "--slurm"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=folder).stdout
 
 
 def test_what_sbatch_refuses_is_said(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
