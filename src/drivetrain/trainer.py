@@ -84,6 +84,7 @@ class Trainer:
         self._rounds_rates = are_rounded(optimizer)
         self._slots = PinnedSlots()
         self._ahead: deque[_Enqueued] = deque()
+        self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
         self._together = 1  # how many noted steps are read at once
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
@@ -251,6 +252,7 @@ class Trainer:
         loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
         if not math.isfinite(loss):
             raise self._not_finite(place, loss)
+        self._last_loss = loss if count else math.nan
         return StepRecord(
             step=place.step + 1,
             epoch=place.epoch,
@@ -290,6 +292,7 @@ class Trainer:
             say=self.say,
             measure=lambda: self.measure(self._model),
             rehearsal=self.rehearsal,
+            loss=self._last_loss,
         )
         verdicts = []
         for hook in hooks:

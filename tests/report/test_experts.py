@@ -34,6 +34,7 @@ EVENTS = [
     load(20, {"0": 20, "1": 10, "2": 10}),
     {"event": "expert", "step": 24, "layer": "mixture", "what": "pruned", "expert": 1, "share": 0.01},
     {"event": "resume", "step": 20},
+    {"event": "expert", "step": 26, "layer": "mixture", "what": "grown", "expert": 3, "parent": 0, "why": "loss <9>"},
     {"event": "expert", "step": 28, "layer": "mixture", "what": "merged", "expert": 2, "into": 0, "agreement": 0.99},
     load(30, {"0": 25, "1": 15}),
 ]
@@ -54,6 +55,7 @@ def test_what_was_done_again_after_a_resume_is_told_once(tmp_path: Path) -> None
     assert [(row["step"], row["what"]) for row in data.told("expert")] == [
         (12, "grown"),
         (14, "active"),
+        (26, "grown"),
         (28, "merged"),
     ]
     assert [row["step"] for row in data.told("load")] == [10, 20, 30]
@@ -88,6 +90,8 @@ def test_the_page_holds_all_of_it_and_nothing_breaks_out(tmp_path: Path) -> None
     assert "3 × 8 samples &lt;replayed&gt; (taken back)" in page
     assert "valid accuracy 0.9000 → 0.9500" in page
     assert "expert 2 grown" in page
+    assert "from expert 0: 40% of tokens are far from what all experts know" in page, "a run of before has no `why`"
+    assert "from expert 0: loss &lt;9&gt;" in page
     assert "expert 1 pruned" not in page, "those steps were done again, otherwise"
     assert "<script" not in page
     assert "http" not in page

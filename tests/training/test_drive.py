@@ -542,9 +542,11 @@ class Counting:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.losses: dict[int, float] = {}
 
     def __call__(self, context: dt.StepContext) -> None:
         self.calls += 1
+        self.losses[context.step] = context.loss
 
     def state_dict(self) -> dict[str, int]:
         return {"calls": self.calls}
@@ -558,12 +560,17 @@ def test_hooks_are_called_and_go_on(tmp_path: Path) -> None:
         hook = Counting()
         going = start(str(tmp_path), BASE, 16, hooks=[hook])
         assert going.resumed_from == first
+        losses: dict[int, list[Tensor]] = {}
         for batch in going:
-            going.backward(loss_of(going, batch))
+            loss = loss_of(going, batch)
+            losses.setdefault(going.steps + 1, []).extend([loss.detach()] * len(batch[1]))
+            going.backward(loss)
             going.step()
             if going.steps == last:
                 break
         assert hook.calls == calls
+        expected = {step: torch.stack(each).mean().item() for step, each in losses.items() if step % 2 == 0}
+        assert hook.losses == pytest.approx(expected, rel=1e-12)
 
 
 def test_other_hooks_than_before_are_an_error_in_words(tmp_path: Path) -> None:

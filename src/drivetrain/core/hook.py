@@ -1,5 +1,6 @@
 """Periodic work at step boundaries, on all ranks alike."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ class StepContext:
     terminal. `batch()` is this rank's last micro-batch of the step that counted, as the loss function got it; None if
     there was none. `measure()` validates the model as it is now, on all ranks together, without keeping books of it;
     nothing where the job has no validation set. `rehearsal` is None where samples have no numbers (data that is only
-    iterated), and in loops of one's own, which know their loss alone.
+    iterated), and in loops of one's own, which know their loss alone. `loss` is that of the step just done, over all
+    ranks, as it is recorded; nan where nothing was counted.
     """
 
     step: int  # optimizer steps done
@@ -62,6 +64,7 @@ class StepContext:
     say: Callable[[str], None] = lambda text: None
     measure: Callable[[], Mapping[str, float]] = dict
     rehearsal: Rehearsal | None = None
+    loss: float = math.nan
 
 
 class Verdict(NamedTuple):

@@ -1,9 +1,12 @@
-"""A hook that lets experts come and go: grown where inputs are new, merged where two say the same, pruned where idle.
+"""A hook that lets experts come and go.
+
+Grown where inputs are new or the loss stays high, merged where two say the same, pruned where idle.
 
 All of it is decided at a step's end from facts over all ranks, so every rank does the same. What it knows is saved: in
 the layer (who is there, what their tokens are like) and in this hook's state (for how long something has been so).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -21,6 +24,10 @@ from drivetrain.moe.probing import agreements, outputs, route
 from drivetrain.moe.slots import Slots
 
 LOAD_MEMORY = 0.8
+LOSS_MEMORY = 0.5  # at each look: short, as a look comes every so many steps
+# Of what the loss has come down since the first look: it is high only if so much is lost again. Twice next to nothing
+# is next to nothing, and what is next to nothing depends on the loss.
+LOST_SHARE = 0.1
 PROBES = 64  # tokens on which outputs of experts are compared; as many others check a merge
 CANDIDATES = 4  # pairs whose outputs are compared at a look, where a graph says which
 
@@ -37,6 +44,7 @@ class Rules:
     far: float = 4.0
     memory: float = 0.9  # how much of a centroid stays at each look: more, if tasks follow each other
     new_share: float = 0.2  # of a look's tokens that are new, for it to count
+    high_loss: float = 2.0  # times the lowest there was, of averages over looks: above, it counts; inf: it never does
     patience: int = 2  # looks in a row that count, before an expert is grown
     cooldown: int = 3  # looks between two growths
     noise: float = 0.02
@@ -51,7 +59,7 @@ class Rules:
 
 # One line for the terminal; an expert that was grown takes part from the next look on, which is not told again.
 _WORDS = {
-    "grown": "expert {expert} grown from {parent}: {new_share:.0%} of tokens are new to all experts; now {count}",
+    "grown": "expert {expert} grown from {parent}: {why}; now {count}",
     "merged": "expert {expert} merged into {into}: their outputs agree to {agreement:.1%}; now {count}",
     "pruned": "expert {expert} pruned: its load was {share:.1%} of an even share for long",
 }
@@ -63,6 +71,10 @@ class _Story:
 
     looks: int = 0
     num_new: int = 0  # looks in a row with many new tokens
+    num_high: int = 0  # looks in a row with a high loss
+    loss: float | None = None  # average over looks
+    first_loss: float | None = None
+    lowest_loss: float | None = None  # of the averages
     grown_at: int = -(10**9)  # which look
     waiting: list[int] = field(default_factory=list)  # numbers of experts that are activated at the next look
     shares: dict[str, float] = field(default_factory=dict)  # by number: mean load over looks, 1 is an even share
@@ -153,23 +165,54 @@ class _Look:
     def _grow(self, tokens: Tensor) -> None:
         rules, story = self._rules, self._story
         found = self._novelty(tokens)
-        story.num_new = story.num_new + 1 if found.share > rules.new_share else 0
+        is_new = found.share > rules.new_share
+        story.num_new = story.num_new + 1 if is_new else 0
+        self._watch_loss()
         there = self._slots.ids
         limit = min(rules.max_experts or self._layer.num_slots, self._layer.num_slots)
-        is_due = story.num_new >= rules.patience and story.looks - story.grown_at > rules.cooldown
-        if not is_due or len(there) >= limit:
+        why = self._reason(found)
+        if why is None or story.looks - story.grown_at <= rules.cooldown or len(there) >= limit:
             return
-        slot = self._slots.grow(found.parent, noise=rules.noise, seed=self._seed)
+        parent = found.parent if is_new else found.busiest
+        slot = self._slots.grow(parent, noise=rules.noise, seed=self._seed)
         if slot is None:
             return
         number = self._slots.ids[slot]
-        self._layer.centroids[slot] = found.mean
-        self._layer.spreads[slot] = self._layer.spreads[found.parent]
-        story.grown_at, story.num_new = story.looks, 0
+        if is_new:  # else it learns what its tokens are like once it has some, as the first experts did
+            self._layer.centroids[slot] = found.mean
+            self._layer.spreads[slot] = self._layer.spreads[parent]
+        # Both counts: new inputs raise the loss too, and that is one need. Whoever came has to show first what it does.
+        story.grown_at, story.num_new, story.num_high = story.looks, 0, 0
         story.waiting.append(number)
         if self._knowledge is not None:
-            self._knowledge.came(self._name, self._layer, number, self._context.step, there[found.parent])
-        self._tell("grown", number, parent=there[found.parent], new_share=round(found.share, 4))
+            self._knowledge.came(self._name, self._layer, number, self._context.step, there[parent])
+        self._tell("grown", number, parent=there[parent], new_share=round(found.share, 4), why=why)
+
+    def _reason(self, found: "_Novelty") -> str | None:
+        rules, story = self._rules, self._story
+        if story.num_new >= rules.patience:
+            return f"{found.share:.0%} of tokens are new to all experts"
+        if story.num_high and story.num_high >= rules.patience:
+            bound = f"{rules.high_loss:g} × the lowest, {story.lowest_loss:.3g},"
+            return f"loss {story.loss:.3g} has been above {bound} for {story.num_high} looks"
+        return None
+
+    def _watch_loss(self) -> None:
+        """The loss is of all layers together: each that has room may grow for it."""
+        story, loss = self._story, self._context.loss
+        if not math.isfinite(loss):
+            return  # nothing was counted: that is neither high nor low
+        if story.loss is None or story.first_loss is None or story.lowest_loss is None:
+            story.loss = story.first_loss = story.lowest_loss = loss  # no look is high before something was learnt
+            return
+        story.loss = LOSS_MEMORY * story.loss + (1 - LOSS_MEMORY) * loss
+        story.lowest_loss = lowest = min(story.lowest_loss, story.loss)
+        # The look's own loss as well: one step that is much too high leaves a high average for many looks.
+        loss = min(loss, story.loss)
+        # A loss below 0 has no twice.
+        is_high = lowest >= 0 and loss > self._rules.high_loss * lowest
+        is_high = is_high and loss - lowest > LOST_SHARE * (story.first_loss - lowest)
+        story.num_high = story.num_high + 1 if is_high else 0
 
     def _novelty(self, tokens: Tensor) -> "_Novelty":
         """How many tokens are far from all centroids, to whom they are nearest, what they are like; then learn."""
@@ -197,7 +240,9 @@ class _Look:
         overall = max(count.sum().item(), 1.0)
         many = num_new.sum().item()
         parent = self._parent(num_new.tolist(), about.tolist())
-        return _Novelty(many / overall, parent, (total_new / max(many, 1.0)).to(layer.centroids))
+        loads = count.tolist()
+        busiest = max(active, key=lambda slot: loads[slot])
+        return _Novelty(many / overall, parent, (total_new / max(many, 1.0)).to(layer.centroids), busiest)
 
     def _parent(self, num_new: list[float], about: list[float]) -> int:
         """The slot that most new tokens are nearest to; with a graph, also who serves what they are about."""
@@ -354,3 +399,4 @@ class _Novelty:
     share: float  # of all tokens
     parent: int  # the slot that most new ones are nearest to
     mean: Tensor  # of the new ones
+    busiest: int  # the slot that gets most of all tokens

@@ -76,7 +76,9 @@ def _in_words(row: Row) -> tuple[str, str]:
     if what in ("active", "not merged"):
         return "", ""
     why = {
-        "grown": "from expert {parent}: {new_share:.0%} of tokens are far from what all experts know",
+        "grown": "from expert {parent}: {why}"
+        if "why" in row  # runs of before have none
+        else "from expert {parent}: {new_share:.0%} of tokens are far from what all experts know",
         "merged": "into expert {into}: their outputs agree to {agreement:.1%}",
         "pruned": "its load was {share:.1%} of an even share",
         "split": "from expert {parent}, which had more than its share of many classes",

@@ -3,6 +3,7 @@
 What differs is said in one row of `METHODS`. What is tuned is in `Settings`; every method is tried with equally many.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -162,11 +163,15 @@ def _hooks(method: Method, tasks: Sequence[Task], scale: Scale, settings: Settin
 
 
 def _growth(scale: Scale, settings: Settings) -> Rules:
-    """Grown quickly, since what comes before is trained into an expert of other tasks; never merged or pruned awake."""
+    """Grown quickly, since what comes before is trained into an expert of other tasks; never merged or pruned awake.
+
+    For new inputs alone: samples go to the nearest centroid, and an expert that is grown for the loss has none yet.
+    """
     return Rules(
         max_experts=scale.max_experts,
         far=settings.far,
         memory=settings.memory,
+        high_loss=math.inf,
         patience=2,
         cooldown=2,
         idle_looks=10**9,
