@@ -218,7 +218,8 @@ class _Look:
         """How many tokens are far from all centroids, to whom they are nearest, what they are like; then learn."""
         layer, active = self._layer, self._slots.active
         chosen = route(self._layer, tokens).chosen[:, 0]
-        known = [slot for slot in active if layer.spreads[slot] > 0]
+        spreads = layer.spreads.tolist()
+        known = [slot for slot in active if spreads[slot] > 0]
         count, num_new = torch.zeros(2, layer.num_slots, dtype=torch.float64, device=tokens.device).unbind()
         total_new = torch.zeros(tokens.shape[1], device=tokens.device, dtype=torch.float64)
         about = torch.zeros(len(self._seen.names) if self._seen else 0, device=tokens.device, dtype=torch.float64)
