@@ -61,12 +61,15 @@ def job_of(model: Any = Wide, num_samples: int = 512, global_batch: int = 256, s
     return Job(**{**values, **changes})
 
 
+def limit_memory(num_bytes: float) -> None:
+    """Of this process."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(num_bytes / torch.cuda.mem_get_info()[1])
+
+
 @pytest.fixture
 def little_memory() -> Iterator[float]:
-    """Two gigabytes for this process."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(2e9 / total)
+    limit_memory(2e9)
     yield 2e9
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -85,6 +88,7 @@ def test_a_probe_that_runs_out_of_memory_leaves_everything_as_it_was(tmp_path: P
         before = {name: value.clone() for name, value in model.state_dict().items()}
         generators = torch.get_rng_state(), torch.cuda.get_rng_state()
         assert not probe(Way(micro_batch=4, precision="bf16"), 0.1).problem  # libraries take memory once
+        limit_memory(1.2e9)  # the whole batch takes 1.6
         held = torch.cuda.memory_allocated()
         found = probe(Way(micro_batch=256, precision="bf16"), 0.1)
         assert found.out_of_memory, found

@@ -544,13 +544,13 @@ class Setup:
         if self.sharded is not None:
             options = replace(self.sharded.options, **changes)  # type: ignore[arg-type]
             strategy = FsdpStrategy(self.world, replace(self.sharded, options=options))
+        elif len(self.devices) > 1:
+            strategy = DataParallelStrategy(self.world, self.devices)
         elif self.uses_deepspeed:
             self.told_deepspeed = self.deepspeed_config(self._num_weights)
             strategy = DeepSpeedStrategy(
                 self.world, self.told_deepspeed, broadcast_buffers=self.config.distributed.broadcast_buffers
             )
-        elif len(self.devices) > 1:
-            strategy = DataParallelStrategy(self.world, self.devices)
         elif self.world.size > 1:
             config = self.config
             ddp = DdpOptions(
