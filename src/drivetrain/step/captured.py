@@ -409,8 +409,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
         finally:
             with suppress(RuntimeError):  # of a device that failed: the first error is the news
                 outer.wait_stream(stream)
-            # Matrix products keep some 30 MB for each stream they ever ran on, and this one is not used again.
-            torch._C._cuda_clearCublasWorkspaces()
+                # Matrix products keep some 30 MB for each stream they ever ran on, and this one is not used again.
+                torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
