@@ -16,7 +16,7 @@ from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.moe.placement import costs_of, free_slot, place
 from drivetrain.strategies import ExpertParallelStrategy, StrategyParts, Trial
-from drivetrain.strategies.expert_parallel import _Exchange
+from drivetrain.strategies.exchange import _Exchange
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, mixture_loss, run_mixture
 from tests.training.jobs import Trained, Variant, Vectors, run

@@ -11,6 +11,11 @@ SLACK = 0.1  # how much longer than without the slowest rank may take, for exper
 WORTH = 0.005  # of all that works together: less is not worth moving an expert for
 
 
+def slots_of(placement: Placement, rank: int) -> list[int]:
+    """Which slots live on a rank."""
+    return [slot for slot, holder in enumerate(placement) if holder == rank]
+
+
 def place(costs: Sequence[float], capabilities: Sequence[float], together: Tensor | None = None) -> Placement:
     """By costs; then slots change places as long as more of what works `together` is on one rank."""
     ranks = list(_by_cost(costs, capabilities))
