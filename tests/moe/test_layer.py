@@ -309,3 +309,19 @@ def test_the_way_is_chosen_by_size_and_type_and_says_why(
     assert choice.name == way
     assert words in choice.reason
     assert math.isfinite(work(**changes).dense_gflop)
+
+
+def test_the_way_can_be_chosen_while_compiling_for_any_number_of_tokens() -> None:
+    """As for an epoch's last batch, which is smaller: the compiler then knows no number to put into a reason."""
+    torch._dynamo.reset()
+    layer, _ = made()
+    sizes = {"dense": 512, "loop": 10**9}  # fp32: no grouped products
+
+    def chosen(tokens: torch.Tensor, many: int) -> torch.Tensor:
+        way = layer.dispatcher.way(layer.experts, tokens.shape[0] + many, 2, torch.float32, torch.device("cuda", 0))
+        return tokens + list(sizes).index(way.name)
+
+    compiled = torch.compile(chosen, backend="eager", fullgraph=True, dynamic=True)
+    for place, many in enumerate(sizes.values()):
+        for count in (5, 7):
+            assert torch.equal(compiled(torch.zeros(count), many), torch.full((count,), float(place)))

@@ -103,6 +103,19 @@ def test_compiled_it_computes_and_counts_the_same(way: str) -> None:
     assert layer.tally.on(layer.load.device).sum() == 2 * 512
 
 
+@pytest.mark.parametrize("count", [256, 8192])
+def test_compiled_it_takes_a_smaller_last_batch(count: int) -> None:
+    torch._dynamo.reset()
+    layer, _ = made(kind="gated")
+    layer.to(CUDA)
+    compiled = torch.compile(layer)
+    for number in (count, count - 96):
+        tokens, upstream = (part.to(CUDA) for part in some(number, layer))
+        with torch.autocast("cuda", torch.bfloat16):
+            plain, found = gradients(layer, tokens, upstream), gradients(layer, tokens, upstream, compiled)
+        assert distance(found, plain) < 6 * BF16
+
+
 def test_sizes_choose_the_way() -> None:
     small, _ = made()
     large = MixtureOfExperts(1024, 32, 2816, kind="gated", k=2)

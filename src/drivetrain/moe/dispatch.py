@@ -10,7 +10,7 @@ from drivetrain.moe.experts import Experts
 from drivetrain.moe.placement import Placement
 from drivetrain.moe.router import Routing
 from drivetrain.moe.rows import from_rows, order_of, to_rows
-from drivetrain.moe.ways import Way, WayName, Work, choose_way
+from drivetrain.moe.ways import Way, WayName, Work, choose_way, name_of_way
 
 
 class Dispatcher(Protocol):
@@ -42,7 +42,7 @@ class LocalDispatcher:
         if self._pinned != "auto":
             return Way(self._pinned, "asked for")
         if torch.compiler.is_compiling():
-            return choose_way(work_of(experts, num_tokens, k, dtype, device))
+            return Way(name_of_way(work_of(experts, num_tokens, k, dtype, device)), "")
         case = (num_tokens, dtype, device)
         if case not in self._known:
             self._known[case] = choose_way(work_of(experts, num_tokens, k, dtype, device))

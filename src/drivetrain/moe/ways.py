@@ -41,24 +41,33 @@ class Work(NamedTuple):
 
 
 def choose_way(work: Work) -> Way:
+    name = name_of_way(work)
     if work.device.type != "cuda":
         times = f"{work.num_slots / work.k:.3g}"
         return Way(
-            "loop",
+            name,
             f"on a {work.device.type} device the products of one expert fill the cores, and all experts on all tokens "
             f"would be {times} × the work",
         )
-    limit = DENSE_GFLOP.get(work.dtype, 20.0)
-    if work.dense_gflop <= limit:
+    if name == "dense":
         return Way(
-            "dense",
+            name,
             f"all {work.num_slots} experts on all {work.num_tokens} tokens are {work.dense_gflop:.3g} GFLOP: less than "
             "sorting tokens by expert costs",
         )
-    obstacle = grouped_obstacle(work)
-    if obstacle is None:
-        return Way("grouped", f"all experts on all tokens would be {work.dense_gflop:.3g} GFLOP; one kernel has groups")
-    return Way("loop", f"all experts on all tokens would be {work.dense_gflop:.3g} GFLOP, and {obstacle}")
+    would_be = f"all experts on all tokens would be {work.dense_gflop:.3g} GFLOP"
+    if name == "grouped":
+        return Way(name, f"{would_be}; one kernel has groups")
+    return Way(name, f"{would_be}, and {grouped_obstacle(work)}")
+
+
+def name_of_way(work: Work) -> WayName:
+    """Without words: while it is compiled for any number of tokens, there is no number to put into them."""
+    if work.device.type != "cuda":
+        return "loop"
+    if work.dense_gflop <= DENSE_GFLOP.get(work.dtype, 20.0):
+        return "dense"
+    return "grouped" if grouped_obstacle(work) is None else "loop"
 
 
 def grouped_obstacle(work: Work) -> str | None:
