@@ -17,16 +17,16 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import Noted, StepOutcome
+from drivetrain.core.records import Note, Noted, StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place
-from drivetrain.data.resident import Rows, Window
+from drivetrain.data.resident import Resident, Rows, Window
 from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.step.inputs import NotStaticError, signature, with_tensors
 from drivetrain.step.python_state import State, changes, generators_state, python_state
@@ -44,6 +44,37 @@ CAPTURED, NOT_CAPTURED = "step captured", "step not captured"  # events
 
 # Gets what is to be recorded, calls it once, and returns what runs it again.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class _Passage(NamedTuple):
+    """A step that finds its samples in a window by itself. A recording does not keep what it reads: this does."""
+
+    resident: Resident
+    window: Window
+    offsets: Tensor  # of its samples, from the window's place
+    noted: Noted
+    num_samples: int
+
+    def record(self, learn: Callable[[Any], StepOutcome]) -> StepOutcome:
+        outcome = learn(self.resident.gather(self.window.chosen(self.offsets)))
+        self.noted.keep(self.window.place, outcome)
+        self.window.place.add_(self.num_samples)
+        return outcome
+
+    def begin(self, start: int) -> Note:
+        """Before a replay whose samples are there."""
+        note = self.noted.expect(start)
+        self.window.go_to(start)
+        self.window.passed(self.num_samples)
+        return note
+
+
+def _passage_of(batch: Any) -> _Passage | None:
+    if not isinstance(batch, Rows) or batch.window is None:
+        return None
+    window, device = batch.window, batch.window.place.device
+    offsets = torch.arange(batch.count, device=device)
+    return _Passage(batch.resident, window, offsets, Noted(len(window.numbers), device), batch.count)
 
 
 class CapturedStep:
@@ -65,28 +96,18 @@ class CapturedStep:
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
-        self._window: Window | None = batch.window if isinstance(batch, Rows) else None
-        self._count = 0 if self._window is None else batch.count
-        # A recording does not keep what it reads: this object does.
-        self._noted: Noted | None = None
-        self._offsets: Tensor | None = None
-        if self._window is not None:
-            self._noted = Noted(len(self._window.numbers), self._window.place.device)
-            self._offsets = torch.arange(self._count, device=self._window.place.device)
+        self._passage = passage = _passage_of(batch)
 
         def learn(data: Any) -> StepOutcome:
             strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
             return _on_device(strategy.move())
 
         def body() -> None:
-            window, noted, offsets = self._window, self._noted, self._offsets
-            if window is None or noted is None or offsets is None:
-                outcome = learn(batch.gather() if isinstance(batch, Rows) else batch)
-                self._outcome = outcome._replace(packed=outcome.pack())
+            if passage is not None:
+                self._outcome = passage.record(learn)
                 return
-            self._outcome = learn(batch.resident.gather(window.chosen(offsets)))
-            noted.keep(window.place, self._outcome)
-            window.place.add_(self._count)
+            outcome = learn(batch.gather() if isinstance(batch, Rows) else batch)
+            self._outcome = outcome._replace(packed=outcome.pack())
 
         try:
             self._replay = record(body)
@@ -94,18 +115,14 @@ class CapturedStep:
             strategy.abandon()
             raise
         finally:
-            if self._window is not None:
-                self._window.lose_place()
+            if passage is not None:
+                passage.window.lose_place()
         # Others may give the parameters gradients of their own between replays: whoever looks at them sees these again.
         self._gradients = [(parameter, parameter.grad) for parameter in strategy.parts.trained]
 
     def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
         """`start`: where in their window its samples are, if they are in one."""
-        window, note = self._window, None
-        if window is not None:
-            note = None if self._noted is None else self._noted.expect(start)
-            window.go_to(start)
-            window.passed(self._count)
+        note = None if self._passage is None else self._passage.begin(start)
         self._replay()
         self._strategy.follow()
         outcome = self._outcome
