@@ -33,11 +33,13 @@ from drivetrain.strategies.rates import are_rounded, rounded, set_rate
 
 
 class Begun(NamedTuple):
-    """A step whose learning rate is set."""
+    """A step whose learning rate is set, and what is to follow it."""
 
     place: Place
     lr: float
     began: float
+    is_last: bool  # of the job
+    hooks: list[Hook]  # that are due after it
 
 
 class _Enqueued:
@@ -46,7 +48,7 @@ class _Enqueued:
     __slots__ = ("began", "ended", "lr", "place", "reading")
 
     def __init__(self, begun: Begun, reading: Reading) -> None:
-        self.place, self.lr, self.began = begun
+        self.place, self.lr, self.began = begun.place, begun.lr, begun.began
         self.reading = reading
         self.ended = math.nan  # for the host: when it began the next one
 
@@ -124,10 +126,16 @@ class Trainer:
 
     def begin(self, place: Place) -> Begun:
         self.before_step(place.step + 1)
+        is_last, validation = self._is_last(place), self._validation
+        hooks = [
+            hook
+            for hook, every in self._hooks
+            if _is_due(every, place) or (is_last and hook is validation)  # the end is always validated
+        ]
         if self._job.hooks:
-            self._stepper.keep_batch(any(_is_due(hook.every, place) for hook in self._job.hooks))
+            self._stepper.keep_batch(any(hook is not validation for hook in hooks))
         began = time.perf_counter()
-        return Begun(place, self._set_lr(place.step, self._num_steps), began)
+        return Begun(place, self._set_lr(place.step, self._num_steps), began, is_last, hooks)
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
         """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
@@ -135,15 +143,10 @@ class Trainer:
         if ahead:
             ahead[-1].ended = begun.began
         ahead.append(_Enqueued(begun, Reading(outcome, self._world.device, self._slots)))
-        done, is_last = place.step + 1, self._is_last(place)
+        done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
         if done == self._first_step + 1:
             self.check_after_first_step()
         save_due = _is_due(self._save_every, place) or is_last
-        hooks_due = [
-            hook
-            for hook, every in self._hooks
-            if _is_due(every, place) or (is_last and hook is self._validation)  # the end is always validated
-        ]
         commit, self._commit = self._commit, None
         is_awaited = save_due or hooks_due or commit is not None or self.wants_stop
         num_due = len(ahead) - 1 if is_awaited else self._num_due()
