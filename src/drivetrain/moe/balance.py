@@ -101,15 +101,12 @@ class LoadReport:
 
     def __call__(self, context: StepContext) -> None:
         for name, layer in mixtures_in(context.model).items():
-            loads = {
-                str(number): tokens
-                for number, tokens in zip(layer.expert_ids.tolist(), layer.load.tolist(), strict=True)
-                if number >= 0
-            }
+            numbers = layer.expert_ids.tolist()
             ranks, _ = layer.dispatcher.placement(layer.num_slots)
-            places = {
-                str(number): rank for number, rank in zip(layer.expert_ids.tolist(), ranks, strict=True) if number >= 0
-            }
+            loads, places = (
+                {str(number): value for number, value in zip(numbers, values, strict=True) if number >= 0}
+                for values in (layer.load.tolist(), ranks)
+            )
             facts = layer.figures().as_dict()
             context.tell("load", step=context.step, layer=name, **facts, loads=loads, ranks=places)
 
