@@ -8,7 +8,6 @@ crash that takes the process with it, the next start finds the line and leaves t
 import copy
 import gc
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -181,11 +180,12 @@ class Probe:
             with numerics(precision, deterministic=False, cudnn_benchmark=False):
                 reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
                 found = _loss(self._job, model, batch, precision)
-            strays = abs(found - reference) > LOSS_TOLERANCE[way.precision] * max(abs(reference), 1e-3)
+            # A loss that is not a number is near nothing: any comparison with it is false.
+            is_near = abs(found - reference) <= LOSS_TOLERANCE[way.precision] * max(abs(reference), 1e-3)
             self._found_to_stray[way.precision] = (
-                f"its loss is {found:.5g} where fp32 has {reference:.5g}: more than {way.precision} explains"
-                if strays or math.isnan(found - reference)
-                else ""
+                ""
+                if is_near
+                else f"its loss is {found:.5g} where fp32 has {reference:.5g}: more than {way.precision} explains"
             )
         return self._found_to_stray[way.precision]
 
