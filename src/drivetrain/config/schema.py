@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from drivetrain.core.precision_name import PrecisionName
+
 
 class Flag:
     """Short names of a field, beside its dotted one. `-` and `_` are alike; the first is the one shown in messages."""
@@ -78,7 +80,7 @@ class PrecisionSection(Section):
     """What numbers the model computes with."""
 
     dtype: Annotated[
-        Literal["auto", "fp32", "tf32", "fp16", "bf16"],
+        Literal["auto", PrecisionName],
         BeforeValidator(_no_amp_is_fp32),
         Flag("precision", "precision-type", "amp-dtype"),
     ] = Field(

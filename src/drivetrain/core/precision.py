@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-PrecisionName = Literal["fp32", "tf32", "fp16", "bf16"]
+from drivetrain.core.precision_name import PrecisionName
 
 
 @dataclass(frozen=True)

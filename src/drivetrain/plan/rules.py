@@ -5,6 +5,7 @@ They are a start, not an answer: the micro-batch that is fastest depends on the 
 
 from typing import Literal
 
+from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.value import Value
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.plan.choice import Choice
@@ -30,8 +31,6 @@ LEAST_SHM_BYTES = (
     256 * 1024**2
 )  # loader workers hand batches over in /dev/shm; Docker's default of 64 MiB is too little
 
-PrecisionName = Literal["fp32", "tf32", "fp16", "bf16"]
-
 
 class Pins(Value):
     """What the user fixed. `None` and `auto` leave it to the rules; a pinned value is never overridden."""
@@ -39,7 +38,7 @@ class Pins(Value):
     gpu_mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = "auto"
     device: str = "auto"
     device_ids: tuple[int, ...] | None = None
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"
+    precision: Literal["auto", PrecisionName] = "auto"
     mixed: bool | None = None
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
     strategy: Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel", "deepspeed"] = "auto"

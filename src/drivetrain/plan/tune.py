@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
+from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.value import Value
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
-from drivetrain.plan.rules import PrecisionName
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 

@@ -1,0 +1,5 @@
+"""The formats a model can compute in, by name. Apart from `precision`, so that a plan needs no torch."""
+
+from typing import Literal
+
+PrecisionName = Literal["fp32", "tf32", "fp16", "bf16"]
