@@ -1,6 +1,7 @@
 """`drivetrain plan`: what it says, that it changes nothing, and that what it writes pins what it says."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,11 @@ def test_a_way_that_crashed_is_left_out_the_next_time(tmp_path: Path) -> None:
     assert not probe_of(job, job.model(), Journal(file))(Way(micro_batch=6), 0.0).problem
 
 
-def test_a_precision_that_strays_is_rejected_and_named() -> None:
+@pytest.mark.parametrize("factor", [100.0, math.nan])
+def test_a_precision_that_strays_is_rejected_and_named(factor: float) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(batch[0])
-        lost = 100.0 if output.dtype == torch.bfloat16 else 1.0
+        lost = factor if output.dtype == torch.bfloat16 else 1.0
         return functional.cross_entropy(output.float(), batch[1]) * lost
 
     job = make_job(VARIANT, loss=loss)
