@@ -8,15 +8,20 @@ import torch
 from drivetrain.core.records import Reading
 from drivetrain.step import Stepper
 
+Place = tuple[type, str]  # a class, and the name of its method
 
-def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a step, and where its outcome is put on its way; the first step, which sets things up, aside."""
-    steps = []
+READINGS: Place = (Reading, "__init__")  # where a step's outcome is put on its way
+IN_A_STEP: tuple[Place, ...] = ((Stepper, "run"), READINGS)
 
-    def watched(original: Any) -> Any:
+
+def refuse_waits(monkeypatch: pytest.MonkeyPatch, *places: Place, num_spared: int = 2) -> list[str]:
+    """In these places, or in a step; the first calls, which set things up, aside. Returns the calls there were."""
+    calls: list[str] = []
+
+    def watched(original: Any, name: str) -> Any:
         def call(*args: Any) -> Any:
-            steps.append(1)
-            torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
+            calls.append(name)
+            torch.cuda.set_sync_debug_mode("error" if len(calls) > num_spared else "default")
             try:
                 return original(*args)
             finally:
@@ -24,5 +29,6 @@ def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(Stepper, "run", watched(Stepper.run))
-    monkeypatch.setattr(Reading, "__init__", watched(Reading.__init__))
+    for owner, name in places or IN_A_STEP:
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name), name))
+    return calls

@@ -13,11 +13,10 @@ from torch.utils.data import TensorDataset
 from drivetrain import Job
 from drivetrain.api import train
 from drivetrain.config import configure
-from drivetrain.core.records import Reading
 from drivetrain.monitor.books import Books
 from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, EventClock
-from drivetrain.step import Stepper
 from drivetrain.trainer import Trainer
+from tests.waits import IN_A_STEP, refuse_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -139,26 +138,10 @@ def test_the_phases_of_a_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_host_never_waits_with_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step, every record and every lap, trackers, sampler and phases on: whatever waits raises."""
-    calls = [0]
-
-    def watched(original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            calls[0] += 1
-            torch.cuda.set_sync_debug_mode("error" if calls[0] > 12 else "default")
-            try:
-                return original(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return call
-
-    monkeypatch.setattr(Stepper, "run", watched(Stepper.run))
-    monkeypatch.setattr(Reading, "__init__", watched(Reading.__init__))
-    monkeypatch.setattr(Books, "write", watched(Books.write))
-    monkeypatch.setattr(EventClock, "next_step", watched(EventClock.next_step))
+    calls = refuse_waits(monkeypatch, *IN_A_STEP, (Books, "write"), (EventClock, "next_step"), num_spared=12)
     settings = {"trackers": ["tensorboard"], "log_every": 1, "gpu_log_interval": 1}
     train(job(checkpoint_every=1000), config(tmp_path, **settings), quiet=True)
-    assert calls[0] > 200
+    assert len(calls) > 200
     assert len(rows(tmp_path, "steps")) == 60
 
 

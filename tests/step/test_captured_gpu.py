@@ -24,6 +24,7 @@ from drivetrain.strategies.rates import put_rates_on_device
 from tests.step.test_captured import Often, halve, less_dropout_once, other_dropout
 from tests.training.jobs import Mlp, Trained, Variant, run, vector_loss
 from tests.training.test_resume import PlantedError, assert_identical
+from tests.waits import READINGS, refuse_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -261,23 +262,9 @@ def test_reasons_known_beforehand(
 
 
 def test_a_replay_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replays = []
-
-    def refusing(original: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            replays.append(1)
-            torch.cuda.set_sync_debug_mode("error" if len(replays) > 6 else "default")
-            try:
-                return original(*arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return call
-
-    monkeypatch.setattr(CapturedStepper, "_replay", refusing(CapturedStepper._replay))
-    monkeypatch.setattr(Reading, "__init__", refusing(Reading.__init__))
+    calls = refuse_waits(monkeypatch, (CapturedStepper, "_replay"), READINGS, num_spared=6)
     trained(tmp_path, ON | {"precision": "fp16"}, replace(BASE, dropout=0.3), ema=0.9)
-    assert len(replays) > 150
+    assert len(calls) > 150
 
 
 def test_readings_under_way_share_nothing() -> None:
