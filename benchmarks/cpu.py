@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import gpt2, rivals
-from benchmarks.contest import Aim, Circumstances, Competitor, Contest, Measured
-from benchmarks.rivals import Pace, Stopwatch, Workload, by_hand
+from benchmarks.contest import Aim, Competitor, Contest, Measured
+from benchmarks.rivals import Pace, Stopwatch, Workload, by_hand, with_no_flags
 
 CPU = torch.device("cpu")
 
@@ -98,23 +98,13 @@ def contest(name: str, smoke: bool = False) -> Contest:
         unit="samples/s",
         units_per_step=size,
         competitors=(
-            Competitor(
-                "ours",
-                "dt.train(job) with no flags, everything watched that is watched by default",
-                lambda told: _ours(work, told),
-                cap_seconds=300,
-                alone=True,
-            ),
+            with_no_flags(work, cap_seconds=300, device="cpu"),
             *rivals_,
         ),
         # The machine may be busy at times: both sides are measured at several times.
         order=("ours", *ways) if smoke else ("ours", *ways, "ours", "best:hand-", "ours"),
         aims=(Aim("best of the loops by hand", tuple(ways), 0.95),),
     )
-
-
-def _ours(work: Workload, told: Circumstances) -> Measured:
-    return rivals.ours(work, device="cpu")
 
 
 def _few(smoke: bool) -> dict[str, int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks import gpt2
 from benchmarks.contest import Aim, Circumstances, Competitor, Contest, Limit, Measured
-from benchmarks.rivals import Pace, Workload, by_accelerate, by_hand, by_lightning, ours
+from benchmarks.rivals import Pace, Workload, by_hand, by_tuned_lightning, trainers_as_they_come, with_no_flags
 
 NAMES = ("plan-gpt2",)
 GRID = (64, 32, 16, 8)
@@ -55,13 +55,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
         unit="tokens/s",
         units_per_step=work.global_batch * context,
         competitors=(
-            Competitor(
-                "ours",
-                "dt.train(job) with no flags, everything watched that is watched by default",
-                lambda _: ours(work),
-                cap_seconds=260,
-                alone=True,
-            ),
+            with_no_flags(work, cap_seconds=260),
             *(_by_hand(work, eager, size, compiled=compiled) for compiled in (True, False) for size in GRID),
             Competitor(
                 "lightning-best",
@@ -71,19 +65,8 @@ def contest(name: str, smoke: bool = False) -> Contest:
                 cap_seconds=90,
                 needs=("lightning",),
             ),
-            Competitor(
-                "lightning-default",
-                "Lightning as it comes: fp32, micro-batch 8 × 8 accumulated, AdamW; no checkpoints",
-                lambda _: by_lightning(slow, micro_batch=USERS_MICRO_BATCH),
-                cap_seconds=45,
-                needs=("lightning",),
-            ),
-            Competitor(
-                "accelerate-default",
-                "Accelerate as it comes: fp32, micro-batch 8 × 8 accumulated, AdamW",
-                lambda _: by_accelerate(slow, micro_batch=USERS_MICRO_BATCH),
-                cap_seconds=45,
-                needs=("accelerate",),
+            *trainers_as_they_come(
+                slow, micro_batch=USERS_MICRO_BATCH, cap_seconds=45, details="micro-batch 8 × 8 accumulated, "
             ),
         ),
         order=(
@@ -137,15 +120,5 @@ def _by_hand(work: Workload, eager: Workload, size: int, *, compiled: bool) -> C
 
 def _lightning_best(work: Workload, told: Circumstances) -> Measured:
     best = told.best_of("raw-compiled", "raw-compiled-64")
-    quiet: dict[str, bool] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     workers = {} if told.smoke else {"num_workers": 4, "pin_memory": True, "persistent_workers": True}
-    return by_lightning(
-        work,
-        micro_batch=int(best.rsplit("-", 1)[1]),
-        compiled=True,
-        fused=True,
-        tf32=True,
-        loader=workers,
-        precision="bf16-mixed",
-        **quiet,
-    )
+    return by_tuned_lightning(work, micro_batch=int(best.rsplit("-", 1)[1]), loader=workers)

@@ -4,8 +4,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.contest import Aim, Circumstances, Competitor, Contest, Limit, Measured
-from benchmarks.rivals import Pace, Workload, by_accelerate, by_hand, by_lightning, captured, ours
+from benchmarks.contest import Aim, Competitor, Contest, Limit
+from benchmarks.rivals import (
+    QUIET,
+    Pace,
+    Workload,
+    by_hand,
+    by_lightning,
+    captured,
+    trainers_as_they_come,
+    with_no_flags,
+)
 
 NAMES = ("plan-mlp",)
 NUM_SAMPLES = {True: 1_120, False: 60_000}  # tiny or not; both leave 96 for an epoch's last step
@@ -42,17 +51,6 @@ def contest(name: str, smoke: bool = False) -> Contest:
     work = workload(smoke)
     size = work.global_batch
     slow = work if smoke else work.paced(warm_steps=100, window_steps=100, num_windows=6)
-
-    def lean(told: Circumstances) -> Measured:
-        return by_lightning(
-            slow,
-            micro_batch=size,
-            fused=True,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-
     return Contest(
         name=name,
         module=__name__,
@@ -67,13 +65,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
         unit="steps/s",
         units_per_step=1,
         competitors=(
-            Competitor(
-                "ours",
-                "dt.train(job) with no flags, everything watched that is watched by default",
-                lambda _: ours(work),
-                cap_seconds=90,
-                alone=True,
-            ),
+            with_no_flags(work, cap_seconds=90),
             Competitor(
                 "captured-tf32",
                 "by hand: data on the GPU, the whole step in a CUDA graph, fused AdamW, fp32 with TF32 matmuls",
@@ -92,26 +84,13 @@ def contest(name: str, smoke: bool = False) -> Contest:
                 lambda _: by_hand(slow, micro_batch=size, precision="fp32"),
                 cap_seconds=40,
             ),
-            Competitor(
-                "lightning-default",
-                "Lightning as it comes: fp32, DataLoader over a TensorDataset, AdamW; no checkpoints",
-                lambda _: by_lightning(slow, micro_batch=size),
-                cap_seconds=40,
-                needs=("lightning",),
-            ),
+            *trainers_as_they_come(slow, micro_batch=size, cap_seconds=40, details="DataLoader over a TensorDataset, "),
             Competitor(
                 "lightning-lean",
                 "Lightning, fp32, fused AdamW, no logger, bar, summary or checkpoints",
-                lean,
+                lambda _: by_lightning(slow, micro_batch=size, fused=True, **QUIET),
                 cap_seconds=40,
                 needs=("lightning",),
-            ),
-            Competitor(
-                "accelerate-default",
-                "Accelerate as it comes: fp32, DataLoader over a TensorDataset, AdamW",
-                lambda _: by_accelerate(slow, micro_batch=size),
-                cap_seconds=40,
-                needs=("accelerate",),
             ),
         ),
         order=(

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import resnet
 from benchmarks.contest import Aim, Circumstances, Competitor, Contest, Measured
 from benchmarks.plan_gpt2 import LIMITS_OF_LARGE_ONES
-from benchmarks.rivals import Pace, Workload, by_accelerate, by_hand, by_lightning, ours
+from benchmarks.rivals import Pace, Workload, by_hand, by_tuned_lightning, trainers_as_they_come, with_no_flags
 
 NAMES = ("plan-resnet",)
 
@@ -57,21 +57,6 @@ def contest(name: str, smoke: bool = False) -> Contest:
         paced = work.warming() if told.is_warming else work
         return by_hand(paced, micro_batch=size, compiled=True, channels_last=True, cudnn_benchmark=True)
 
-    def lightning_best(told: Circumstances) -> Measured:
-        return by_lightning(
-            work,
-            micro_batch=size,
-            compiled=True,
-            channels_last=True,
-            fused=True,
-            tf32=True,
-            precision="bf16-mixed",
-            benchmark=True,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-
     return Contest(
         name=name,
         module=__name__,
@@ -86,13 +71,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
         unit="images/s",
         units_per_step=size,
         competitors=(
-            Competitor(
-                "ours",
-                "dt.train(job) with no flags, everything watched that is watched by default",
-                lambda _: ours(work),
-                cap_seconds=260,
-                alone=True,
-            ),
+            with_no_flags(work, cap_seconds=260),
             Competitor(
                 "hand-tuned",
                 "by hand: bf16 autocast, channels-last, torch.compile, cuDNN benchmark, fused AdamW, TF32 for the "
@@ -100,25 +79,12 @@ def contest(name: str, smoke: bool = False) -> Contest:
                 hand_tuned,
                 cap_seconds=150,
             ),
-            Competitor(
-                "lightning-default",
-                "Lightning as it comes: fp32, AdamW; no checkpoints; pinned memory, 8 loader workers",
-                lambda _: by_lightning(slow, micro_batch=size),
-                cap_seconds=60,
-                needs=("lightning",),
-            ),
-            Competitor(
-                "accelerate-default",
-                "Accelerate as it comes: fp32, AdamW; pinned memory, 8 loader workers",
-                lambda _: by_accelerate(slow, micro_batch=size),
-                cap_seconds=60,
-                needs=("accelerate",),
-            ),
+            *trainers_as_they_come(slow, micro_batch=size, cap_seconds=60, loading="; pinned memory, 8 loader workers"),
             Competitor(
                 "lightning-best",
                 "Lightning: precision bf16-mixed, channels-last, torch.compile, benchmark, fused AdamW, TF32 for the "
                 "rest, pinned memory, 8 loader workers, no logger, bar, summary or checkpoints",
-                lightning_best,
+                lambda _: by_tuned_lightning(work, micro_batch=size, channels_last=True, benchmark=True),
                 cap_seconds=150,
                 needs=("lightning",),
             ),

@@ -19,7 +19,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.contest import Measured
+from benchmarks.contest import Competitor, Measured
 from drivetrain import Job, Verdict, configure, train
 
 
@@ -330,6 +330,46 @@ def by_accelerate(workload: Workload, *, micro_batch: int, **flags: Any) -> Meas
                 return watch.measured(micro_batch=micro_batch, loader_workers=loader.num_workers)
 
 
+QUIET: Mapping[str, bool] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def by_tuned_lightning(workload: Workload, *, micro_batch: int, **flags: Any) -> Measured:
+    """With the flags of Lightning, torch and AdamW that pay on a GPU whatever is trained."""
+    return by_lightning(
+        workload,
+        micro_batch=micro_batch,
+        compiled=True,
+        fused=True,
+        tf32=True,
+        precision="bf16-mixed",
+        **QUIET,
+        **flags,
+    )
+
+
+def trainers_as_they_come(
+    workload: Workload, *, micro_batch: int, cap_seconds: float, details: str = "", loading: str = ""
+) -> tuple[Competitor, Competitor]:
+    """Lightning and Accelerate with no flags; what else is to be known of them stands in `details` and `loading`."""
+    words = f"as it comes: fp32, {details}AdamW"
+    return (
+        Competitor(
+            "lightning-default",
+            f"Lightning {words}; no checkpoints{loading}",
+            lambda _: by_lightning(workload, micro_batch=micro_batch),
+            cap_seconds=cap_seconds,
+            needs=("lightning",),
+        ),
+        Competitor(
+            "accelerate-default",
+            f"Accelerate {words}{loading}",
+            lambda _: by_accelerate(workload, micro_batch=micro_batch),
+            cap_seconds=cap_seconds,
+            needs=("accelerate",),
+        ),
+    )
+
+
 def loader_of(
     workload: Workload, columns: tuple[Tensor, ...], micro_batch: int, options: Mapping[str, Any] | None
 ) -> DataLoader[Any]:
@@ -388,6 +428,16 @@ def ours(workload: Workload, *, device: str = "auto", **settings: Any) -> Measur
     if "seconds_until_start" in facts:
         facts["seconds_until_trained"] = round(facts["seconds_until_start"] + steps[0], 2)
     return Measured(windows, facts)
+
+
+def with_no_flags(workload: Workload, *, cap_seconds: float, device: str = "auto") -> Competitor:
+    return Competitor(
+        "ours",
+        "dt.train(job) with no flags, everything watched that is watched by default",
+        lambda _: ours(workload, device=device),
+        cap_seconds=cap_seconds,
+        alone=True,
+    )
 
 
 # What a run folder says. The only place that knows how plans and events are written.
