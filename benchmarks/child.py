@@ -28,6 +28,8 @@ def _measured(competitor: Competitor, circumstances: Circumstances) -> dict[str,
     missing = [package for package in competitor.needs if importlib.util.find_spec(package) is None]
     if missing:
         return {"problem": f"left out: {', '.join(missing)} is not installed here"}
+    if competitor.why_not:
+        return {"problem": f"left out: {competitor.why_not}"}
     if "torch" in sys.modules:
         as_torch_starts()
     try:

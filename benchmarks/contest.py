@@ -41,6 +41,7 @@ class Competitor:
     alone: bool = False
     may_be_warmed: bool = False  # compiles: its cache can be filled beforehand, beside others
     needs: tuple[str, ...] = ()  # packages; where one is missing the competitor is left out, and that is said
+    why_not: str = ""  # it is hopeless on this machine: left out too, for this reason
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from benchmarks import gpt2, rivals
 from benchmarks.contest import Aim, Competitor, Contest, Measured
 from benchmarks.rivals import Pace, Stopwatch, Workload, by_hand, with_no_flags
+from drivetrain.hardware.host import find_cpu
 
 CPU = torch.device("cpu")
 
@@ -87,8 +88,16 @@ def contest(name: str, smoke: bool = False) -> Contest:
         ways["hand-compiled"] = ("by hand: torch.compile, fp32, fused AdamW", partial(_hand, work, size, compiled=True))
     if name != "cpu-cnn":
         del ways["hand-channels-last"]
+    # Without such instructions bf16 was measured a hundred times slower, or not done after 180 s.
+    why_not = {} if "bf16" in find_cpu().precisions else {"hand-bf16": "this CPU has no instructions for bf16"}
     rivals_ = tuple(
-        Competitor(way, what, lambda _, measure=measure: measure(), cap_seconds=180)  # type: ignore[misc]
+        Competitor(
+            way,
+            what,
+            lambda _, measure=measure: measure(),  # type: ignore[misc]
+            cap_seconds=180,
+            why_not=why_not.get(way, ""),
+        )
         for way, (what, measure) in ways.items()
     )
     return Contest(

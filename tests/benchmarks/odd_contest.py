@@ -38,8 +38,9 @@ def contest(name: str, smoke: bool = False) -> Contest:
             Competitor("hang", "takes for ever", hang, cap_seconds=1.0),
             Competitor("fail", "raises", fail),
             Competitor("missing", "needs what is not there", fail, needs=("no_such_package_at_all",)),
+            Competitor("hopeless", "is not even tried", crash, why_not="this machine is too old"),
         ),
-        order=("ours", "hand-1", "crash", "hang", "fail", "missing", "hand-2", "best:hand", "ours"),
+        order=("ours", "hand-1", "crash", "hang", "fail", "missing", "hopeless", "hand-2", "best:hand", "ours"),
         aims=(Aim("by hand", ("hand-1", "hand-2"), 2.0), Aim("nobody", ("nobody",), 1.0)),
         limits=(Limit("process", "pid", 0), Limit("not there", "no such fact", 1)),
     )

@@ -22,11 +22,12 @@ def run(path: Path, **options: Any) -> dict[str, Any]:
 def test_all_have_their_turn_whatever_the_others_do(tmp_path: Path) -> None:
     found = run(tmp_path / "odd.json")
     entries = found["competitors"]
-    assert list(entries) == ["ours", "hand-1", "crash", "hang", "fail", "missing", "hand-2"]
+    assert list(entries) == ["ours", "hand-1", "crash", "hang", "fail", "missing", "hopeless", "hand-2"]
     assert entries["crash"]["problem"].startswith("its process ended with 3")
     assert entries["hang"]["problem"] == "took longer than 1 s"
     assert entries["fail"]["problem"] == "ValueError: no such luck"
     assert entries["missing"]["problem"] == "left out: no_such_package_at_all is not installed here"
+    assert entries["hopeless"]["problem"] == "left out: this machine is too old"
     assert [len(entries[name]["runs"]) for name in ("ours", "hand-1", "hand-2")] == [2, 1, 2]  # hand-2 was the best
     assert entries["hand-2"]["rate"] == {"median": 3.3334, "least": 2.6667, "most": 4.0, "samples": 4}
     runs = {name: entry["runs"] for name, entry in entries.items()}
