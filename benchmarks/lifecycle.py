@@ -1,7 +1,7 @@
 """What it costs that experts may come and go: the same mixture fixed, with the lifecycle, and with its graph too.
 
-Rules that never act: what is measured is looking (samples kept in every step; every 50 steps novelty, loads, outputs of
-candidates for a merge, the graph), not the work of more experts. The three train in turns, 50 steps with one look each,
+Rules that never act: what is measured is looking (samples kept in every step; every 100 steps novelty, loads, outputs
+of candidates for a merge, the graph), not the work of more experts. The three train in turns, 100 steps with a look,
 so that whatever else the machine does meets all alike; on a CPU in CPU time of one thread, on a GPU by the wall clock,
 with the device awaited at both ends. Beside the difference of two such windows, which are large numbers: the time
 inside the looks, over that of the steps.
@@ -20,7 +20,7 @@ from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
 from drivetrain.moe import Knowledge, Lifecycle, MixtureOfExperts, Rules, Settlement
 
-ROUNDS, EVERY = 8, 50
+ROUNDS, EVERY = 8, Lifecycle().every
 EXPERTS, SLOTS, LABELS = 16, 24, 10
 NEVER = Rules(far=1e9, agreement=1.0, idle_looks=10**9)
 FIXED, LIFECYCLE, GRAPH = "fixed mixture", "with lifecycle", "with lifecycle and graph"
@@ -66,7 +66,7 @@ class Competitor:
         self._step = 0
 
     def window(self) -> tuple[float, float]:
-        """Seconds of a step, and of the look at the end of 50."""
+        """Seconds of a step, and of the look at their end."""
         began = self._now()
         for _ in range(EVERY):
             with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):

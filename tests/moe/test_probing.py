@@ -30,6 +30,16 @@ def test_experts_by_themselves() -> None:
     assert torch.equal(layer.tally.on(torch.device("cpu")), counted), "nothing is counted"
 
 
+@pytest.mark.parametrize("kind", ["mlp", "gated"])
+def test_every_slot_at_once_is_as_one_by_one(kind: str) -> None:
+    """As on a GPU, where all experts are there."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(8, 5, [8, 12, 8, 12, 8], 6, k=2, num_slots=7, kind=kind).double()  # type: ignore[arg-type]
+    tokens = torch.randn(6, 8, dtype=torch.float64)
+    slots = [4, 0, 3, 6]
+    assert torch.allclose(layer.experts.each(tokens)[slots], outputs_of(layer, tokens, slots), rtol=0, atol=1e-14)
+
+
 def test_how_far_two_agree() -> None:
     layer, tokens = made()
     with torch.no_grad():

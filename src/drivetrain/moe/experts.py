@@ -85,6 +85,13 @@ class Experts(nn.Module):
         result = weighed @ self.w_out.to(dtype).transpose(1, 2).reshape(-1, self.num_outputs)
         return result if self.b_out is None else torch.addmm(result, share, self.b_out.to(dtype))
 
+    def each(self, tokens: Tensor) -> Tensor:
+        """(slots, tokens, outputs): every slot on every token, in a few kernels and without a copy of any weight."""
+        hidden = functional.linear(tokens, self.w_in.flatten(0, 1), None if self.b_in is None else self.b_in.flatten())
+        active = self._activate(hidden.view(tokens.shape[0], self.num_slots, self.w_in.shape[1])).transpose(0, 1)
+        weights = self.w_out.transpose(1, 2)
+        return active @ weights if self.b_out is None else torch.baddbmm(self.b_out.unsqueeze(1), active, weights)
+
     def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows sorted by expert, in one kernel for each product. It knows no autocast: weights are cast here."""
         dtype = rows.dtype

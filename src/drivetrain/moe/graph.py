@@ -5,7 +5,7 @@ no clock: the same facts in the same order make the same graph, on every rank an
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import fsum, isnan, log
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -14,6 +14,7 @@ from drivetrain.core.errors import DrivetrainError
 Relation = Literal["similarity", "co-activation", "parent", "composition", "split"]
 RELATIONS: tuple[Relation, ...] = get_args(Relation)
 Node = int | str  # an expert's number, a concept's name
+_Key = tuple[Any, Any, Any]  # the ends of an edge in their order, and the relation
 VERSION = 1
 _EXACT_COVER = 12  # of so many concepts the smallest cover is found by trying all; of more, step by step
 
@@ -57,28 +58,44 @@ class Cover(NamedTuple):
 
 
 class KnowledgeGraph:
-    """`nx` is the networkx graph, with the relation as the key of an edge; read it, and change it by these methods."""
+    """Kept as plain tables, since every look goes over all edges; `nx` is the same for networkx."""
 
     def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._facts: dict[int, ExpertFacts] = {}
+        self._concepts: set[str] = set()
+        self._weights: dict[_Key, float] = {}
+        self.newest = -1  # the highest number an expert had
+
+    @property
+    def nx(self) -> Any:
+        """A networkx graph of what is known now, made anew; the relation is the key of an edge."""
         import networkx
 
-        self.limits = limits or Limits()
-        self.nx: Any = networkx.MultiGraph()
-        self.newest = -1  # the highest number an expert had
+        graph = networkx.MultiGraph()
+        graph.add_nodes_from((number, asdict(self._facts[number])) for number in self.experts)
+        graph.add_nodes_from(self.concepts)
+        graph.add_edges_from(
+            (one, other, relation, {"weight": weight}) for one, other, relation, weight in self.edges()
+        )
+        return graph
 
     # Who is there
 
+    def __contains__(self, node: Node) -> bool:
+        return node in self._facts or node in self._concepts
+
     @property
     def experts(self) -> list[int]:
-        return sorted(node for node in self.nx if isinstance(node, int))
+        return sorted(self._facts)
 
     @property
     def concepts(self) -> list[str]:
-        return sorted(node for node in self.nx if isinstance(node, str))
+        return sorted(self._concepts)
 
     def facts(self, number: int) -> ExpertFacts:
         self._check_there(number)
-        return ExpertFacts(**self.nx.nodes[number])
+        return replace(self._facts[number])
 
     def add_expert(self, number: int, step: int, parent: int | None = None) -> None:
         if number <= self.newest:
@@ -88,10 +105,10 @@ class KnowledgeGraph:
             )
         if parent is not None:
             self._check_there(parent)
-        self.nx.add_node(number, **asdict(ExpertFacts(last_use=step, born=step)))
+        self._facts[number] = ExpertFacts(last_use=step, born=step)
         self.newest = number
         if parent is not None:
-            self.nx.add_edge(parent, number, "parent", weight=1.0)
+            self._weights[parent, number, "parent"] = 1.0
 
     def remove_expert(self, number: int, into: int | None = None) -> None:
         """With all its edges; what it was merged `into` takes them over, the stronger of two."""
@@ -99,28 +116,29 @@ class KnowledgeGraph:
         if into is not None:
             self._check_there(into)
             self._hand_on(number, into)
-        self.nx.remove_node(number)
+        self._remove(number)
 
     def add_concept(self, name: str) -> None:
         """Where there are too many, the one that the experts have least of goes."""
-        if name in self.nx:
+        if name in self._concepts:
             return
-        if len(self.concepts) >= self.limits.max_concepts:
-            self.nx.remove_node(min(self.concepts, key=lambda concept: (self._strength(concept), concept)))
-        self.nx.add_node(name)
+        if len(self._concepts) >= self.limits.max_concepts:
+            self._remove(min(self._concepts, key=lambda concept: (self._strength(concept), concept)))
+        self._concepts.add(name)
 
     # What is seen
 
     def note(self, number: int, *, activations: int, last_use: int) -> None:
         self._check_there(number)
-        self.nx.nodes[number].update(activations=activations, last_use=last_use)
+        facts = self._facts[number]
+        facts.activations, facts.last_use = activations, last_use
 
     def correct(self, one: int, other: int, relation: Relation, weight: float) -> None:
         """What was measured counts for as much as all that was seen before. Only of edges that there are."""
-        self._check_seen({_key(one, other, relation): weight})
-        found = self.nx.get_edge_data(one, other, relation)
-        if found:
-            found["weight"] = (found["weight"] + weight) / 2
+        key = _key(one, other, relation)
+        self._check_seen({key: weight})
+        if key in self._weights:
+            self._weights[key] = (self._weights[key] + weight) / 2
 
     def look(self, seen: Mapping[str, Mapping[tuple[Any, Any], float]]) -> None:
         """One look: every edge moves towards what was seen of it, and what was not seen fades."""
@@ -130,49 +148,45 @@ class KnowledgeGraph:
             for (one, other), weight in edges.items()
         }
         self._check_seen(found)
-        for one, other, relation, facts in list(self.nx.edges(keys=True, data=True)):
-            memory = self.limits.parent_memory if relation == "parent" else self.limits.memory
-            now = found.pop(_key(one, other, relation), 0.0)
-            facts["weight"] = min(memory * facts["weight"] + (1 - memory) * now, 1.0)
-        for (one, other, relation), weight in found.items():  # nothing was known of them, so all is news
-            if weight > 0:
-                self.nx.add_edge(one, other, relation, weight=float(weight))
+        memories = dict.fromkeys(RELATIONS, self.limits.memory) | {"parent": self.limits.parent_memory}
+        for key, weight in self._weights.items():
+            memory = memories[key[2]]
+            self._weights[key] = min(memory * weight + (1 - memory) * found.pop(key, 0.0), 1.0)
+        # Of those that are left nothing was known, so all is news.
+        self._weights |= {key: float(weight) for key, weight in found.items() if weight > 0}
         self._drop_weak()
-        self.nx.remove_nodes_from([concept for concept in self.concepts if not self.nx.adj[concept]])
-        for number in self.experts:
-            self._specialise(number)
+        self._concepts &= {key[1] for key in self._weights}
+        self._specialise()
 
     # Questions
 
     def edges(self, relation: Relation | None = None) -> list[Edge]:
         """In an order that depends on nothing but what they are."""
-        found = [
-            Edge(*_key(one, other, kind), weight)
-            for one, other, kind, weight in self.nx.edges(keys=True, data="weight")
-            if relation in (None, kind)
-        ]
+        found = [Edge(*key, weight) for key, weight in self._weights.items() if relation in (None, key[2])]
         return sorted(found, key=lambda edge: (edge.relation, str(type(edge.other)), edge.one, edge.other))
 
     def weight(self, one: Node, other: Node, relation: Relation) -> float:
-        found = self.nx.get_edge_data(one, other, relation)
-        return float(found["weight"]) if found else 0.0
+        return self._weights.get(_key(one, other, relation), 0.0)
 
     def similar(self, number: int, at_least: float = 0.7) -> list[tuple[int, float]]:
         """The most similar first."""
         self._check_there(number)
         found = [
-            (other, facts["similarity"]["weight"])
-            for other, facts in self.nx.adj[number].items()
-            if "similarity" in facts and facts["similarity"]["weight"] >= at_least
+            (other, weight)
+            for other, relation, weight in self._ties(number)
+            if relation == "similarity" and weight >= at_least
         ]
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
     def most_similar(self, count: int, among: Iterable[int] | None = None) -> list[tuple[int, int]]:
         """Pairs, the most similar first."""
         wanted = set(self.experts if among is None else among)
-        found = [edge for edge in self.edges("similarity") if edge.one in wanted and edge.other in wanted]
-        found.sort(key=lambda edge: (-edge.weight, edge.one, edge.other))
-        return [(int(edge.one), int(edge.other)) for edge in found[:count]]
+        found = [
+            (-weight, one, other)
+            for (one, other, relation), weight in self._weights.items()
+            if relation == "similarity" and one in wanted and other in wanted
+        ]
+        return [(one, other) for _, one, other in sorted(found)[:count]]
 
     def central(self, count: int | None = None) -> list[tuple[int, float]]:
         """By the weight of what ties an expert to others, over how many others there are; the most central first."""
@@ -183,7 +197,7 @@ class KnowledgeGraph:
 
     def dormant(self, step: int, idle_steps: int) -> list[int]:
         """Not used for more than so many steps."""
-        return [number for number in self.experts if step - self.nx.nodes[number]["last_use"] > idle_steps]
+        return [number for number in self.experts if step - self._facts[number].last_use > idle_steps]
 
     def isolated(self) -> list[int]:
         """Tied to no other expert."""
@@ -193,12 +207,12 @@ class KnowledgeGraph:
 
     def parent_of(self, number: int) -> int | None:
         self._check_there(number)
-        found = [other for other, facts in self.nx.adj[number].items() if "parent" in facts and other < number]
-        return found[0] if found else None
+        found = (other for other, relation, _ in self._ties(number) if relation == "parent" and other < number)
+        return next(found, None)
 
     def serving(self, concept: str) -> list[tuple[int, float]]:
         """Who gets its tokens, and which part; the largest first."""
-        found = [(number, self.weight(number, concept, "composition")) for number in self.nx.adj.get(concept, ())]
+        found = [(number, weight) for number, _, weight in self._ties(concept)]
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
     def cover(self, concepts: Sequence[str], at_least: float = 0.1) -> Cover:
@@ -237,56 +251,70 @@ class KnowledgeGraph:
             )
         graph = cls(Limits(**stored["limits"]))
         graph.newest = stored["newest"]
-        for number, facts in stored["experts"].items():
-            graph.nx.add_node(int(number), **facts)
-        graph.nx.add_nodes_from(stored["concepts"])
-        for one, other, relation, weight in stored["edges"]:
-            graph.nx.add_edge(one, other, relation, weight=weight)
+        graph._facts = {int(number): ExpertFacts(**facts) for number, facts in stored["experts"].items()}
+        graph._concepts = set(stored["concepts"])
+        graph._weights = {_key(one, other, relation): weight for one, other, relation, weight in stored["edges"]}
         return graph
 
     # How it is kept
 
+    def _ties(self, node: Node) -> list[tuple[Any, Any, float]]:
+        """All edges of a node: to whom, what, how strong."""
+        return [
+            (other if one == node else one, relation, weight)
+            for (one, other, relation), weight in self._weights.items()
+            if node in (one, other)
+        ]
+
+    def _remove(self, node: Node) -> None:
+        self._facts.pop(node, None)  # type: ignore[arg-type]
+        self._concepts.discard(node)
+        self._weights = {key: weight for key, weight in self._weights.items() if node not in key[:2]}
+
     def _strength(self, node: Node) -> float:
         """Of all that ties it to experts. The order of edges, which a restart changes, does not matter to this sum."""
-        found = self.nx.edges(node, data="weight")
-        return fsum(weight for _, other, weight in found if isinstance(other, int))
+        return fsum(weight for other, _, weight in self._ties(node) if isinstance(other, int))
 
-    def _specialise(self, number: int) -> None:
+    def _specialise(self) -> None:
         """1 − the entropy of an expert's parts of all concepts, over that of equal ones. Nothing seen, nothing new."""
-        weights = [facts["composition"]["weight"] for facts in self.nx.adj[number].values() if "composition" in facts]
-        total, most = fsum(weights), log(max(len(self.concepts), 2))
-        if total:
-            entropy = -fsum(weight / total * log(weight / total) for weight in weights if weight)
-            self.nx.nodes[number]["specialisation"] = min(max(1.0 - entropy / most, 0.0), 1.0)
+        parts: dict[int, list[float]] = {}
+        for (number, _, relation), weight in self._weights.items():
+            if relation == "composition":
+                parts.setdefault(number, []).append(weight)
+        most = log(max(len(self._concepts), 2))
+        for number, weights in parts.items():
+            total = fsum(weights)
+            if total:
+                entropy = -fsum(weight / total * log(weight / total) for weight in weights if weight)
+                self._facts[number].specialisation = min(max(1.0 - entropy / most, 0.0), 1.0)
 
     def _hand_on(self, number: int, into: int) -> None:
-        facts, gone = self.nx.nodes[into], self.nx.nodes[number]
-        facts["activations"] += gone["activations"]
-        facts["last_use"] = max(facts["last_use"], gone["last_use"])
-        for _, other, relation, weight in list(self.nx.edges(number, keys=True, data="weight")):
+        facts, gone = self._facts[into], self._facts[number]
+        facts.activations += gone.activations
+        facts.last_use = max(facts.last_use, gone.last_use)
+        for other, relation, weight in self._ties(number):
             if other == into:
                 continue
             if relation == "parent" and not (number < other and into < other):
                 continue  # who has a parent keeps it, and nobody descends from one who is younger
-            self.nx.add_edge(into, other, relation, weight=max(weight, self.weight(into, other, relation)))
+            key = _key(into, other, relation)
+            self._weights[key] = max(weight, self._weights.get(key, 0.0))
 
     def _drop_weak(self) -> None:
         """Too weak ones, and those that are among the strongest of neither of their ends."""
-        strongest: dict[tuple[Node, str], list[tuple[float, str, tuple[Any, ...]]]] = {}
-        gone = []
-        for edge in self.edges():
-            key = edge[:3]
-            if edge.weight < self.limits.least:
-                gone.append(key)
-                continue
-            for end in (edge.one, edge.other):
-                strongest.setdefault((end, edge.relation), []).append((-edge.weight, str(key), key))
-        kept = {key for found in strongest.values() for _, _, key in sorted(found)[: self.limits.most_edges]}
-        everything = {key for found in strongest.values() for _, _, key in found}
-        self.nx.remove_edges_from([*gone, *(everything - kept)])
+        strongest: dict[tuple[Node, str], list[tuple[float, _Key]]] = {}
+        for key, weight in self._weights.items():
+            if weight >= self.limits.least:
+                entry = (-weight, key)
+                strongest.setdefault((key[0], key[2]), []).append(entry)
+                strongest.setdefault((key[1], key[2]), []).append(entry)
+        most = self.limits.most_edges
+        few = [found if len(found) <= most else sorted(found)[:most] for found in strongest.values()]
+        kept = {key for found in few for _, key in found}
+        self._weights = {key: weight for key, weight in self._weights.items() if key in kept}
 
     def _check_there(self, number: int) -> None:
-        if number not in self.nx:
+        if number not in self._facts:
             raise DrivetrainError(f"the graph has no expert {number}", remedy=f"one of {self.experts}")
 
     def _check_seen(self, found: Mapping[tuple[Node, Node, str], float]) -> None:
@@ -296,7 +324,7 @@ class KnowledgeGraph:
                     f"{relation!r} is no relation that is seen at a look",
                     remedy=f"one of {', '.join(each for each in RELATIONS if each != 'parent')}",
                 )
-            if one not in self.nx or other not in self.nx or one == other:
+            if one not in self or other not in self or one == other:
                 raise DrivetrainError(f"{relation} of {one} and {other}: not two nodes of the graph", remedy="add them")
             if isinstance(other, str) != (relation == "composition"):
                 raise DrivetrainError(f"{relation} of {one} and {other}", remedy="composition is of expert and concept")
@@ -304,7 +332,7 @@ class KnowledgeGraph:
                 raise DrivetrainError(f"{relation} of {one} and {other} is {weight}", remedy="a weight from 0 to 1")
 
 
-def _key(one: Any, other: Any, relation: Any) -> tuple[Any, Any, Any]:
+def _key(one: Any, other: Any, relation: Any) -> _Key:
     """The older expert first; an expert before a concept."""
     turned = isinstance(one, str) or (isinstance(other, int) and other < one)
     return (other, one, relation) if turned else (one, other, relation)

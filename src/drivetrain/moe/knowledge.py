@@ -40,7 +40,7 @@ class Knowledge:
 
     def __init__(
         self,
-        every: int = 50,
+        every: int = 100,
         *,
         labels: Callable[[Any], Tensor] | None = None,
         names: Sequence[str] = (),
@@ -122,7 +122,7 @@ class Knowledge:
             if number not in there:
                 graph.remove_expert(number)
         for number in there:
-            if number not in graph.nx:
+            if number not in graph:
                 graph.add_expert(number, step)
         return graph
 
@@ -141,7 +141,7 @@ class _Facts:
 
     def __init__(self, layer: MixtureOfExperts, seen: Seen, context: StepContext) -> None:
         self._layer, self._names, self._step = layer, list(seen.names), context.step
-        ids, active = layer.expert_ids.tolist(), layer.router.active.tolist()
+        ids, active = torch.stack([layer.expert_ids, layer.router.active.to(layer.expert_ids.dtype)]).tolist()
         self._slots = [slot for slot, number in enumerate(ids) if number >= 0 and active[slot]]
         self._numbers = [ids[slot] for slot in self._slots]
         num_slots, num_concepts = layer.num_slots, len(self._names)
@@ -200,7 +200,7 @@ class _Facts:
         found: dict[tuple[int, str], float] = {}
         for values, rows in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             for place, (value, row) in enumerate(zip(values, rows, strict=True)):
-                if value > 0 and self._names[place] in graph.nx:
+                if value > 0 and self._names[place] in graph:
                     found[numbers[self._slots[row]], self._names[place]] = min(value, 1.0)
         return found
 

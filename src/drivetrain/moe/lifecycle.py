@@ -89,7 +89,7 @@ class Lifecycle:
     """
 
     def __init__(
-        self, every: int = 50, rules: Rules | None = None, seed: int = 0, knowledge: Knowledge | None = None
+        self, every: int = 100, rules: Rules | None = None, seed: int = 0, knowledge: Knowledge | None = None
     ) -> None:
         self.every, self._rules, self._seed, self.knowledge = every, rules or Rules(), seed, knowledge
         self._stories: dict[str, _Story] = {}
@@ -220,30 +220,33 @@ class _Look:
         chosen = route(self._layer, tokens).chosen[:, 0]
         spreads = layer.spreads.tolist()
         known = [slot for slot in active if spreads[slot] > 0]
-        count, num_new = torch.zeros(2, layer.num_slots, dtype=torch.float64, device=tokens.device).unbind()
-        total_new = torch.zeros(tokens.shape[1], device=tokens.device, dtype=torch.float64)
-        about = torch.zeros(len(self._seen.names) if self._seen else 0, device=tokens.device, dtype=torch.float64)
+        width, slots = tokens.shape[1], layer.num_slots
+        num_concepts = len(self._seen.names) if self._seen else 0
+        # One row of facts, summed over ranks and read at once: each wait for the device costs as much as some kernels.
+        facts = torch.zeros(2 * slots + num_concepts + width, dtype=torch.float64, device=tokens.device)
+        sizes = [slots, slots, num_concepts, width]
+        count, num_new, about, total_new = torch.split(facts, sizes)
+        wide = tokens.double()
         if known:
-            squares = torch.cdist(tokens, layer.centroids[known]).square()
-            least, nearest = squares.min(1)
-            is_new = least > self._rules.far * layer.spreads[known][nearest]
-            slots = torch.tensor(known, device=tokens.device)[nearest]
-            num_new.scatter_add_(0, slots[is_new], torch.ones_like(slots[is_new], dtype=torch.float64))
-            total_new += tokens[is_new].double().sum(0)
-            if self._seen is not None:
-                of_new = self._seen.concepts[is_new[: len(self._seen.concepts)]]
-                about.scatter_add_(0, of_new[of_new >= 0], torch.ones_like(of_new[of_new >= 0], dtype=torch.float64))
-        sums = torch.zeros_like(layer.centroids, dtype=torch.float64)
-        sums.index_add_(0, chosen, tokens.double())
-        count.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
-        self._sum(sums, count, num_new, total_new, about)
-        self._learn(tokens, chosen, sums, count)
-        overall = max(count.sum().item(), 1.0)
-        many = num_new.sum().item()
-        parent = self._parent(num_new.tolist(), about.tolist())
-        loads = count.tolist()
+            places = torch.tensor(known, device=tokens.device)
+            least, nearest = torch.cdist(tokens, layer.centroids[places]).square().min(1)
+            is_new = (least > self._rules.far * layer.spreads[places][nearest]).double()
+            num_new += is_new @ _one_hot(places[nearest], slots)
+            total_new += is_new @ wide
+            if self._seen is not None and num_concepts:
+                concepts = self._seen.concepts
+                about += is_new[: len(concepts)] @ _one_hot(concepts, num_concepts)
+        is_chosen = _one_hot(chosen, slots)
+        sums = is_chosen.T @ wide
+        count += is_chosen.sum(0)
+        self._sum(sums, facts)
+        self._learn(wide, chosen, is_chosen, sums, count)
+        loads, news, abouts, _ = (part.tolist() for part in torch.split(facts.cpu(), sizes))
+        many = sum(news)
+        parent = self._parent(news, abouts)
         busiest = max(active, key=lambda slot: loads[slot])
-        return _Novelty(many / overall, parent, (total_new / max(many, 1.0)).to(layer.centroids), busiest)
+        mean = (total_new / max(many, 1.0)).to(layer.centroids)
+        return _Novelty(many / max(sum(loads), 1.0), parent, mean, busiest)
 
     def _parent(self, num_new: list[float], about: list[float]) -> int:
         """The slot that most new tokens are nearest to; with a graph, also who serves what they are about."""
@@ -257,7 +260,7 @@ class _Look:
         found = self._knowledge.parent(self._name, shares, concepts)
         return next(slot for slot in active if ids[slot] == found)
 
-    def _learn(self, tokens: Tensor, chosen: Tensor, sums: Tensor, count: Tensor) -> None:
+    def _learn(self, tokens: Tensor, chosen: Tensor, is_chosen: Tensor, sums: Tensor, count: Tensor) -> None:
         """Centroids and spreads follow what their experts were given."""
         layer = self._layer
         seen = count > 0
@@ -266,8 +269,7 @@ class _Look:
         memory = torch.where(is_first, 0.0, self._rules.memory)
         memory = torch.where(seen, memory, 1.0)
         layer.centroids.copy_(torch.lerp(mean, layer.centroids, memory.unsqueeze(1).to(layer.centroids)))
-        squares = torch.zeros_like(count)
-        squares.scatter_add_(0, chosen, (tokens - layer.centroids[chosen]).double().square().sum(1))
+        squares = (tokens - layer.centroids[chosen]).square().sum(1) @ is_chosen
         self._sum(squares)
         spread = (squares / count.clamp_min(1)).to(layer.spreads)
         layer.spreads.copy_(torch.lerp(spread, layer.spreads, memory.to(layer.spreads)))
@@ -393,6 +395,11 @@ class _Look:
         if words is not None:
             line = words.format(expert=number, count=len(self._slots.ids), **more)
             self._context.say(f"step {self._context.step:>6}   {line}")
+
+
+def _one_hot(places: Tensor, count: int) -> Tensor:
+    """Products with it add up by place, in the same order every time; adding into place would not on a GPU."""
+    return (places.unsqueeze(1) == torch.arange(count, device=places.device)).double()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ def outputs(layer: MixtureOfExperts, tokens: Tensor) -> Tensor:
 def outputs_of(layer: MixtureOfExperts, tokens: Tensor, slots: Sequence[int]) -> Tensor:
     """(experts, tokens, outputs): of some experts, each on all the tokens; in one go, whichever rank they live on."""
     tokens = tokens.to(layer.experts.w_in.dtype)
+    _, capabilities = layer.dispatcher.placement(layer.num_slots)
+    if tokens.is_cuda and len(capabilities) == 1:
+        return layer.experts.each(tokens)[list(slots)]
     chosen = torch.tensor(list(slots), device=tokens.device).repeat_interleave(len(tokens)).unsqueeze(1)
     weights = torch.ones(chosen.shape, dtype=torch.promote_types(tokens.dtype, torch.float32), device=tokens.device)
     rows = tokens.repeat(len(slots), 1)

@@ -40,6 +40,7 @@ class Slots:
 
     def __init__(self, layer: MixtureOfExperts, companions: Companions = no_companions) -> None:
         self.layer, self._companions = layer, companions
+        self._read: tuple[tuple[int, int], list[int], list[int]] | None = None
         if any(type(parameter.data) is not Tensor for parameter in layer.parameters()):
             raise DrivetrainError(
                 "experts cannot come and go while fsdp holds parts of their weights",
@@ -51,11 +52,20 @@ class Slots:
     @property
     def ids(self) -> dict[int, int]:
         """Slots that hold an expert, and its number, which no other expert ever gets. The host waits."""
-        return {slot: number for slot, number in enumerate(self.layer.expert_ids.tolist()) if number >= 0}
+        return {slot: number for slot, number in enumerate(self._now()[0]) if number >= 0}
 
     @property
     def active(self) -> list[int]:
-        return [slot for slot, is_active in enumerate(self.layer.router.active.tolist()) if is_active]
+        return [slot for slot, is_active in enumerate(self._now()[1]) if is_active]
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        """Numbers, and who is active; read again only after somebody has written to either."""
+        ids, mask = self.layer.expert_ids, self.layer.router.mask
+        written = ids._version, mask._version
+        if self._read is None or self._read[0] != written:
+            numbers, flags = torch.stack([ids, (mask == 0).to(ids.dtype)]).tolist()
+            self._read = written, numbers, flags
+        return self._read[1:]
 
     # What can be done
 
