@@ -25,6 +25,7 @@ class Machine:
         problems: dict[str, str] | None = None,
         gains: dict[object, float] | None = None,
         is_cpu: bool = False,
+        held: int = 0,
     ) -> None:
         self.__dict__.update(locals())
         self.gains = gains or {}
@@ -51,7 +52,11 @@ class Machine:
         taken /= 1 + self.gains.get(way.num_threads, 0.0)
         setup = self.compile_seconds if way.compile_mode else 0.0
         return Measurement(
-            sample_seconds=taken, peak_bytes=0 if self.is_cpu else peak, setup_seconds=setup, is_brief=not seconds
+            sample_seconds=taken,
+            peak_bytes=0 if self.is_cpu else peak,
+            setup_seconds=setup,
+            is_brief=not seconds,
+            parameter_bytes=self.held,
         )
 
     def tune(self, micro_batch: int = 64, **scope: object) -> Tuned:
@@ -71,6 +76,22 @@ def test_the_largest_that_fits_where_larger_is_faster() -> None:
     assert tuned.way.micro_batch == 32  # 64 would take 7400; the next of equal parts is 32, with 4200
     assert not any(tried.measurement.out_of_memory for tried in tuned.tried)
     assert "samples/s measured" in tuned.reasons["micro_batch"]
+
+
+def test_a_job_of_few_steps_takes_the_largest_that_is_bound_to_fit_after_one_step_of_it() -> None:
+    few = {"remaining_samples": 64 * 81, "budget_share": 0.05, "compile_modes": ("default",)}
+    machine = Machine(held=900)
+    assert machine.tune(**few).way == Way(micro_batch=64)
+    assert [(way.micro_batch, way.compile_mode) for way in machine.ways] == [(1, None), (64, None)]
+    assert machine.now == pytest.approx(0.2)  # both were brief
+    # By the bound, 900 + 64 × (1100 - 900), it may not fit: one more size shows that it does.
+    machine = Machine(held=900, memory=9000)
+    assert machine.tune(**few).way == Way(micro_batch=64)
+    assert [way.micro_batch for way in machine.ways] == [1, 32, 64]
+    # What does not fit after all is not taken.
+    machine = Machine(held=900, memory=5000)
+    assert machine.tune(**few).way == Way(micro_batch=32)
+    assert sum(tried.measurement.out_of_memory for tried in machine.tune(**few).tried) == 0
 
 
 def test_the_fastest_and_not_the_largest() -> None:

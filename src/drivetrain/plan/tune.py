@@ -174,10 +174,18 @@ class _Search:
         scope, left = self._scope, self._seconds_left(way)
         if left < scope.least_job_seconds:
             return f"not tried: about {left:.1f} s of work are left, too little to measure for"
-        num_steps = scope.remaining_samples / scope.rank_samples
-        if num_steps * scope.budget_share < STEPS_TO_COMPARE:
-            return f"not tried: {num_steps:,.0f} steps are left, and to compare two ways takes {STEPS_TO_COMPARE}"
+        if self._has_few_steps:
+            return f"not tried: {self._num_steps:,.0f} steps are left, and to compare two ways takes {STEPS_TO_COMPARE}"
         return ""
+
+    @property
+    def _num_steps(self) -> float:
+        return self._scope.remaining_samples / self._scope.rank_samples
+
+    @property
+    def _has_few_steps(self) -> bool:
+        """Too few to compare two ways, whatever a step takes: the largest micro-batch is tried out, and taken."""
+        return self._num_steps * self._scope.budget_share < STEPS_TO_COMPARE
 
     def _quick_ones(self, best: Way) -> Way:
         """What takes no longer to try than a few steps."""
@@ -250,6 +258,9 @@ class _Search:
             self._limit_budget(measured)
             if not measured.peak_bytes:
                 return True  # nobody counts memory here
+            line = self._line(way)
+            if self._has_few_steps and line is not None and line.largest(limit, at_most) == at_most:
+                break  # by a bound, if it is the first: good enough for a short job, however far from what it will take
         self._forecast(way.but(micro_batch=at_most))
         return True
 
@@ -264,11 +275,11 @@ class _Search:
         best: tuple[float, int] | None = None
         num_slower = 0
         for size in _sizes(self._scope.rank_samples, largest):
-            if best is not None and (self._is_out_of_time() or num_slower == 2):
+            if best is not None and (self._has_few_steps or self._is_out_of_time() or num_slower == 2):
                 break  # past the best: one slower size may be an odd one
             other = way.but(micro_batch=size)
             self._forecast(other)
-            measured = self._try(other)
+            measured = self._try(other, brief=self._has_few_steps)
             if measured.problem:
                 continue
             self._limit_budget(measured)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.staging import has_room
+from drivetrain.core.collector import SetAside
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
@@ -163,7 +164,13 @@ def measured(
                 remedy="`drivetrain train` shows where, with the traceback",
             ) from None
 
-    tuned = search()
+    aside = SetAside()
+    if world.device.type == "cuda":
+        aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
+    try:
+        tuned = search()
+    finally:
+        aside.end()
     notes = []
     if known and not num_measured:
         check = probe(tuned.way, 0.0)
