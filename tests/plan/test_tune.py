@@ -94,6 +94,20 @@ def test_a_job_of_few_steps_takes_the_largest_that_is_bound_to_fit_after_one_ste
     assert sum(tried.measurement.out_of_memory for tried in machine.tune(**few).tried) == 0
 
 
+@pytest.mark.parametrize(("overhead", "is_captured"), [(1e-3, True), (5e-3, False)])
+def test_launches_are_recorded_where_a_short_job_has_time_for_little_else(overhead: float, is_captured: bool) -> None:
+    """Some 10 s of work: a twentieth is spent on the first look. Steps of 1 ms are all launches; of 5 ms, maybe not."""
+    steps = round(10 / (overhead + 64e-6))
+    machine = Machine(overhead=overhead, per_sample=1e-6, held=1)
+    found = machine.tune(
+        remaining_samples=64 * steps, budget_share=0.05, least_job_seconds=5.0, may_capture=True, precisions=("tf32",)
+    )
+    assert found.way.capture is is_captured
+    assert found.way.precision == "fp32"
+    assert "was not tried" in found.reasons["precision"]
+    assert machine.now < 2.5
+
+
 def test_the_fastest_and_not_the_largest() -> None:
     assert Machine(slower_above=16).tune().way.micro_batch == 16
 

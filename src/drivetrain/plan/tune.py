@@ -22,6 +22,9 @@ MOST_OUT_OF_MEMORY = 2
 LEAST_SECONDS, MOST_SECONDS, NUM_MEASUREMENTS = 0.05, 0.4, 15
 # Longer steps keep the device busy however they are given to it: neither a recorded step nor wider numbers can gain.
 SHORT_STEP_SECONDS = 0.02
+# As short as this a step is launches, hardly anything else: recording it gains several times over, and is worth more of
+# a short job's time than other ways, which gain a few percent.
+LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
 STEPS_TO_COMPARE = 14  # two ways, each warmed up and timed
 
 
@@ -194,7 +197,8 @@ class _Search:
             best = self._compared(best, best.but(channels_last=True), "memory_format", "channels-last")
         for number in scope.num_threads:
             best = self._compared(best, best.but(num_threads=number), "threads", f"{number} threads")
-        is_short = self._try(best).sample_seconds * scope.rank_samples < SHORT_STEP_SECONDS
+        step_seconds = self._try(best).sample_seconds * scope.rank_samples
+        is_short = step_seconds < SHORT_STEP_SECONDS
         for precision in scope.precisions if is_short else ():
             least = scope.least_precision_gain
             best = self._compared(best, best.but(precision=precision), "precision", precision, least)
@@ -205,7 +209,8 @@ class _Search:
         elif not is_short:
             self._reasons["capture"] = "not tried: steps are long enough to keep the device busy"
         else:
-            best = self._compared(best, best.but(capture=True), "capture", "captured")
+            worth = CAPTURE_SHARE * self._seconds_left(best) if step_seconds < LAUNCHES_SECONDS else 0.0
+            best = self._compared(best, best.but(capture=True), "capture", "captured", worth_seconds=worth)
             if not best.capture and scope.precisions and self._start.precision != best.precision:
                 best = self._compared(
                     best, best.but(precision=self._start.precision, capture=True), "capture", "captured"
@@ -297,9 +302,19 @@ class _Search:
 
     # The rest
 
-    def _compared(self, way: Way, other: Way, topic: str, label: str, least_gain: float = LEAST_GAIN) -> Way:
+    def _compared(
+        self,
+        way: Way,
+        other: Way,
+        topic: str,
+        label: str,
+        least_gain: float = LEAST_GAIN,
+        *,
+        worth_seconds: float = 0.0,
+    ) -> Way:
+        """The faster one. It is tried while there is time for measuring, or so much was not spent yet."""
         before = self._try(way)
-        if self._is_out_of_time():
+        if self._is_out_of_time(worth_seconds):
             self._reasons[topic] = f"{label} was not tried: the time for measuring was over"
             return way
         after = self._try(other)
@@ -386,8 +401,8 @@ class _Search:
         enough = len({peak.micro_batch for peak in peaks}) > 1 or (peaks and held)
         return MemoryModel.fitted(peaks, held) if enough else None
 
-    def _is_out_of_time(self) -> bool:
-        return self._clock() - self._began > self._budget
+    def _is_out_of_time(self, worth_seconds: float = 0.0) -> bool:
+        return self._clock() - self._began > max(self._budget, worth_seconds)
 
 
 def plainest(way: Way) -> Way:
