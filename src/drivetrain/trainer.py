@@ -192,11 +192,14 @@ class Trainer:
     def _num_due(self) -> int:
         """How many steps to read now where nobody waits: all but the last, or some of those that were noted.
 
-        Of these as many stay as are read, for the device to go on with. One step among them that was not noted, such as
-        an epoch's last, changes nothing.
+        Of these as many stay as are read, for the device to go on with. One step among them that was not noted, or
+        elsewhere, such as an epoch's last, changes nothing.
         """
         ahead, together = self._ahead, self._together
-        note = ahead[-1].reading.note or (ahead[-2].reading.note if len(ahead) > 1 else None)
+        note, before = ahead[-1].reading.note, ahead[-2].reading.note if len(ahead) > 1 else None
+        if before is not None and note is not None and before.noted is not note.noted:
+            before.noted.send()  # now, behind that step: whoever reads it would wait for all that came after it, too
+        note = note or before
         if note is None:
             return len(ahead) - 1
         if note.noted.num_unsent >= together:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain import DrivetrainError, api, trainer
 from drivetrain.core.hook import StepContext, Verdict
+from drivetrain.core.records import Note
 from drivetrain.run import Setup
 from drivetrain.step import CapturedStepper
 from drivetrain.step import captured as captured_module
@@ -178,10 +179,39 @@ def test_a_wish_to_stop_is_heard_at_once(captures: Captures, tmp_path: Path, mon
     assert stopped.rows == whole.rows[:42]
 
 
-def test_rare_shapes_are_not_recorded(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "num_recorded"), [(0, 1), (1, 2)])
+def test_of_rare_shapes_only_a_few_are_recorded(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, num_recorded: int
+) -> None:
     monkeypatch.setattr(captured_module, "RARE", 3)  # every fourth step is an epoch's last
+    monkeypatch.setattr(captured_module, "MOST_RARE", most)
     captures.run(tmp_path)
-    assert captures.recorders[0].num_recorded == 1
+    assert captures.recorders[0].num_recorded == num_recorded
+
+
+def test_a_rare_shape_on_resident_data_makes_nobody_wait(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an epoch's last step came to is fetched right behind it, and the records are those of ordinary steps."""
+    monkeypatch.setattr(captured_module, "RARE", 3)
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr(trainer, "MOST_TOGETHER", 16)
+    too_late: list[Note] = []
+    on_its_way = Note._on_its_way
+
+    def asked(note: Note) -> Any:
+        if note.sent is None:
+            too_late.append(note)
+        return on_its_way(note)
+
+    monkeypatch.setattr(Note, "_on_its_way", asked)
+    variant = replace(BASE, steps=90, save_every=1000)
+    plain = captures.run(tmp_path / "plain", variant, "off", settings=RESIDENT)
+    found = captures.run(tmp_path / "captured", variant, settings=RESIDENT)
+    assert captures.recorders[-1].num_recorded == 2
+    assert found.rows == plain.rows
+    assert_identical(found, plain)
+    assert len(too_late) <= 2, "only at the run's end is something fetched that is needed at once"
 
 
 @pytest.mark.parametrize(("first", "second"), [("on", "on"), ("on", "off"), ("off", "on")])

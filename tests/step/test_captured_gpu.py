@@ -28,7 +28,7 @@ from tests.waits import READINGS, refuse_waits
 
 pytestmark = pytest.mark.gpu
 
-# 20 steps per epoch, the last of them ragged and too rare to be recorded.
+# 20 steps per epoch, the last of them ragged: rare, and recorded in the fourth epoch.
 BASE = Variant("mlp", torch.float32, global_batch=32, steps=100, num_samples=32 * 19 + 8, save_every=50)
 OFF, ON = {"capture": "off"}, {"capture": "on"}
 

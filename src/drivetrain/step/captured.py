@@ -2,7 +2,8 @@
 
 The first steps of a run are the warm-up, and are real ones. They are watched: a step that waits for the device, or that
 changes something in Python, cannot be replayed, and the run goes on without, with the reason. Then one step of each
-shape that is not rare is recorded, and replayed from there on; rare ones, such as an epoch's last, run as ever.
+shape that is not rare is recorded, and replayed from there on, and of the first two that are: an epoch's last step may
+take as long as a dozen replays otherwise. Others run as ever.
 
 All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be recorded. What changes from
 step to step reaches a replay through memory: the batch is copied into place, or is gathered by the replay itself from
@@ -35,8 +36,8 @@ from drivetrain.strategies.base import CapturableStrategy, ObjectiveCall
 from drivetrain.strategies.rates import put_rates_on_device
 
 WARM_STEPS = 3  # of a shape, before it is recorded; all but the first are watched
-RARE = 16  # a shape that fewer than one in so many steps have is not worth recording
-MOST_GRAPHS = 8
+RARE = 16  # a shape that fewer than one in so many steps have is rare
+MOST_RARE, MOST_GRAPHS = 2, 8
 MOST_SHAPES = 1024  # that are counted
 MOST_STARTS = 5  # how often hooks may change the model before steps are no longer recorded
 
@@ -233,6 +234,7 @@ class CapturedStepper(Stepper):
             torch.cuda.synchronize(self._device)  # the host waits: a graph must not go while it runs
         self._record: Record | None = None
         self._recorded: dict[Hashable, _Recorded] = {}
+        self._num_rare = 0
         self._seen: dict[Hashable, int] = {}
         self._before: dict[Hashable, _Before] = {}  # the last batch of each shape
         self._shown: _Recorded | None = None  # whose gradients the parameters have
@@ -320,8 +322,10 @@ class CapturedStepper(Stepper):
             return self._run_here(batch, place, micro, stop)
         if seen <= WARM_STEPS:
             return self._watched(batch, place, micro, stop)
-        if seen * RARE < self._num_steps or len(self._recorded) == MOST_GRAPHS:
+        is_rare = seen * RARE < self._num_steps
+        if len(self._recorded) == MOST_GRAPHS or (is_rare and self._num_rare == MOST_RARE):
             return self._run_here(batch, place, micro, stop)
+        self._num_rare += is_rare
         return self._capture(key, batch, leaves, before, place, micro, stop)
 
     def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
