@@ -58,6 +58,7 @@ def _distance(one: Any, other: Any) -> float:
 CASES = {
     "2 ranks, k 2": (2, Mixture(num_experts=4), 5, 0.5),
     "3 ranks, 5 experts, accumulation": (3, Mixture(num_experts=5, num_slots=7), 4, 0.5),
+    "3 ranks, 7 experts, k 3, accumulation": (3, Mixture(num_experts=7, k=3), 4, 0.5),
     "4 ranks, k 1, no clipping": (4, Mixture(num_experts=5, k=1, kind="mlp"), 8, None),
     "4 ranks, 3 experts: a rank has none": (4, Mixture(num_experts=3), 3, 0.5),
     "3 ranks, skew that leaves ranks empty": (3, Mixture(num_experts=6, skewed=True, k=1), 10, 0.5),

@@ -1,7 +1,8 @@
 """From tokens to rows sorted by expert, and back: the two permutations, with backwards that gather instead of adding.
 
 Autograd's own backward of `tokens[index]` adds rows into place one by one, by sorting or with atomics. Each token has
-exactly k rows and their places are known, so both directions are gathers: fast, and the same bits every time.
+exactly k rows and their places are known, so both directions are gathers: fast, and the same bits every time. Where
+some have fewer than others (`Spread`), first rows are gathered, then second ones of those that have one, and so on.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +20,14 @@ class Order(NamedTuple):
     tokens: Tensor  # (rows): its token
     places: Tensor  # (pairs): in which row a pair stands
     ends: Tensor  # (experts), int32: where each expert's rows end
+
+
+class Spread(NamedTuple):
+    """Items with one copy or more each, and where the copies stand when they are sorted by something else."""
+
+    items: Tensor  # (copies): whose copy stands here
+    places: Tensor  # (copies): where the first copies stand, by item; then the second ones of those that have one; ...
+    sizes: tuple[int, ...]  # how many items have a first copy, a second one, ...
 
 
 def order_of(chosen: Tensor, num_experts: int) -> Order:
@@ -74,6 +83,71 @@ class _FromRows(Function):
         return of_rows, of_weights, None, None
 
 
+class _Copied(Function):
+    @staticmethod
+    def forward(ctx: Any, items: Tensor, copies_of: Tensor, places: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(copies_of, places)
+        ctx.sizes = sizes
+        return items.index_select(0, copies_of)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        copies_of, places = ctx.saved_tensors
+        exact = torch.promote_types(gradients[0].dtype, torch.float32)
+        return _sum(gradients[0], Spread(copies_of, places, ctx.sizes), exact, None), None, None, None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        copies: Tensor,
+        weights: Tensor | None,
+        copies_of: Tensor,
+        places: Tensor,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        # Without weights backward does not need the copies.
+        ctx.save_for_backward(copies_of, *(() if weights is None else (copies, weights)))
+        return _sum(copies, Spread(copies_of, places, sizes), dtype, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        copies_of, *weighed = ctx.saved_tensors
+        gradient, of_weights = gradients[0].index_select(0, copies_of), None
+        if weighed:
+            copies, weights = weighed
+            if ctx.needs_input_grad[1]:
+                of_weights = (gradient * copies).sum(1, dtype=weights.dtype)
+            gradient.mul_(weights.unsqueeze(1))  # in place: a product of bf16 and fp32 would be fp32, twice the size
+        return gradient, of_weights, None, None, None, None
+
+
+def _sum(copies: Tensor, spread: Spread, dtype: torch.dtype, weights: Tensor | None) -> Tensor:
+    """Of each item's copies, in order. No item takes part in another's sum, not even with a weight of 0."""
+    layers = [places for places in torch.split(spread.places, list(spread.sizes)) if len(places)]
+    first, *others = layers or [spread.places]
+    total = copies.index_select(0, first)
+    if weights is not None:
+        total = total * weights.index_select(0, first).unsqueeze(1)
+    elif others:
+        total = total.to(dtype)
+    for places in others:
+        more = copies.index_select(0, places)
+        scale = None if weights is None else weights.index_select(0, places).unsqueeze(1)
+        if len(places) == len(first):
+            total = _added(total, more, scale)
+        else:
+            holders = spread.items.index_select(0, places)  # each of them once, so nothing is added up in any order
+            total.index_copy_(0, holders, _added(total.index_select(0, holders), more, scale))
+    return total.to(copies.dtype)
+
+
+def _added(total: Tensor, more: Tensor, weights: Tensor | None) -> Tensor:
+    return total + more if weights is None else torch.addcmul(total, more, weights)
+
+
 class _GatedSilu(Function):
     """silu(gate) × up of one fused tensor. Its backward writes both halves into place instead of joining them."""
 
@@ -103,6 +177,18 @@ def to_rows(tokens: Tensor, order: Order) -> Tensor:
 def from_rows(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """The weighted sum of each token's rows, added up in the precision of the weights."""
     result: Tensor = _FromRows.apply(rows, weights, order.pairs, order.places)  # type: ignore[no-untyped-call]
+    return result
+
+
+def copied(items: Tensor, spread: Spread) -> Tensor:
+    """The copies, in their order."""
+    result: Tensor = _Copied.apply(items, *spread)  # type: ignore[no-untyped-call]
+    return result
+
+
+def summed(copies: Tensor, spread: Spread, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
+    """The sum of each item's copies, added up in `dtype`; weighed if there are weights (copies), of that type."""
+    result: Tensor = _Summed.apply(copies, weights, *spread, dtype)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -14,8 +14,18 @@ from drivetrain.moe.dispatch import run_rows, work_of
 from drivetrain.moe.experts import Experts
 from drivetrain.moe.placement import Placement, slots_of
 from drivetrain.moe.router import Routing
-from drivetrain.moe.rows import Order, from_rows, order_of, to_rows
+from drivetrain.moe.rows import Order, copied, from_rows, order_of, summed, to_rows
 from drivetrain.moe.ways import Way, grouped_obstacle
+from drivetrain.strategies.parcels import (
+    Homes,
+    Traffic,
+    arriving_rows,
+    homes_of,
+    leaving_rows,
+    parcels_of,
+    sizes_of,
+    traffic_of,
+)
 
 
 class _Exchange(Function):
@@ -40,7 +50,10 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 class ExchangeDispatcher:
-    """Sends each row to the rank of its expert and brings the result back. The host waits for the counts."""
+    """Sends each row to the ranks of its experts, once to each, and brings one result back from each.
+
+    The host waits for the counts.
+    """
 
     def __init__(
         self, world: World, group: dist.ProcessGroup, placement: Placement, capabilities: Sequence[float]
@@ -48,10 +61,8 @@ class ExchangeDispatcher:
         self._rank_of_slot, self.num_ranks, self._capabilities = placement, world.size, capabilities
         self._rows = {slot: row for row, slot in enumerate(slots_of(placement, world.rank))}
         self._rank, self._group = world.rank, group
-        by_rank = sorted(range(len(placement)), key=lambda slot: (placement[slot], slot))
-        self._places = torch.empty(len(placement), dtype=torch.int64)  # of each slot, in the order of ranks
-        self._places[by_rank] = torch.arange(len(placement))
         self._held = [placement.count(rank) for rank in range(world.size)]
+        self._homes = homes_of(placement, self._held)
         # gloo takes CPU tensors with any device, and the host has to know the counts anyway.
         self._counts_on_host = dist.get_backend(group) == "gloo"
 
@@ -59,8 +70,8 @@ class ExchangeDispatcher:
         work = work_of(experts, num_tokens, k, dtype, device)
         obstacle = grouped_obstacle(work) if device.type == "cuda" else "this is no GPU"
         if obstacle is None:
-            return Way("grouped", "tokens of all ranks arrive sorted by expert, and one kernel has groups")
-        return Way("loop", f"tokens of all ranks arrive sorted by expert, and {obstacle}")
+            return Way("grouped", "tokens of all ranks are sorted by expert, and one kernel has groups")
+        return Way("loop", f"tokens of all ranks are sorted by expert, and {obstacle}")
 
     def placement(self, num_slots: int) -> tuple[Placement, Sequence[float]]:
         return self._rank_of_slot, self._capabilities
@@ -79,28 +90,90 @@ class ExchangeDispatcher:
         if torch.is_grad_enabled() and not tokens.requires_grad:
             # A rank whose experts get no token would have nothing to differentiate, and miss the exchange in backward.
             tokens = tokens.detach().requires_grad_()
-        self._places = self._places.to(tokens.device)
-        order = order_of(self._places[routing.chosen], len(self._rank_of_slot))
-        table = self._counts_of_all(order.ends)
+        self._homes = Homes(*(table.to(tokens.device) for table in self._homes))
+        send = self._to_ranks if self.shares_rows(routing.chosen.shape[1]) else self._to_experts
+        return send(experts, tokens, routing)
+
+    def shares_rows(self, k: int) -> bool:
+        """Whether two experts of a token can be on one rank. If not, only rows have to travel."""
+        return min(k, max(self._held)) > 1
+
+    def _to_experts(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+        """A row for each choice, which comes back to be weighed here."""
+        order = order_of(self._homes.places[routing.chosen], len(self._rank_of_slot))
+        _, table = self._counts_of_all(sizes_of(order.ends))
         bounds = [sum(self._held[:rank]) for rank in range(self.num_ranks + 1)]
         sent = [sum(table[self._rank][first:last]) for first, last in pairwise(bounds)]
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         received = [sum(counts[own]) for counts in table]
-        arrived = _exchange(to_rows(tokens, order), sent, received, self._group)
         by_expert = _by_expert([counts[own] for counts in table], tokens.device)
-        way = self.way(experts, tokens.shape[0], routing.chosen.shape[1], tokens.dtype, tokens.device).name
-        results = run_rows(experts, to_rows(arrived, by_expert), by_expert.ends, way)
+        arrived = _exchange(to_rows(tokens, order), sent, received, self._group)
+        results = self._run(experts, to_rows(arrived, by_expert), by_expert, tokens, routing)
         returned = _exchange(to_rows(results, _reverse(by_expert)), received, sent, self._group)
         return from_rows(returned, routing.weights, order)
 
-    def _counts_of_all(self, ends: Tensor) -> list[list[int]]:
-        """How many rows each rank has for each slot, in the order of ranks. The host waits here."""
-        counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
+    def _to_ranks(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+        """A row for each rank that has experts of a token; it comes back as the weighted sum of what these say."""
+        weights, chosen = routing.weights, routing.chosen
+        parcels = parcels_of(chosen, self._homes, self.num_ranks)
+        counts, table = self._counts_of_all(parcels.counts)
+        traffic = traffic_of(table, self._rank, chosen.shape[1])
+        leaving = leaving_rows(parcels, counts[self._rank], traffic)
+        weights = to_rows(weights.reshape(-1, 1), parcels.by_rank._replace(tokens=parcels.by_rank.pairs))
+        arrived, weights, codes = _deliver(copied(tokens, leaving), weights, parcels.codes, traffic, self._group)
+        by_expert, arriving = arriving_rows(codes, counts[:, traffic.here], traffic, self._held[self._rank])
+        results = self._run(experts, copied(arrived, arriving), by_expert, tokens, routing)
+        sums = summed(results, arriving, weights.dtype, to_rows(weights, by_expert).squeeze(1))
+        returned = _exchange(sums, traffic.rows_received, traffic.rows_sent, self._group)
+        return summed(returned, leaving, weights.dtype)
+
+    def _run(self, experts: Experts, rows: Tensor, order: Order, tokens: Tensor, routing: Routing) -> Tensor:
+        way = self.way(experts, tokens.shape[0], routing.chosen.shape[1], tokens.dtype, tokens.device).name
+        return run_rows(experts, rows, order.ends, way)
+
+    def _counts_of_all(self, counts: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """Every rank's, where they are computed with and on the host, which waits here."""
+        device = counts.device
         counts = counts.cpu() if self._counts_on_host else counts
         everyones = [torch.empty_like(counts) for _ in range(self.num_ranks)]
         dist.all_gather(everyones, counts, self._group)
-        table: list[list[int]] = torch.stack(everyones).tolist()
-        return table
+        found = torch.stack(everyones)
+        table: list[list[int]] = found.tolist()
+        return found.to(device), table
+
+
+class _Delivery(Function):
+    """Rows, and of each choice its weight and code. One node: so all ranks send gradients back in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, codes: Tensor, traffic: Traffic, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.traffic, ctx.group = traffic, group
+        # Weights and codes are few bytes: sent as one, they cost one delay.
+        notes = torch.cat([weights.view(torch.int32), codes.view(torch.int32)], 1)
+        notes = _exchanged(notes, traffic.choices_sent, traffic.choices_received, group)
+        # Copies: a part of one row, or of none, counts as contiguous, but 8 bytes have to begin at a multiple of 8.
+        parts = torch.split(notes, [notes.shape[1] - 2, 2], 1)
+        kept, numbers = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        found = kept.view(weights.dtype), numbers.view(codes.dtype)
+        ctx.mark_non_differentiable(found[1], *(() if ctx.needs_input_grad[1] else found[:1]))
+        return _exchanged(rows, traffic.rows_sent, traffic.rows_received, group), *found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        traffic, of_weights = ctx.traffic, None
+        if ctx.needs_input_grad[1]:
+            of_weights = _exchanged(gradients[1], traffic.choices_received, traffic.choices_sent, ctx.group)
+        of_rows = _exchanged(gradients[0], traffic.rows_received, traffic.rows_sent, ctx.group)
+        return of_rows, of_weights, None, None, None
+
+
+def _deliver(
+    rows: Tensor, weights: Tensor, codes: Tensor, traffic: Traffic, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor] = _Delivery.apply(rows, weights, codes, traffic, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
