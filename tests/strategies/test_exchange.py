@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.world import World
@@ -21,6 +22,7 @@ from drivetrain.moe.router import Routing
 from drivetrain.moe.rows import Spread, copied, summed
 from drivetrain.strategies import exchange
 from drivetrain.strategies.exchange import ExchangeDispatcher
+from drivetrain.strategies.parcels import arriving_rows, homes_of, leaving_rows, parcels_of, traffic_of
 from tests.gloo_pool import GlooPool
 
 WIDTH, HIDDEN, OUTPUTS = 5, 6, 7
@@ -100,16 +102,18 @@ def watched() -> Iterator[list[tuple[int, int]]]:
         yield seen
 
 
-def dispatch(case: Case, kind: type[ExchangeDispatcher] = ExchangeDispatcher) -> dict[str, Any]:
+def dispatch(case: Case, device: str = "cpu") -> dict[str, Any]:
     """On a rank."""
-    world = World.join([torch.device("cpu")])
+    world = World.join([torch.device(device)])
     experts, parts = inputs_of(case)
     for parameter in experts.parameters():
-        parameter.data = parameter.data[slots_of(case.placement, world.rank)]
+        parameter.data = parameter.data[slots_of(case.placement, world.rank)].to(device)
+    part = {name: value.to(device) for name, value in parts[world.rank].items()}
     assert world.group is not None
-    dispatcher = kind(world, world.group, case.placement, [1.0] * world.size)
+    dispatcher = ExchangeDispatcher(world, world.group, case.placement, [1.0] * world.size)
     with watched() as seen:
-        own, of_experts = ran(dispatcher, experts, parts[world.rank], case.choices(world.rank), case)
+        found = ran(dispatcher, experts, part, case.choices(world.rank).to(device), case)
+    own, of_experts = ({name: value.cpu() for name, value in values.items()} for values in found)
     return {"own": own, "experts": of_experts, "seen": seen}
 
 
@@ -265,6 +269,37 @@ def test_what_bf16_rounds_more_than_one_process(gloo_pool: GlooPool) -> None:
 
 
 # The parts
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses whatever a device would have to tell the host before it can go on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+        by_numbers = func is torch.ops.aten.index.Tensor and all(index.dtype != torch.bool for index in args[1])
+        assert not depends or by_numbers or kwargs.get("output_size") is not None, f"the host waits for {func}"
+        return func(*args, **kwargs)
+
+
+def test_the_host_waits_for_nothing_but_the_counts() -> None:
+    placement = (0, 0, 1, 1, 1)
+    homes = homes_of(placement, [2, 3])
+    choices = [torch.rand(9, 5).topk(3).indices for _ in range(2)]
+    with NoWaits():
+        parcels = [parcels_of(chosen, homes, 2) for chosen in choices]
+    table = torch.stack([each.counts for each in parcels])  # what ranks gather
+    traffic = traffic_of(table.tolist(), 0, 3)
+    parts = [each.codes.split(traffic_of(table.tolist(), rank, 3).choices_sent)[0] for rank, each in enumerate(parcels)]
+    rows = torch.randn(9, 4, requires_grad=True)
+    with NoWaits():
+        leaving = leaving_rows(parcels[0], table[0], traffic)
+        order, arriving = arriving_rows(torch.cat(parts), table[:, traffic.here], traffic, 2)
+        summed(copied(rows, leaving), leaving, torch.float32).sum().backward()
+        copies = copied(torch.randn(sum(traffic.rows_received), 4, requires_grad=True), arriving)
+        summed(copies, arriving, torch.float32, torch.rand(len(order.pairs), requires_grad=True)).sum().backward()
+    with pytest.raises(AssertionError, match="the host waits"), NoWaits():
+        torch.ones(3).nonzero()
 
 
 def ragged() -> Spread:

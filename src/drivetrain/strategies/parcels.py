@@ -46,9 +46,10 @@ class Parcels(NamedTuple):
 def parcels_of(chosen: Tensor, homes: Homes, num_ranks: int) -> Parcels:
     k = chosen.shape[1]
     ranks = homes.ranks[chosen]
-    same = ranks.unsqueeze(2) == ranks.unsqueeze(1)  # (tokens, k, k)
-    turns = same.tril(-1).sum(2)
-    leader = torch.where(same, torch.arange(k, device=chosen.device), k).amin(2)  # the choice of turn 0 on that rank
+    # (tokens, k, k): of each choice, how many of the choices up to each are on its rank.
+    up_to = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).cumsum(2, dtype=torch.int32)
+    turns = up_to.diagonal(dim1=1, dim2=2) - 1
+    leader = (up_to == 0).sum(2)  # the choice of turn 0 on its rank
     by_rank = order_of(ranks * k + turns, num_ranks * k)
     nth = (turns == 0).cumsum(1) - 1
     by_nth = order_of(nth.where(turns == 0, k), k + 1)
