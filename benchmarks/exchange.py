@@ -2,9 +2,9 @@
 
 Four gloo processes on the CPU, forward and backward of one layer of 16 experts, two for each token. Bytes are those
 that leave a rank for another, counts included: exact, and the same each time. Times are of both ways in turns, so that
-whatever else the machine does meets both alike; between processes of one machine a byte is cheap, so they say less of
-a cluster than the bytes do. `random`: any two experts. `pairs`: each expert always with the same other one, on its rank
-(`together`) or not (`apart`).
+whatever else the machine does meets both alike, and of the processors too, which waits for others are no part of;
+between processes of one machine a byte is cheap, so they say less of a cluster than the bytes do. `random`: any two
+experts. `pairs`: each expert always with the same other one, on its rank (`together`) or not (`apart`).
 """
 
 import datetime
@@ -30,7 +30,7 @@ from drivetrain.strategies.exchange import ExchangeDispatcher
 
 RANKS, EXPERTS, K = 4, 16, 2
 TOKENS, WIDTH, HIDDEN = 2048, 512, 64  # of each rank; experts are narrow, since they are not what is compared
-ROUNDS, CALLS = 15, 1
+ROUNDS = 15
 BLOCKS = tuple(slot * RANKS // EXPERTS for slot in range(EXPERTS))
 IN_TURNS = tuple(slot % RANKS for slot in range(EXPERTS))
 CASES = {"random": ("random", BLOCKS), "pairs together": ("pairs", BLOCKS), "pairs apart": ("pairs", IN_TURNS)}
@@ -76,17 +76,19 @@ def _rank(rank: int, folder: str) -> None:
 def _compared(name: str, kind: str, placement: tuple[int, ...]) -> dict[str, list[float]]:
     calls = {way: Call(dispatcher, kind, placement) for way, dispatcher in WAYS.items()}
     megabytes = {way: call.megabytes() for way, call in calls.items()}  # warms up, too
-    times: dict[str, list[float]] = {way: [] for way in calls}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in calls}
     for number in range(ROUNDS):
         for way in list(calls)[:: 1 if number % 2 else -1]:
             times[way].append(calls[way].milliseconds())
     result: dict[str, list[float]] = {}
     for way in calls:
         result[f"{name}: {way} (MB sent)"] = [megabytes[way]]
-        result[f"{name}: {way} (ms)"] = times[way]
-    result[f"{name}: bytes of one for each rank / for each expert"] = [megabytes[EACH_RANK] / megabytes[EACH_EXPERT]]
-    pairs = zip(times[EACH_RANK], times[EACH_EXPERT], strict=True)
-    result[f"{name}: time of one for each rank / for each expert"] = [ours / theirs for ours, theirs in pairs]
+        for place, kind_of_time in enumerate(("ms", "ms of processors")):
+            result[f"{name}: {way} ({kind_of_time})"] = [found[place] for found in times[way]]
+    result[f"{name}: bytes, each rank / each expert"] = [megabytes[EACH_RANK] / megabytes[EACH_EXPERT]]
+    for place, words in enumerate(("time", "time of processors")):
+        pairs = zip(times[EACH_RANK], times[EACH_EXPERT], strict=True)
+        result[f"{name}: {words}, each rank / each expert"] = [ours[place] / theirs[place] for ours, theirs in pairs]
     return result
 
 
@@ -106,14 +108,14 @@ class Call:
     def __call__(self) -> None:
         self._dispatcher(self._experts, self._tokens, self._routing).backward(self._upstream)
 
-    def milliseconds(self) -> float:
-        """Of one forward and backward."""
+    def milliseconds(self) -> tuple[float, float]:
+        """Of one forward and backward: until all ranks are done; and of the processors of all."""
         dist.barrier()
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            self()
-        dist.barrier()
-        return (time.perf_counter() - began) / CALLS * 1e3
+        began, worked = time.perf_counter(), time.process_time()
+        self()
+        work = torch.tensor(time.process_time() - worked, dtype=torch.float64)
+        dist.all_reduce(work)  # waits for the others
+        return (time.perf_counter() - began) * 1e3, work.item() * 1e3
 
     def megabytes(self) -> float:
         """That leave any rank for another in one forward and backward."""
