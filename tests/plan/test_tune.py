@@ -81,7 +81,9 @@ def test_the_largest_that_fits_where_larger_is_faster() -> None:
 def test_a_job_of_few_steps_takes_the_largest_that_is_bound_to_fit_after_one_step_of_it() -> None:
     few = {"remaining_samples": 64 * 81, "budget_share": 0.05, "compile_modes": ("default",)}
     machine = Machine(held=900)
-    assert machine.tune(**few).way == Way(micro_batch=64)
+    found = machine.tune(**few)
+    assert found.way == Way(micro_batch=64)
+    assert found.forecast_bytes == 0, "a bound is no forecast"
     assert [(way.micro_batch, way.compile_mode) for way in machine.ways] == [(1, None), (64, None)]
     assert machine.now == pytest.approx(0.2)  # both were brief
     # By the bound, 900 + 64 × (1100 - 900), it may not fit: one more size shows that it does.

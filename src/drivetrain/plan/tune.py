@@ -270,9 +270,9 @@ class _Search:
         return True
 
     def _forecast(self, way: Way) -> None:
-        """What is expected of its memory, if it was not measured yet and smaller steps say something of it."""
-        line = self._line(way)
-        if line is not None and all(peak.micro_batch != way.micro_batch for peak in self._peaks(way)):
+        """What is expected of its memory, if it was not measured yet; from two sizes, as one gives but a bound."""
+        line, sizes = self._line(way), {peak.micro_batch for peak in self._peaks(way)}
+        if line is not None and len(sizes) > 1 and way.micro_batch not in sizes:
             self._forecasts.setdefault(way, line.peak_bytes(way.micro_batch))
 
     def _fastest(self, way: Way, largest: int) -> Way | None:
