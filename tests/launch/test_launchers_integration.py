@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,6 @@ def tool(name: str) -> str | None:
 def command(launcher: str) -> list[str]:
     found = tool(launcher) or launcher
     return {
-        "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         # `--cpu --num_processes 2` starts one process; this starts two, and the script itself asks for the CPU.
         "accelerate": [found, "launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
@@ -50,14 +50,16 @@ def why_not(launcher: str) -> str:
 
 def trained(launcher: str, folder: Path) -> tuple[list[float], int]:
     script = folder / "train.py"
-    script.write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
     beside = str(Path(sys.executable).parent)
     environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{beside}:{os.environ['PATH']}"}
     words = [*command(launcher), str(script), str(folder / "runs")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    run = folder / "runs" / "mine"
+    return what_was_learnt(folder / "runs" / "mine")
+
+
+def what_was_learnt(run: Path) -> tuple[list[float], int]:
     rows = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     checkpoint = max((run / "checkpoints").glob("step-*/manifest.json"))
     return [row["loss"] for row in rows], json.loads(checkpoint.read_text())["manifest"]["world_size"]
@@ -66,12 +68,13 @@ def trained(launcher: str, folder: Path) -> tuple[list[float], int]:
 @pytest.mark.parametrize(
     "launcher", ["torchrun", "mpirun", pytest.param("deepspeed", marks=pytest.mark.deepspeed), "accelerate"]
 )
-def test_two_processes_learn_what_one_does(tmp_path: Path, launcher: str) -> None:
+def test_two_processes_learn_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     if reason := why_not(launcher):
         pytest.skip(reason)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    expected, one = trained("python", alone)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "alone")])
+    runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+    expected, one = what_was_learnt(tmp_path / "alone" / "mine")
     losses, world = trained(launcher, tmp_path)
     assert (one, world) == (1, 2)
     assert losses == pytest.approx(expected, rel=1e-6)

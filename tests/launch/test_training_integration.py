@@ -55,11 +55,12 @@ def kill_again_and_again(folder: Path, kills: int, limit_seconds: float) -> int:
     chance = random.Random(kills)
     steps = 6 * kills + 20
     took: list[float] = []
+    victims: list[int] = []
     with launching(folder, "--max-restarts", str(kills), str(SCRIPT), str(folder), str(steps)) as process:
         moment, target = 0.0, 3
         for _ in range(kills):
-            victim = chance.randint(0, 1)
-            _, pid = wait_for_step(folder, target, moment, rank=victim)
+            victims.append(chance.randint(0, 1))
+            _, pid = wait_for_step(folder, target, moment, rank=victims[-1])
             time.sleep(chance.random() * 0.05)
             moment = time.monotonic()
             os.kill(pid, signal.SIGKILL)
@@ -79,6 +80,7 @@ def kill_again_and_again(folder: Path, kills: int, limit_seconds: float) -> int:
     assert err.rstrip().splitlines()[-1] == f"drivetrain: stopped by SIGINT; {saved}"
     assert diary(folder)[-1][0] == checkpoint.step < steps  # nothing is lost, and something is left
     assert max(took) < limit_seconds, took
+    assert set(victims) == {0, 1}
     return steps
 
 
@@ -102,9 +104,9 @@ def train_whole(folder: str, steps: int) -> None:
     train(Path(folder), steps)
 
 
-def test_three_restarts_and_ctrl_c_to_the_same_bits(gloo_pool, tmp_path: Path) -> None:
-    """As if nothing had happened; in a world that nothing was launched in."""
-    check_restarts(gloo_pool, tmp_path, 3, limit_seconds=60)  # the machine may be busy; the promise is held below
+def test_two_restarts_and_ctrl_c_to_the_same_bits(gloo_pool, tmp_path: Path) -> None:
+    """As if nothing had happened, whichever rank was killed; in a world that nothing was launched in."""
+    check_restarts(gloo_pool, tmp_path, 2, limit_seconds=60)  # the machine may be busy; the promise is held below
 
 
 @pytest.mark.soak
