@@ -249,8 +249,7 @@ def _other_precisions(run: Setup) -> tuple[Any, ...]:
     """What may turn out faster than the rule's: casting costs small models more than it gains, on a GPU too."""
     if run.world.device.type == "cuda":
         return () if run.way.precision in ("fp32", "tf32") else ("tf32",)
-    flags = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
-    return ("bf16",) if run.way.precision == "fp32" and "AVX512" in flags else ()
+    return ("bf16",) if run.way.precision == "fp32" and "bf16" in run.hardware.cpu.precisions else ()
 
 
 def _why_not_captured(run: Setup) -> str:
