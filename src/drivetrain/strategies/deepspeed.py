@@ -28,6 +28,7 @@ from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, 
 from drivetrain.strategies.deepspeed_config import keeps_bf16_weights
 from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.sharding import refuse_unless_elementwise
+from drivetrain.strategies.together import Sums
 from drivetrain.strategies.zero_parts import ZeroParts, refuse_odd_weights
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
@@ -52,9 +53,7 @@ class DeepSpeedStrategy:
         parts.mixtures.group = self._world.group
         self._objective = Objective(parts, scale=float(self._world.size))  # it averages over ranks; a step is a sum
         self._has_buffers = any(True for _ in parts.model.buffers())
-        self._stop = False
-        self._sums: Tensor | None = None
-        self._on_its_way: dist.Work | None = None
+        self._sums = Sums(self._world)
         self._begins, self._accumulates = True, False
         self._samples = 0
         self._zero_parts = ZeroParts(parts, self._world.rank, self._world.is_main, self._stage)
@@ -163,25 +162,11 @@ class DeepSpeedStrategy:
 
     def backward(self, objective: Tensor) -> None:
         if not self._accumulates:
-            self._send_sums()
+            self._sums.send(*self._objective.take_tallies())
         self._engine.backward(objective, scale_wrt_gas=False)
 
-    def _send_sums(self) -> None:
-        """In float64: counts stay exact, and sums are as good as the losses they are made of."""
-        losses, count = self._objective.take_tallies()
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        for value, factor in losses:
-            self._sums[0] += value.double() * factor
-        self._sums[1] += count
-        self._sums[2] += float(self._stop)
-        if self._world.group is not None:
-            self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
-
     def step(self, stop: bool) -> StepOutcome:
-        assert self._sums is not None, "backward comes before step"
-        if self._on_its_way is not None:
-            self._on_its_way.wait()
-        total, count, stopping = self._sums.unbind()
+        total, count, stopping = self._sums.take()
         if self._objective.counts_items:
             # The host waits for the device. So it does in DeepSpeed's step, to see whether the norm is finite.
             factor = float(rescaling(self._samples, count))
@@ -192,9 +177,8 @@ class DeepSpeedStrategy:
         if self._parts.clip_norm is not None:
             norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)
         self._parts.follow()
-        self._sums = self._on_its_way = None
         self._begins = True
-        self._stop = stop  # travels with the next sums
+        self._sums.stop = stop  # travels with the next sums
         skipped = float(self._zero.overflow)
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 

@@ -21,7 +21,7 @@ from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, share_buffers, whole_state
 from drivetrain.strategies.sharding import Sharded
-from drivetrain.strategies.together import norm_over_ranks, share_infinities
+from drivetrain.strategies.together import Sums, norm_over_ranks, share_infinities
 
 
 class FsdpStrategy:
@@ -40,9 +40,7 @@ class FsdpStrategy:
         self._replicated = [p for p in sharded.replicated.values() if p.requires_grad]
         self._objective = Objective(parts, scale=1.0)
         self._has_buffers = any(True for _ in parts.model.buffers())
-        self._stop = False
-        self._sums: Tensor | None = None
-        self._on_its_way: dist.Work | None = None
+        self._sums = Sums(self._world)
         self._begins, self._accumulates = True, False
         self._samples = 0
         if trial.batch is not None:
@@ -83,33 +81,19 @@ class FsdpStrategy:
 
     def backward(self, objective: Tensor) -> None:
         if not self._accumulates:
-            self._send_sums()
+            self._sums.send(*self._objective.take_tallies())
         torch.autograd.backward(self._parts.scaler.scale(objective))
 
-    def _send_sums(self) -> None:
-        """In float64: counts stay exact, and sums are as good as the losses they are made of."""
-        losses, count = self._objective.take_tallies()
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        for value, factor in losses:
-            self._sums[0] += value.double() * factor
-        self._sums[1] += count
-        self._sums[2] += float(self._stop)
-        if self._world.group is not None:
-            self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
-
     def step(self, stop: bool) -> StepOutcome:
-        assert self._sums is not None, "backward comes before step"
         self._hand_over_gradients()
-        if self._on_its_way is not None:
-            self._on_its_way.wait()  # of the stream, on a GPU; elsewhere backward took longer than three numbers do
-        total, count, stopping = self._sums.unbind()
+        total, count, stopping = self._sums.take()
         if self._objective.counts_items:
             self._rescale(rescaling(self._samples, count))
         norm, skipped = self._parts.update(None, self if self._world.size > 1 else None)
         if norm is not None:
             norm = norm.to(self._world.device)  # offloaded gradients have theirs in host memory
         self._clear()
-        self._stop = stop  # travels with the next sums
+        self._sums.stop = stop  # travels with the next sums
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def _hand_over_gradients(self) -> None:
@@ -139,7 +123,6 @@ class FsdpStrategy:
         for tensors in (self._parts.owners, self._sharded.parameters.values(), self._replicated):
             for tensor in tensors:
                 tensor.grad = None
-        self._sums = self._on_its_way = None
         self._begins = True
 
     # What is only known of all parts together

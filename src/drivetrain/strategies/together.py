@@ -1,4 +1,4 @@
-"""What gradients come to of which every rank has a part. All ranks call these together."""
+"""What ranks that each have a part know only of all parts together. All ranks call these together."""
 
 from collections.abc import Iterable
 
@@ -22,3 +22,32 @@ def share_infinities(found: Iterable[Tensor], world: World) -> None:
     """1 on all ranks where it is on one: a step is skipped by all or by none."""
     for flag in found:
         dist.all_reduce(flag, dist.ReduceOp.MAX, world.group)
+
+
+class Sums:
+    """Loss sum, count and the wish to stop over all ranks: sent before backward, taken after it, so nobody waits."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.stop = False  # this rank's wish, which travels with the next sums
+        self._sums: Tensor | None = None
+        self._on_its_way: dist.Work | None = None
+
+    def send(self, losses: Iterable[tuple[Tensor, float]], count: Tensor | float) -> None:
+        """In float64: counts stay exact, and sums are as good as the losses they are made of."""
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        for value, factor in losses:
+            self._sums[0] += value.double() * factor
+        self._sums[1] += count
+        self._sums[2] += float(self.stop)
+        if self._world.group is not None:
+            self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss sum, count, and how many ranks wish to stop."""
+        assert self._sums is not None, "backward comes before step"
+        if self._on_its_way is not None:
+            self._on_its_way.wait()  # of the stream, on a GPU; elsewhere backward took longer than three numbers do
+        total, count, stopping = self._sums.unbind()
+        self._sums = self._on_its_way = None
+        return total, count, stopping
