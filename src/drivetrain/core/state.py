@@ -68,6 +68,16 @@ class TensorSource(Protocol):
     ) -> Tensor: ...
 
 
+def put_value(tensor: Tensor, value: Tensor) -> None:
+    """Another value, perhaps of another shape or in another place, for the same tensor: whoever holds it still does."""
+    if tensor.is_meta and not value.is_meta:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = value
+
+
 def put_away(model: nn.Module) -> None:
     """Makes a sharded model forget what it has gathered: its parameters are shards, and the next forward gathers anew.
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
-from drivetrain.core.state import is_distributed, local_part, offsets_of
+from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
 from drivetrain.core.world import World
 from drivetrain.plan.held import Held, forecast_held, without_memory
 from drivetrain.strategies.activations import repeated_blocks
@@ -317,12 +317,7 @@ def _settle(tensor: Tensor, world: World) -> None:
             sent = value.to(world.collective_device)
             dist.broadcast(sent.view(-1).view(torch.uint8), 0, world.group)
             value = sent.to(world.device)
-        if tensor.is_meta:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-            torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
-        else:
-            tensor.data = value
+        put_value(tensor, value)
 
 
 def refuse_uncuttable(model: nn.Module) -> None:
