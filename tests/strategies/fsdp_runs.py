@@ -260,11 +260,25 @@ class Loose(nn.Module):
         self.out = nn.Linear(6, 4)
 
 
+class Numbers(nn.Module):
+    """Several weights that stay whole, all of one shape: nobody would notice if they were mixed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(()) for _ in range(12))
+        self.out = nn.Linear(6, 4)
+
+
 def built(kind: str) -> tuple[bool, list[float]]:
     """Whether this rank built it without memory; and the weights that it has after rank 0's were sent."""
     world = world_here()
     torch.manual_seed(100 + world.rank)  # other weights on every rank: those of rank 0 must win
-    makers: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "failing": Failing, "loose": Loose}
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "odd": Odd,
+        "failing": Failing,
+        "loose": Loose,
+        "numbers": Numbers,
+    }
     model = build(makers[kind], world)
     without_memory = any(parameter.is_meta for parameter in model.parameters())
     sharded = shard(model, world, ShardOptions(), FP32_ON_CPU)

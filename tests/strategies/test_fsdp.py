@@ -172,7 +172,9 @@ def test_what_hooks_see_and_what_is_said(gloo_pool: GlooPool, tmp_path: Path) ->
     assert told["reason"] == "asked for"
 
 
-@pytest.mark.parametrize(("kind", "without_memory"), [("odd", True), ("failing", False), ("loose", False)])
+@pytest.mark.parametrize(
+    ("kind", "without_memory"), [("odd", True), ("failing", False), ("loose", False), ("numbers", True)]
+)
 def test_rank_0_builds_and_the_others_get_its_weights(gloo_pool: GlooPool, kind: str, without_memory: bool) -> None:
     ranks = gloo_pool.run(fsdp_runs.built, kind, world=3)
     assert [rank[0] for rank in ranks] == [False, without_memory, without_memory]

@@ -231,7 +231,7 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
         for parameter in unit.parameters.values():
             _settle(parameter, world)
         if unit.name == ROOT:
-            for tensor in [*left_whole, *model.buffers()]:
+            for tensor in [*layout.replicated.values(), *model.buffers()]:  # in one order on all ranks
                 _settle(tensor, world)
         if not unit.parameters and unit.name != ROOT:
             continue
