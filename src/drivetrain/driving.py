@@ -13,6 +13,7 @@ and count together with the gradients, as it does in `train`.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from drivetrain.run import (
 )
 from drivetrain.run.saves import Saves
 from drivetrain.step import Stepper
-from drivetrain.strategies import Average, StrategyParts, Trial
+from drivetrain.strategies import Average, ExpertParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.replicated import parameter_names, share_buffers
 from drivetrain.trainer import Begun, Trainer
@@ -145,7 +146,7 @@ class Drive:
         # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
         self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
         self._strategy = setup.make_strategy(broadcast_buffers=False)
-        objective = self._strategy.prepare(parts, Trial(None if setup.sharded else _touching_all(model), 1))
+        objective = self._strategy.prepare(parts, Trial(None if setup.sharded else partial(_touching_all, model), 1))
         self.resumed_from = 0
         if checkpoint is not None:
             self._strategy.load(checkpoint)
@@ -406,10 +407,12 @@ class Drive:
         if not self.world.is_main or not self._is_whole or self.steps == self.resumed_from:
             return
         saved = self._checkpointer.steps()
-        if self._setup.sharded and self.world.size > 1 and self.steps not in saved:
+        strategy = self._setup.strategy
+        holds_parts = self._setup.sharded or strategy == ExpertParallelStrategy.name
+        if holds_parts and self.world.size > 1 and self.steps not in saved:
             self._books.say(
-                f"the loop was left after step {self.steps}; with fsdp a checkpoint takes all processes, and they may "
-                f"be gone: it will go on from step {max(saved, default=0)}"
+                f"the loop was left after step {self.steps}; with {strategy} a checkpoint takes all processes, and "
+                f"they may be gone: it will go on from step {max(saved, default=0)}"
             )
             return
         if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
@@ -426,8 +429,8 @@ class Drive:
 
 
 def _as_computed(model: Any, loss: Any) -> Any:
-    """The loss function of the job: the loop has computed it already."""
-    return loss
+    """The loss function of the job: the loop has computed it already, and the trial is computed here."""
+    return loss() if callable(loss) else loss
 
 
 def _refuse(config: Config, num_devices: int) -> None:
