@@ -118,7 +118,7 @@ class _Run(Setup):
         called_loss = self.called_loss()
         taken = None
         if checkpoint is None and job.init_from is not None:
-            taken = take_weights(job.init_from, model, world)
+            taken = take_weights(job.init_from, model, world, self.experts)
         average = None if job.ema is None else Average(model, job.ema)
         strategy = self.make_strategy()
         first = loader.first(job.max_steps, job.epochs)

@@ -81,7 +81,7 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
         return Performance.model_validate(setup.world.agree(found.model_dump(mode="json")))
     finally:
         setup.close_loaders()
-        setup.world.close()
+        setup.close()
 
 
 def _measured(setup: Setup, num_iterations: int) -> Performance:

@@ -137,7 +137,7 @@ class Drive:
         model, optimizer, called = _as_they_are(setup)
         taken = None
         if checkpoint is None and job.init_from is not None:
-            taken = take_weights(job.init_from, model, world)
+            taken = take_weights(job.init_from, model, world, setup.experts)
         average = None if job.ema is None else Average(model, job.ema)
         offloads = setup.settings.activations.value == "offload"
         parts = StrategyParts(

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import numerics
-from drivetrain.core.state import local_part, read_for
+from drivetrain.core.state import TensorSource, local_part, read_for
 from drivetrain.job import Job
 from drivetrain.run import Result, Setup, Which, checkpoint_of
 
@@ -29,14 +28,15 @@ def evaluate(
             setup.follow(setup.way.but(precision=recorded.precision, channels_last=recorded.channels_last))
         with numerics(setup.precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
             model, _, called = setup.model()
-            _load(model, checkpoint)
+            source = checkpoint if setup.experts is None else setup.experts.seen(checkpoint)
+            _load(model, source, checkpoint.path)
             return setup.validator(setup.way.micro_batch).measure(model, called)
     finally:
         setup.close_loaders()
-        setup.world.close()
+        setup.close()
 
 
-def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
+def _load(model: nn.Module, checkpoint: TensorSource, path: Path) -> None:
     """The model's own weights; the averaged ones where an average was kept, since those were validated."""
     keys: dict[str, Any] = dict(checkpoint.keys)
     state = model.state_dict()
@@ -46,7 +46,7 @@ def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
     )
     if missing or others:
         raise DrivetrainError(
-            f"{checkpoint.path} holds another model: {', '.join((missing + others)[:5])} "
+            f"{path} holds another model: {', '.join((missing + others)[:5])} "
             f"{'is not there' if missing else 'has another shape'}",
             remedy="evaluate it with the job that trained it",
         )

@@ -15,4 +15,4 @@ def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_pr
         return measured(run, model, on_probe=on_probe) if measure else described(run, model, None)
     finally:
         run.close_loaders()
-        run.world.close()
+        run.close()

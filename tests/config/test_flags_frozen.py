@@ -44,6 +44,7 @@ FLAGS = {
     "checkpoint.async_save": ["--async-save"],
     "checkpoint.init_from": ["--init-from"],
     "distributed.strategy": ["--parallel-strategy"],
+    "distributed.expert_rest": ["--expert-rest"],
     "distributed.fsdp_offload": ["--fsdp-offload"],
     "distributed.fsdp_cast": ["--fsdp-cast"],
     "distributed.fsdp_accumulate": ["--fsdp-accumulate"],

@@ -161,6 +161,20 @@ CONTRADICTIONS = [
         "is an option of ddp, but parallel_strategy: fsdp asks for another strategy",
     ),
     ("4x-l4", {"parallel_strategy": "ddp", "fsdp_offload": True}, "fsdp_offload", "is an option of fsdp"),
+    ("4x-l4", {"parallel_strategy": "expert_parallel", "fsdp_offload": True}, "fsdp_offload", "is an option of fsdp"),
+    (
+        "4x-l4",
+        {"parallel_strategy": "expert_parallel", "expert_rest": "fsdp", "bucket_cap_mb": 10},
+        "bucket_cap_mb",
+        "is an option of ddp",
+    ),
+    ("4x-l4", {"parallel_strategy": "fsdp", "expert_rest": "fsdp"}, "expert_rest", "the strategy is fsdp"),
+    (
+        "4x-l4",
+        {"parallel_strategy": "expert_parallel", "expert_rest": "fsdp", "fsdp_offload": True, "precision": "fp16"},
+        "fsdp_offload",
+        "steps the optimizer in host memory",
+    ),
     (
         "4x-l4",
         {"parallel_strategy": "fsdp", "fsdp_offload": True, "precision": "fp16"},
@@ -191,6 +205,8 @@ def test_contradictions(machine: str, values: dict[str, object], key: str, words
         ("4x-l4", {"compile": True, "compile_mode": "max-autotune"}),
         ("4x-l4", {"fsdp_cast": "blocks", "bucket_cap_mb": 10}),  # whichever strategy is chosen
         ("cpu-2core", {"parallel_strategy": "fsdp", "fsdp_accumulate": "shards", "find_unused_parameters": True}),
+        ("4x-l4", {"parallel_strategy": "expert_parallel", "expert_rest": "fsdp", "fsdp_offload": True}),
+        ("4x-l4", {"parallel_strategy": "expert_parallel", "bucket_cap_mb": 10}),
     ],
 )
 def test_combinations_that_are_fine(machine: str, values: dict[str, object]) -> None:

@@ -316,12 +316,17 @@ def test_data_without_numbers_is_refused_in_words() -> None:
 class Part(Tensor):
     """Stands for what fsdp makes of a parameter."""
 
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
 
 def test_weights_that_fsdp_has_cut_are_refused_before_anything_is_replayed() -> None:
     awake = Awake()
     awake.layer.router.weight = nn.Parameter(awake.layer.router.weight.detach().as_subclass(Part))
-    with pytest.raises(DrivetrainError, match="fsdp"):
+    with pytest.raises(DrivetrainError, match="fsdp holds parts of the weights"):
         Sleep()(at(awake, 1))
+    with pytest.raises(DrivetrainError, match="cannot come and go while fsdp"):
+        Slots(awake.layer)
 
 
 # In runs

@@ -202,9 +202,11 @@ _OF_DEEPSPEED = ("stage", "offload_optimizer", "config")
 
 def _options_of_others(case: _Case) -> Iterator[Problem]:
     """Options that the strategy which was asked for would not obey. With `auto` they count if theirs is chosen."""
-    strategy = case.config.distributed.strategy
+    distributed = case.config.distributed
+    strategy = distributed.strategy
     of_fsdp, of_ddp = {"fsdp": _OF_FSDP}, {"ddp": _OF_DDP}
-    foreign = {"fsdp": of_ddp, "auto": {}, "deepspeed": of_fsdp | of_ddp}.get(strategy, of_fsdp)
+    shards = strategy == "fsdp" or (strategy == "expert_parallel" and distributed.expert_rest == "fsdp")
+    foreign = of_ddp if shards else {"auto": {}, "deepspeed": of_fsdp | of_ddp}.get(strategy, of_fsdp)
     for owner, options in foreign.items():
         for option in options:
             if f"distributed.{option}" in case.given:
@@ -213,8 +215,14 @@ def _options_of_others(case: _Case) -> Iterator[Problem]:
                     f"is an option of {owner}, but {case.spelled('distributed.strategy')} asks for another strategy",
                     remedy="drop one of the two",
                 )
+    if strategy != "expert_parallel" and distributed.expert_rest != "ddp":
+        yield case.problem(
+            "distributed.expert_rest",
+            f"says how expert_parallel holds what is no expert, and the strategy is {strategy}",
+            remedy="add --parallel-strategy expert_parallel, or drop this",
+        )
     yield from _with_deepspeed(case) if strategy == "deepspeed" else _without_deepspeed(case)
-    if strategy == "fsdp" and case.config.distributed.fsdp_offload and case.config.precision.dtype == "fp16":
+    if shards and distributed.fsdp_offload and case.config.precision.dtype == "fp16":
         yield case.problem(
             "distributed.fsdp_offload",
             f"steps the optimizer in host memory, and {case.spelled('precision.dtype')} scales gradients on the GPU",

@@ -234,6 +234,10 @@ class DistributedSection(Section):
         "whole copy of model and optimizer does not fit a GPU), else single; data_parallel is one process for several "
         "GPUs; expert_parallel is ddp with the experts of mixtures shared out; deepspeed is its ZeRO",
     )
+    expert_rest: Annotated[Literal["ddp", "fsdp"], Flag("expert-rest")] = Field(
+        "ddp",
+        description="expert_parallel, all but the experts: ddp, a whole copy on each rank, or fsdp, a part on each",
+    )
     fsdp_offload: Annotated[bool, Flag("fsdp-offload")] = Field(
         False, description="fsdp: keep shards and optimizer in host memory, and step the optimizer there"
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Rehearsal, StepContext
+from drivetrain.core.state import is_distributed
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.lifecycle import Lifecycle
 from drivetrain.moe.night import Night, SleepRules, Stage
 from drivetrain.moe.reservoir import Reservoir
-from drivetrain.moe.slots import Slots
 
 LOOKED_AT = 256  # samples of those seen since the last look that are read to learn their class
 MOST_TOLD = 64  # classes of which each expert's share is told
@@ -62,8 +62,11 @@ class Sleep:
                 "order is a sampler's, or the loop is your own",
                 remedy="give the job a data set with __getitem__ and __len__ and use dt.train, or leave Sleep out",
             )
-        for layer in mixtures_in(context.model).values():
-            Slots(layer)  # refuses what fsdp has cut, before anything is replayed
+        if any(is_distributed(parameter) for parameter in context.model.parameters()):
+            raise DrivetrainError(
+                "sleep trains on remembered samples outside of steps, and fsdp holds parts of the weights",
+                remedy="use --parallel-strategy ddp, or expert_parallel with --expert-rest ddp; or leave Sleep out",
+            )
         self._remember(context, rehearsal)
         grown = self._num_grown(context)
         due = self._slept_at + max(self.rules.shortest, self.interval * NEARER**grown)

@@ -101,6 +101,7 @@ def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
             reason=run.strategy_choice.reason,
             units=[name or "(the rest)" for name in sharded.unit_names],
             whole=list(sharded.replicated),
+            experts=[] if run.experts is None else list(run.experts.held),
             in_words=sharded.in_words,
             offload=sharded.options.offload,
         )

@@ -371,6 +371,8 @@ def described(
         choices["kernels.num_threads"] = Choice(
             value=way.num_threads or torch.get_num_threads(), reason=reason("threads", "num_threads", "as torch has it")
         )
+    if run.experts is not None:
+        choices["distributed.expert_rest"] = Choice(value="fsdp", reason="asked for", pinned=True)
     if way.compile_mode is not None:
         choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
     chosen = tuned.chosen if tuned else None
@@ -412,7 +414,8 @@ def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice
 
 def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
     if run.shards:
-        reason = f"{run.strategy_choice.reason}; {layout_of(model).in_words()}"
+        layout = layout_of(model, shares_experts=run.experts is not None)
+        reason = f"{run.strategy_choice.reason}; {layout.in_words()}"
         return run.strategy_choice.model_copy(update={"reason": reason})
     if run.uses_deepspeed:
         return run.strategy_choice
@@ -435,8 +438,12 @@ def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
 
 
 def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
-    """On rank 0, whose part is never the smaller one. Blocks that are gathered in turn count as workspace."""
-    held = forecast_local(model, run.job.make_optimizer, run.world.size, 0)
+    """On rank 0, whose part is never the smaller one, with as many experts as any rank has.
+
+    Blocks that are gathered in turn count as workspace.
+    """
+    rows = None if run.experts is None else run.experts.num_rows(run.experts.fullest_rank)
+    held = forecast_local(model, run.job.make_optimizer, run.world.size, 0, rows)
     if held is None:
         return MemoryForecast(parameters=0, gradients=0)
     return MemoryForecast(parameters=held.parameters + held.buffers, gradients=held.gradients, optimizer=held.optimizer)

@@ -46,7 +46,9 @@ from drivetrain.strategies import (
     ExpertParallelStrategy,
     FsdpStrategy,
     Sharded,
+    ShardedExpertParallelStrategy,
     ShardOptions,
+    SharedExperts,
     SingleStrategy,
     Strategy,
 )
@@ -119,6 +121,7 @@ class Setup:
     preflight: Preflight | None = None  # what it found, where there was one
     strategy_choice: Choice[str]  # with its reason, once the model is made
     sharded: Sharded | None = None  # the model, where ranks hold parts of it
+    experts: SharedExperts | None = None  # its experts, where these are shared out and the rest is sharded
     _made_strategy: Strategy | None = None
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
 
@@ -435,6 +438,8 @@ class Setup:
         self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
         if self.shards:
             refuse_uncuttable(made)
+            if self.strategy_choice.value == ExpertParallelStrategy.name:
+                self.experts = SharedExperts(made, self.world, self._capability())
             return made.train()  # where it was made: no more than a block at a time comes to the device
         if self.uses_deepspeed and self.zero.stage == 3:
             return made.train()  # likewise: weight by weight
@@ -449,7 +454,12 @@ class Setup:
     @property
     def shards(self) -> bool:
         """Whether ranks hold parts of the model. Known once it is built."""
-        return self.strategy_choice.value == FsdpStrategy.name
+        return self._cuts(self.strategy_choice.value)
+
+    def _cuts(self, strategy: str) -> bool:
+        if strategy == ExpertParallelStrategy.name:
+            return self.config.distributed.expert_rest == FsdpStrategy.name
+        return strategy == FsdpStrategy.name
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -480,7 +490,7 @@ class Setup:
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.shards and self.way.compile_mode is not None:
-            compile_blocks(model, self.way.compile_mode)
+            compile_blocks(model, self.way.compile_mode, shares_experts=self.experts is not None)
         if self.way.recompute:
             self.recomputed = recompute(model)
             if not self.recomputed and self.settings.activations.pinned:
@@ -489,10 +499,12 @@ class Setup:
                     remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
                 )
         if self.shards:
-            self.sharded = shard(model, self.world, self._shard_options(), self.precision)
+            self.sharded = shard(model, self.world, self._shard_options(), self.precision, self.experts)
         optimizer = self.job.make_optimizer(model)
         if self.sharded is not None:
             self.sharded.take_over(optimizer)
+        if self.experts is not None:
+            self.experts.cut_state(optimizer)
         return model, optimizer
 
     def called_loss(self) -> LossFunction | None:
@@ -504,7 +516,7 @@ class Setup:
         given = self.job.model
         if isinstance(given, nn.Module):
             return given
-        made: Any = build(given, self.world) if self.config.distributed.strategy == FsdpStrategy.name else given()
+        made: Any = build(given, self.world) if self._cuts(self.config.distributed.strategy) else given()
         if not isinstance(made, nn.Module):
             raise DrivetrainError(
                 f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
@@ -543,7 +555,10 @@ class Setup:
         strategy: Strategy = SingleStrategy(self.world)
         if self.sharded is not None:
             options = replace(self.sharded.options, **changes)  # type: ignore[arg-type]
-            strategy = FsdpStrategy(self.world, replace(self.sharded, options=options))
+            sharded = replace(self.sharded, options=options)
+            strategy = FsdpStrategy(self.world, sharded)
+            if self.experts is not None:
+                strategy = ShardedExpertParallelStrategy(self.world, sharded, self.experts)
         elif len(self.devices) > 1:
             strategy = DataParallelStrategy(self.world, self.devices)
         elif self.uses_deepspeed:
@@ -572,6 +587,8 @@ class Setup:
         """However the run ended."""
         if self._made_strategy is not None:
             self._made_strategy.close()
+        if self.experts is not None:
+            self.experts.close()
         self.world.close()
 
     def _capability(self) -> float:

@@ -1,19 +1,21 @@
 """Expert parallel: every rank holds some of the experts, and tokens travel to the experts that were chosen for them.
 
-All else is as with DDP. It averages gradients over ranks, for which objectives were scaled by their number; nothing
-averages the experts' gradients, so these are divided by that number, once. The norm that clips is over what all ranks
-hold.
+All else is as with DDP, or as with FSDP. DDP averages gradients over ranks, for which objectives were scaled by their
+number; nothing averages the experts' gradients, so these are divided by that number, once. With FSDP gradients are
+sums, and the experts' are, too. The norm that clips is over what all ranks hold.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.state import Shard, TensorSource, put_away
 from drivetrain.core.world import World
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
+from drivetrain.strategies.fsdp import FsdpStrategy
 from drivetrain.strategies.replicated import load_whole_state, whole_state
+from drivetrain.strategies.sharding import Sharded
 from drivetrain.strategies.shared_experts import SharedExperts
 from drivetrain.strategies.together import norm_over_ranks, share_infinities
 
@@ -72,3 +74,32 @@ class ExpertParallelStrategy(DdpStrategy):
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()
+
+
+class ShardedExpertParallelStrategy(FsdpStrategy):
+    """FSDP for all but the experts, of which every rank holds its own, and the routers, which are whole on each."""
+
+    name = "expert_parallel"
+    gradient_factor = 1.0  # gradients are sums over ranks, the experts' like all others
+
+    def __init__(self, world: World, sharded: Sharded, experts: SharedExperts) -> None:
+        super().__init__(world, sharded)
+        self.experts = experts
+
+    def _hand_over_gradients(self) -> None:
+        super()._hand_over_gradients()
+        self.experts.complete_gradients(self.gradient_factor)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.experts.clear_gradients()
+
+    def save(self) -> tuple[list[Shard], dict[str, Any]]:
+        put_away(self._parts.model)
+        return self.experts.saved(*whole_state(self._parts))
+
+    def load(self, source: TensorSource) -> None:
+        super().load(self.experts.room_for(source, self._parts.average))
+
+    def close(self) -> None:
+        self.experts.close()

@@ -5,7 +5,7 @@ each element happens at full speed, and to that element alone. What needs the wh
 ranks. Loss sum, count and the wish to stop are on their way while backward runs, so a step does not wait for them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -46,8 +46,7 @@ class FsdpStrategy:
         if trial.batch is not None:
             with _in_words():
                 try_out(self._call, parts.model, trial)
-            if all(owner.grad is None for owner in self._parts.owners.values()):
-                raise _no_gradient()
+            self._refuse_without_gradient(self._parts.owners.values())
             self._objective.take_tallies()
             self._clear()
         return self._call
@@ -100,8 +99,7 @@ class FsdpStrategy:
         """To the optimizer: reduced parts, without a copy. Gradients of what is whole on every rank are summed here."""
         for part, owner in self._parts.owners.items():
             part.grad = None if owner.grad is None else local_part(owner.grad)
-        if all(parameter.grad is None for parameter in self._parts.trained):
-            raise _no_gradient()
+        self._refuse_without_gradient(self._parts.owners)
         if self._world.group is None:
             return
         for parameter in self._replicated:
@@ -109,6 +107,12 @@ class FsdpStrategy:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=self._world.group)
             parameter.grad = gradient
+
+    def _refuse_without_gradient(self, cut: Iterable[Tensor]) -> None:
+        """What is whole here has its gradient without torch's hooks; of what is cut, all or nothing may be trained."""
+        trained = [tensor for tensor in cut if tensor.requires_grad]
+        if trained and all(tensor.grad is None for tensor in trained):
+            raise _no_gradient()
 
     def _rescale(self, factor: Tensor | float) -> None:
         """Offloaded gradients are in host memory, those of what is whole on every rank are not."""

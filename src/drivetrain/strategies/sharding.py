@@ -21,8 +21,10 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
 from drivetrain.core.world import World
+from drivetrain.moe.balance import mixtures_in
 from drivetrain.plan.held import Held, forecast_held, without_memory
 from drivetrain.strategies.activations import repeated_blocks
+from drivetrain.strategies.shared_experts import SharedExperts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -60,6 +62,8 @@ class Layout:
 
     units: tuple[Unit, ...]  # blocks first, the rest of the model last
     replicated: dict[str, nn.Parameter]  # stay whole on every rank
+    shared_out: dict[str, nn.Parameter]  # of experts, which others see to: each rank has some rows of them
+    routers: frozenset[str]  # of these experts: names among the replicated
 
     def in_words(self) -> str:
         """What is gathered together, and how much that is."""
@@ -70,8 +74,11 @@ class Layout:
         if blocks:
             largest = _size(max(sizes[name] for name in blocks))
             found = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]}, {largest} at most), and the rest ({rest})"
-        whole = f"; whole on every rank: {', '.join(self.replicated)}" if self.replicated else ""
-        return f"gathered in turn: {found}{whole}"
+        others = [name for name in self.replicated if name not in self.routers]
+        whole = f"; whole on every rank: {', '.join(others)}" if others else ""
+        size = _size(_num_bytes(self.shared_out.values()))
+        experts = f"; experts are shared out ({size}), routers whole" if self.shared_out else ""
+        return f"gathered in turn: {found}{whole}{experts}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,16 +130,23 @@ class Sharded:
         return value[first : first + part.shape[0]].to(part.device, copy=True)
 
 
-def layout_of(model: nn.Module) -> Layout:
-    """The units of a model. A block that shares a weight with something outside it is none: it needs both gathered."""
+def layout_of(model: nn.Module, *, shares_experts: bool = False) -> Layout:
+    """The units of a model. A block that shares a weight with something outside it is none: it needs both gathered.
+
+    With `shares_experts`, experts are in none of them. Their routers stay whole: they are small, and experts that come
+    and go change rows of them on every rank.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
+    mixtures = mixtures_in(model).values() if shares_experts else ()
+    experts = {parameter for layer in mixtures for parameter in layer.experts.parameters()}
+    routers = {parameter for layer in mixtures for parameter in layer.router.parameters()}
     uses = Counter(
         parameter for module in model.modules() for parameter in module.parameters(recurse=False)
     )  # by modules, however often a module is used
     units = []
     taken: set[nn.Parameter] = set()
     for name, block in repeated_blocks(model).items():
-        own = set(block.parameters())
+        own = set(block.parameters()) - experts - routers
         inside = Counter(parameter for module in block.modules() for parameter in module.parameters(recurse=False))
         if not own or own & taken or any(inside[parameter] < uses[parameter] for parameter in own):
             continue
@@ -140,14 +154,17 @@ def layout_of(model: nn.Module) -> Layout:
             continue  # a container: nobody calls it, so nothing would gather its weights
         taken |= own
         units.append((name, block, [parameter for parameter in names if parameter in own]))
-    rest = [parameter for parameter in names if parameter not in taken]
+    rest = [parameter for parameter in names if parameter not in taken | experts | routers]
     units.append((ROOT, model, rest))
     replicated = {names[parameter]: parameter for _, _, own in units for parameter in _left_whole(own)}
+    replicated |= {names[parameter]: parameter for parameter in names if parameter in routers}
     return Layout(
         tuple(
             Unit(name, module, {names[p]: p for p in own if names[p] not in replicated}) for name, module, own in units
         ),
         replicated,
+        {name: parameter for parameter, name in names.items() if parameter in experts},
+        frozenset(names[parameter] for parameter in routers),
     )
 
 
@@ -194,16 +211,25 @@ def _holds_loose_tensors(model: nn.Module) -> bool:
     )
 
 
-def compile_blocks(model: nn.Module, mode: str) -> None:
+def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False) -> None:
     """Compiles what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all."""
-    layout = layout_of(model)
+    layout = layout_of(model, shares_experts=shares_experts)
     blocks = [unit.module for unit in layout.units if unit.name != ROOT]
     for module in blocks or [model]:
         module.forward = torch.compile(module.forward, mode=mode)
 
 
-def shard(model: nn.Module, world: World, options: ShardOptions, precision: Precision) -> Sharded:
-    """Cut the model, in place, on all ranks together. Afterwards it has rank 0's weights, its parameters are shards."""
+def shard(
+    model: nn.Module,
+    world: World,
+    options: ShardOptions,
+    precision: Precision,
+    experts: SharedExperts | None = None,
+) -> Sharded:
+    """Cut the model, in place, on all ranks together. Afterwards it has rank 0's weights, its parameters are shards.
+
+    Given `experts` are dealt out instead of cut.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -219,7 +245,7 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
             remedy="use --precision bf16 or fp32, or drop --fsdp-offload",
         )
     _refuse_other_models(model, world)
-    layout = layout_of(model)
+    layout = layout_of(model, shares_experts=experts is not None)
     replaced: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     words = layout.in_words()
     mesh = DeviceMesh.from_group(world.own_group(), world.device.type)
@@ -249,7 +275,7 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
             reshard_after_forward=world.size > 1 and unit.name != ROOT,
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=left_whole,
+            ignored_params=left_whole | set(layout.shared_out.values()),
         )
         if world.size > 1:
             # A step's gradient is a sum over ranks. Averages would have to be undone, and gloo knows only sums.
@@ -263,6 +289,8 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
             # copies. Kept whole, every rank would hold the whole model beside its part.
             parameter.data = parameter.data.new_empty(0)
     assert all(isinstance(module, FSDPModule) for module in fully_sharded)
+    if experts is not None:
+        experts.deal()
     return Sharded(
         model=model,
         options=options,
@@ -276,17 +304,24 @@ def shard(model: nn.Module, world: World, options: ShardOptions, precision: Prec
 
 
 def forecast_local(
-    model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], world_size: int, rank: int
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    world_size: int,
+    rank: int,
+    rows_of_experts: Mapping[str, int] | None = None,
 ) -> Held | None:
     """What this rank will hold between steps once the optimizer has stepped, before anything is cut or moved.
 
-    Every rank's part of a weight has as much memory as the largest one. None for an optimizer that looks at values.
+    Every rank's part of a weight has as much memory as the largest one; of experts that are shared out a rank has just
+    the rows it is given (`SharedExperts.num_rows`). None for an optimizer that looks at values.
     """
-    layout = layout_of(model)
+    layout = layout_of(model, shares_experts=rows_of_experts is not None)
     ghost = without_memory(model)
     parts = {}
     for name, parameter in ghost.named_parameters():
-        if name in layout.replicated:
+        if rows_of_experts is not None and name in rows_of_experts:
+            parameter.data = parameter.new_empty((rows_of_experts[name], *parameter.shape[1:]))
+        if name in layout.replicated or name in layout.shared_out:
             parts[name] = (parameter.numel(), parameter)
             continue
         most = -(-parameter.shape[0] // world_size)

@@ -142,7 +142,7 @@ class SharedExperts:
     def fullest_rank(self) -> int:
         def weight(rank: int) -> int:
             held = self.num_rows(rank)
-            return sum(held[name] * parameter[:1].numel() for name, (_, parameter) in self._parameters.items())
+            return sum(held[name] * parameter.shape[1:].numel() for name, (_, parameter) in self._parameters.items())
 
         return max(range(self._world.size), key=weight)
 
