@@ -114,6 +114,17 @@ def test_the_fastest_and_not_the_largest() -> None:
     assert Machine(slower_above=16).tune().way.micro_batch == 16
 
 
+@pytest.mark.parametrize(("per_sample", "chosen"), [(1e-3, 32), (1e-5, 64)])
+def test_a_few_percent_decide_only_where_a_step_is_long_enough_to_measure_them(per_sample: float, chosen: int) -> None:
+    class Uneven(Machine):
+        def measure(self, way: Way, seconds: float) -> Measurement:
+            found = super().measure(way, seconds)
+            factor = 0.95 if way.micro_batch == 32 else 1.0
+            return found.model_copy(update={"sample_seconds": found.sample_seconds * factor})
+
+    assert Uneven(overhead=0.0, per_sample=per_sample).tune().way.micro_batch == chosen
+
+
 @given(
     fixed=st.integers(0, 10**6), sample=st.integers(1, 10**5), memory=st.integers(10, 10**7), share=st.integers(1, 300)
 )

@@ -105,8 +105,13 @@ def test_a_probe_that_runs_out_of_memory_leaves_everything_as_it_was(tmp_path: P
 def test_memory_is_forecast_and_not_run_into(
     tmp_path: Path, little_memory: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sizes tried are those that a line through small ones allows; the forecast is within 5 % of what it takes."""
-    monkeypatch.setattr(tuning, "SMALLER_GAIN", 0.9)  # the largest is kept, which was not measured for the line
+    """The sizes tried are those that a line through small ones allows; the forecast is within 5 % of what it takes.
+
+    Of what fits, one size and perhaps half of the batch are measured for the line. The limit is such that neither is
+    the largest that fits, which is kept.
+    """
+    monkeypatch.setattr(tuning, "SMALLER_GAIN", 0.9)
+    monkeypatch.setattr(tuning, "SMALLER_GAIN_OF_SHORT", 0.9)
     run = Setup.join(job_of(), configure(output_dir=tmp_path, precision="fp32"), quiet=True)
     try:
         model = run.build()
@@ -117,7 +122,7 @@ def test_memory_is_forecast_and_not_run_into(
             lambda division: run.loader(division, run.job.source, shuffle=True),
             Journal(None),
         )
-        scope = Scope(rank_samples=256, remaining_samples=10**6, memory_limit_bytes=little_memory * 0.9)
+        scope = Scope(rank_samples=256, remaining_samples=10**6, memory_limit_bytes=little_memory * 0.5)
         tuned = tune(Way(micro_batch=256), scope, probe, lambda: 0.0)
         assert not any(tried.measurement.out_of_memory for tried in tuned.tried)
         assert tuned.way.micro_batch < 256

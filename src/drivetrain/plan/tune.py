@@ -17,6 +17,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
 LEAST_GAIN = 0.03  # below this a difference is noise, or not worth a change
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
+SMALLER_GAIN_OF_SHORT = 0.1  # where a step is short: more launches gain nothing there, and noise is larger
 MOST_OUT_OF_MEMORY = 2
 # A measurement takes a fraction of the time that may be spent on all of them, but not less than noise asks for.
 LEAST_SECONDS, MOST_SECONDS, NUM_MEASUREMENTS = 0.05, 0.4, 15
@@ -289,7 +290,8 @@ class _Search:
                 continue
             self._limit_budget(measured)
             seconds = measured.sample_seconds
-            if best is not None and seconds > best[0] * (1 - SMALLER_GAIN):
+            is_short = seconds * self._scope.rank_samples < SHORT_STEP_SECONDS
+            if best is not None and seconds > best[0] * (1 - (SMALLER_GAIN_OF_SHORT if is_short else SMALLER_GAIN)):
                 num_slower += 1
             else:
                 best, num_slower = (seconds, size), 0

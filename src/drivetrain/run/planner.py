@@ -137,13 +137,15 @@ def measured(
         Journal(cache.journal),
     )
     scope = _scope(run, model, steps_done, is_short_of_time=is_short_of_time)
-    num_measured = 0
+    num_measured, aside = 0, SetAside()
 
     def measure(way: Way, seconds: float) -> Measurement:
         nonlocal num_measured
         found = known.get(way)
         if found is not None and (not seconds or not found.is_brief):
             return found
+        if not num_measured and world.device.type == "cuda":
+            aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
         num_measured += 1
         found = probe(way, seconds)
         if on_probe is not None:
@@ -164,9 +166,6 @@ def measured(
                 remedy="`drivetrain train` shows where, with the traceback",
             ) from None
 
-    aside = SetAside()
-    if world.device.type == "cuda":
-        aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
     try:
         tuned = search()
     finally:
