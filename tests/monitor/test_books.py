@@ -1,6 +1,7 @@
 """The books of a run: the banner, rows on resume, ranks that write nothing, a profile, FLOPs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from drivetrain.api import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.hardware import Rate
-from drivetrain.monitor.books import RunPlan
+from drivetrain.monitor import sampler
+from drivetrain.monitor.books import Books, RunPlan
+from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.flops import FlopCount, count_apart, peak_rate
 from tests.gloo_pool import GlooPool
 from tests.hardware_fixtures import load
@@ -126,6 +129,40 @@ def test_the_banner_and_the_lines(tmp_path: Path, capsys: Any) -> None:
         assert f"  {label:<10} {words}" in text
     assert "\x1b" not in text  # no bar and no colours where nobody looks
     assert [line.split()[3] for line in text.splitlines() if line.startswith("epoch")] == ["10", "20"]
+
+
+def test_what_a_card_does_in_the_last_save_is_not_held_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its figures are looked at with each point of speed, but not with the one that is written once all is saved."""
+    card = load("4x-l4").gpus[0]
+    seen: list[str] = []
+    enter = Books.__enter__
+
+    class Cards:
+        """As many readings as there are questions."""
+
+        @property
+        def latest(self) -> dict[str, dict[str, float]]:
+            return {sampler.label(card): {"utilisation_percent": 50.0}}
+
+        def at_step(self, step: int) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    def with_a_card(books: Books) -> Any:
+        found = enter(books)
+        books._sampler, books._facts = Cards(), replace(books._facts, gpu=card)  # type: ignore[assignment]
+        return found
+
+    monkeypatch.setattr(Books, "__enter__", with_a_card)
+    monkeypatch.setattr(Checkups, "saw_card", lambda self, row: seen.append("card"))
+    monkeypatch.setattr(Checkups, "saw_steps", lambda self, *rest: seen.append("steps"))
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False, log_every=8, monitor_gpu=False)
+    train(make_job(SMALL), config, quiet=True)
+    assert seen == ["card", "steps", "card", "steps", "steps"]  # of steps 8, 16 and 20
 
 
 def test_log_every_asks_for_lines(tmp_path: Path, capsys: Any) -> None:

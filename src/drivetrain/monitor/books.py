@@ -260,7 +260,7 @@ class Books(NoBooks):
         if step % self._log_every == 0 and time.monotonic() - self._window_began >= self._least_seconds:
             self._write_speed(record)
 
-    def _write_speed(self, record: StepRecord) -> None:
+    def _write_speed(self, record: StepRecord, *, is_over: bool = False) -> None:
         """One row for the steps since the last, and the same to the trackers."""
         window, laps = self._window, self._clock.take()
         phases, seconds = laps.per_step(), sum(found.seconds for found in window)
@@ -274,12 +274,13 @@ class Books(NoBooks):
             figures |= {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
             self._track({**figures, **self._device_figures()}, record.step)
         self._window, self._window_began = [], time.monotonic()
-        self._see_doctor(laps, figures.get("mfu"))
+        self._see_doctor(laps, figures.get("mfu"), is_over=is_over)
         self._pass_messages_on()
 
-    def _see_doctor(self, laps: Laps, mfu: float | None) -> None:
+    def _see_doctor(self, laps: Laps, mfu: float | None, *, is_over: bool = False) -> None:
         checkups, gpu = self._checkups, self._facts.gpu
-        if self._sampler is not None and gpu is not None:
+        # What is read after the last step is of the last save: a card that is idle then did not wait for anybody.
+        if self._sampler is not None and gpu is not None and not is_over:
             checkups.saw_card(self._sampler.latest.get(label(gpu)))
         checkups.saw_steps(laps, mfu)
         found, is_news = checkups.look()
@@ -347,7 +348,7 @@ class Books(NoBooks):
         """The loop is over. `facts` go to the event of it."""
         self._clock.finish()
         if self._last is not None:
-            self._write_speed(self._last)
+            self._write_speed(self._last, is_over=True)
         self._conclude()
         self.event("finish" if finished else "stop", step=steps, **{"because": because} if because else {}, **facts)
         if because:
