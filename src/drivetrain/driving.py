@@ -105,7 +105,7 @@ def drive(
     done_instead(job)
     setup = Setup.join(job, config, quiet=quiet)
     with ExitStack() as stack:
-        stack.callback(setup.world.close)
+        stack.callback(setup.close)
         _refuse(setup.config, len(setup.devices))
         return Drive(setup, stack)
 
@@ -440,7 +440,7 @@ def _refuse(config: Config, num_devices: int) -> None:
         problems.append(Problem("--parallel-strategy", message, allowed="auto, single, ddp", remedy="use ddp"))
     if config.distributed.strategy == "deepspeed":
         message = "DeepSpeed has to run the forward itself, and dt.drive leaves it to the loop"
-        allowed = "auto, single, ddp, fsdp"
+        allowed = "auto, single, ddp, fsdp, expert_parallel"
         problems.append(Problem("--parallel-strategy", message, allowed=allowed, remedy="use fsdp, or dt.train"))
     if config.distributed.static_graph:
         message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"

@@ -58,6 +58,16 @@ def test_new_inputs_grow_an_expert_and_known_ones_do_not() -> None:
     assert sorted(Slots(layer).ids.values()) == [0, 1, 2, 3]
 
 
+def test_a_token_that_is_not_finite_spoils_nobody() -> None:
+    hook, layer = Lifecycle(1, Rules(**NEVER)), layer_of()
+    tokens = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+    look(hook, layer, tokens, 0)
+    tokens[7] = math.inf
+    look(hook, layer, tokens, 1)
+    assert layer.centroids.isfinite().all()
+    assert layer.spreads.isfinite().all()
+
+
 def grown_at(losses: list[float], **changes: Any) -> tuple[list[int], Lifecycle, MixtureOfExperts]:
     """At which looks, from 0, an expert is grown where nothing but the loss tells of a need."""
     hook = Lifecycle(1, Rules(**{"far": 1e9, "patience": 2, "cooldown": 3, **NEVER, **changes}))

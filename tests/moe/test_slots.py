@@ -228,6 +228,19 @@ def test_growth_does_not_compile_again() -> None:
     assert learner.slots.grow(0) is None, "all slots are taken"
 
 
+def test_who_is_there_is_read_again_after_any_change() -> None:
+    layer, other = (MixtureOfExperts(4, count, 8, k=1, num_slots=5) for count in (3, 2))
+    slots = Slots(layer)
+    assert (slots.active, list(slots.ids)) == ([0, 1, 2], [0, 1, 2])
+    layer.load_state_dict(other.state_dict(), assign=True)
+    assert (slots.active, list(slots.ids)) == ([0, 1], [0, 1])
+    grown = slots.grow(0)
+    assert (slots.active, list(slots.ids)) == ([0, 1], [0, 1, grown])
+    layer.double()
+    slots.activate(2)
+    assert slots.active == [0, 1, 2]
+
+
 def test_what_cannot_be_is_refused() -> None:
     slots = Learner().slots
     with pytest.raises(DrivetrainError, match="holds no expert"):

@@ -26,6 +26,7 @@ class Machine:
         gains: dict[object, float] | None = None,
         is_cpu: bool = False,
         held: int = 0,
+        floor: int = 0,
     ) -> None:
         self.__dict__.update(locals())
         self.gains = gains or {}
@@ -37,7 +38,7 @@ class Machine:
         self.now += 1.0 if seconds else 0.1
         if way.compile_mode and (self.problems or {}).get("compile"):
             return Measurement(problem=self.problems["compile"])
-        peak = self.fixed + self.sample * way.micro_batch
+        peak = max(self.floor, self.fixed + self.sample * way.micro_batch)
         if peak > self.memory:
             return Measurement(problem="out of memory", out_of_memory=True)
         taken = (self.overhead * (not way.capture) + self.per_sample * way.micro_batch) / way.micro_batch
@@ -108,6 +109,20 @@ def test_launches_are_recorded_where_a_short_job_has_time_for_little_else(overhe
     assert found.way.precision == "fp32"
     assert "was not tried" in found.reasons["precision"]
     assert machine.now < 2.5
+
+
+@given(fixed=st.integers(1, 1000), sample=st.integers(1, 200), floor=st.integers(0, 10_000), share=st.integers(1, 100))
+def test_what_a_job_of_few_steps_takes_fits(fixed: int, sample: int, floor: int, share: int) -> None:
+    """Also where small steps all peak in the optimizer's step, and say nothing of larger ones."""
+    machine = Machine(fixed=fixed, sample=sample, floor=floor, held=fixed, memory=10_000)
+    few = {"rank_samples": share, "remaining_samples": share * 81, "budget_share": 0.05}
+    try:
+        found = machine.tune(micro_batch=share, **few)
+    except DoesNotFitError:
+        assert max(floor, fixed + sample) > 10_000 * (1 - FRAGMENTATION)
+        return
+    assert max(floor, fixed + sample * found.way.micro_batch) <= 10_000
+    assert not any(tried.measurement.out_of_memory for tried in found.tried)
 
 
 def test_the_fastest_and_not_the_largest() -> None:

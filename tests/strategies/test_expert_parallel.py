@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from drivetrain.checkpoint import CheckpointError
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.moe.placement import costs_of, free_slot, place
 from drivetrain.strategies import ExpertParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.exchange import _Exchange
+from drivetrain.strategies.shared_experts import SharedExperts
 from tests.gloo_pool import GlooPool
-from tests.moe.jobs import Mixture, mixture_loss, run_mixture
+from tests.moe.jobs import Mixture, MixtureModel, mixture_loss, run_mixture
 from tests.training.jobs import Trained, Variant, Vectors, run
 
 EXPERT_PARALLEL = {"parallel_strategy": "expert_parallel"}
@@ -180,6 +182,65 @@ def test_a_model_without_experts_is_refused(gloo_pool: GlooPool, tmp_path: Path)
     for words in gloo_pool.run(run_without_experts, str(tmp_path), world=2):
         assert "no mixture of experts" in words
         assert "--parallel-strategy ddp" in words
+
+
+def frozen() -> MixtureModel:
+    model = MixtureModel(Mixture(num_experts=4))
+    model.double().mixture.experts.requires_grad_(False)
+    return model
+
+
+def train_frozen_then_again(folder: str) -> tuple[list[float], str]:
+    """Losses with experts that do not learn; and what a second run says to a model that the first has cut."""
+    variant = Variant(steps=2, global_batch=30, num_samples=100)
+    model = frozen()
+    kept = [parameter.detach().clone() for parameter in model.mixture.experts.parameters()]
+    changes = {"model": model, "loss": mixture_loss, "optimizer": sgd}
+    run(folder, variant, 8, settings=EXPERT_PARALLEL, **changes)
+    moved = [
+        float((now - before[: len(now)]).abs().max()) if len(now) else 0.0
+        for now, before in zip(model.mixture.experts.parameters(), kept, strict=True)
+    ]
+    try:
+        run(f"{folder}-again", variant, 8, settings=EXPERT_PARALLEL, **changes)
+    except DrivetrainError as error:
+        return moved, str(error)
+    return moved, ""
+
+
+def test_frozen_experts_stay_and_a_model_that_was_cut_is_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    found = gloo_pool.run(train_frozen_then_again, str(tmp_path / "frozen"), world=2, time_limit_seconds=180)
+    assert found[0][0] == [0.0] * 4, "rank 0 has the first experts, as they were"
+    for _, words in found:
+        assert "holds only some of its experts" in words
+
+
+class Damaged:
+    """A checkpoint of another world whose files cannot be read."""
+
+    meta: dict[str, Any] = {}  # noqa: RUF012
+    keys: dict[str, Any] = {}  # noqa: RUF012
+
+    def read(self, key: str, *rest: Any) -> Any:
+        raise CheckpointError(f"{key} is damaged", remedy="use another")
+
+
+def placed_by_damaged() -> str:
+    world = World.join([torch.device("cpu")])
+    experts = SharedExperts(MixtureModel(Mixture()), world)
+    try:
+        experts.room_for(Damaged())  # type: ignore[arg-type]
+    except DrivetrainError as error:
+        return str(error)
+    finally:
+        experts.close()
+    return ""
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_all(gloo_pool: GlooPool) -> None:
+    for words in gloo_pool.run(placed_by_damaged, world=2, time_limit_seconds=60):
+        assert "mixture.load is damaged" in words
+        assert "use another" in words
 
 
 def test_a_single_process_is_refused(tmp_path: Path) -> None:

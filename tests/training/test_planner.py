@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
 from drivetrain.run import planner
 from drivetrain.run.measure import Probe
+from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, Vectors, make_job
 
 VARIANT = Variant(steps=9, num_samples=70, global_batch=20, save_every=3)
@@ -187,6 +189,29 @@ def test_what_does_not_hold_any_more_is_measured_again(tmp_path: Path, monkeypat
     assert "does not hold any more (out of memory)" in plan_of(again)["notes"][0]
     assert calls[0] > 1
     assert len(rows(again)) == 9
+
+
+def limits_of(folder: str) -> list[float]:
+    """What this rank may use, in the planner's eyes, where ranks have different amounts of memory free."""
+    found: list[float] = []
+    tune = planner.tune
+
+    def noting(start: Way, scope: Any, measure: Any, clock: Any) -> Tuned:
+        found.append(scope.memory_limit_bytes)
+        return tune(start, scope, measure, clock)
+
+    with (
+        mock.patch.object(planner, "tune", noting),
+        mock.patch.object(planner, "_free_bytes", lambda run: 1000 - run.world.rank),
+        mock.patch.object(planner, "LEAST_STEPS", 1),
+    ):
+        run(Path(folder), make_job(VARIANT), parallel_strategy="ddp", gpu_memory_fraction=0.5)
+    return found
+
+
+def test_ranks_plan_with_what_the_poorest_has(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """Else they would try different sizes, and each wait for the other."""
+    assert gloo_pool.run(limits_of, str(tmp_path), world=2, time_limit_seconds=180) == [[499.5], [499.5]]
 
 
 def test_a_cache_that_cannot_be_used_is_no_hindrance(

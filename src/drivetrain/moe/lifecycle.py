@@ -217,6 +217,7 @@ class _Look:
     def _novelty(self, tokens: Tensor) -> "_Novelty":
         """How many tokens are far from all centroids, to whom they are nearest, what they are like; then learn."""
         layer, active = self._layer, self._slots.active
+        tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # one that is not finite would spoil the sums of all
         chosen = route(self._layer, tokens).chosen[:, 0]
         spreads = layer.spreads.tolist()
         known = [slot for slot in active if spreads[slot] > 0]
@@ -288,7 +289,7 @@ class _Look:
         pairs = exchanges(costs, placement, capabilities, layer.together)
         for one, other in self._context.world.agree(
             pairs
-        ):  # as in `ExpertParallelStrategy`: hosts may round differently
+        ):  # as where experts are placed at first: hosts may round differently
             self._slots.exchange(one, other)
         for slot, number in self._slots.ids.items():
             before = next(place for place, each in ids.items() if each == number)

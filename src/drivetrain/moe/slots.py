@@ -32,6 +32,19 @@ class _Kept(NamedTuple):
     is_shared_out: bool  # of experts, which may live on other ranks
 
 
+class _Read(NamedTuple):
+    """What was read of two tensors, and when: torch counts how often each was written to."""
+
+    ids: Tensor
+    mask: Tensor
+    written: tuple[int, int]
+    numbers: list[int]
+    flags: list[int]
+
+    def is_of(self, ids: Tensor, mask: Tensor) -> bool:
+        return self.ids is ids and self.mask is mask and self.written == (ids._version, mask._version)
+
+
 class Slots:
     """The slots of one layer, with all that is kept row by row for them.
 
@@ -40,7 +53,7 @@ class Slots:
 
     def __init__(self, layer: MixtureOfExperts, companions: Companions = no_companions) -> None:
         self.layer, self._companions = layer, companions
-        self._read: tuple[tuple[int, int], list[int], list[int]] | None = None
+        self._read: _Read | None = None
         if any(type(parameter.data) is not Tensor for parameter in layer.parameters()):
             raise DrivetrainError(
                 "experts cannot come and go while fsdp holds parts of their weights",
@@ -61,11 +74,11 @@ class Slots:
     def _now(self) -> tuple[list[int], list[int]]:
         """Numbers, and who is active; read again only after somebody has written to either."""
         ids, mask = self.layer.expert_ids, self.layer.router.mask
-        written = ids._version, mask._version
-        if self._read is None or self._read[0] != written:
+        read = self._read
+        if read is None or not read.is_of(ids, mask):
             numbers, flags = torch.stack([ids, (mask == 0).to(ids.dtype)]).tolist()
-            self._read = written, numbers, flags
-        return self._read[1:]
+            read = self._read = _Read(ids, mask, (ids._version, mask._version), numbers, flags)
+        return read.numbers, read.flags
 
     # What can be done
 

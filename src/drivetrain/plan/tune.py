@@ -264,11 +264,17 @@ class _Search:
             self._limit_budget(measured)
             if not measured.peak_bytes:
                 return True  # nobody counts memory here
-            line = self._line(way)
-            if self._has_few_steps and line is not None and line.largest(limit, at_most) == at_most:
-                break  # by a bound, if it is the first: good enough for a short job, however far from what it will take
+            if self._has_few_steps and self._is_bound_to_fit(way, at_most):
+                break  # good enough for a short job, however far from what it will take
         self._forecast(way.but(micro_batch=at_most))
         return True
+
+    def _is_bound_to_fit(self, way: Way, size: int) -> bool:
+        """By the largest step that was run: what it held beyond the fixed part grows no faster than in proportion."""
+        peaks, held = self._peaks(way), self._held(way)
+        if not peaks or not held:
+            return False
+        return MemoryModel.fitted([max(peaks)], held).largest(self._scope.memory_limit_bytes, size) == size
 
     def _forecast(self, way: Way) -> None:
         """What is expected of its memory, if it was not measured yet; from two sizes, as one gives but a bound."""
@@ -286,7 +292,7 @@ class _Search:
             other = way.but(micro_batch=size)
             self._forecast(other)
             measured = self._try(other, brief=self._has_few_steps)
-            if measured.problem:
+            if measured.problem or (measured.peak_bytes > self._scope.memory_limit_bytes and size > 1):
                 continue
             self._limit_budget(measured)
             seconds = measured.sample_seconds
@@ -297,8 +303,9 @@ class _Search:
                 best, num_slower = (seconds, size), 0
         if best is None:
             return None
+        by = " in one step" if self._has_few_steps else ""
         self._reasons["micro_batch"] = (
-            f"{_rate(best[0])} samples/s measured; forecast to fit: up to {largest} of {self._scope.rank_samples}"
+            f"{_rate(best[0])} samples/s measured{by}; forecast to fit: up to {largest} of {self._scope.rank_samples}"
         )
         return way.but(micro_batch=best[1])
 

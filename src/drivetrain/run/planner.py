@@ -144,7 +144,7 @@ def measured(
         found = known.get(way)
         if found is not None and (not seconds or not found.is_brief):
             return found
-        if not num_measured and world.device.type == "cuda":
+        if world.device.type == "cuda":
             aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
         num_measured += 1
         found = probe(way, seconds)
@@ -165,11 +165,10 @@ def measured(
                 f"a step of this job cannot be run: {error}",
                 remedy="`drivetrain train` shows where, with the traceback",
             ) from None
+        finally:
+            aside.end()
 
-    try:
-        tuned = search()
-    finally:
-        aside.end()
+    tuned = search()
     notes = []
     if known and not num_measured:
         check = probe(tuned.way, 0.0)
@@ -218,7 +217,8 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
         rank_samples=run.rank_samples,
         remaining_samples=run.rank_samples * num_steps,
         counts_memory=on_gpu,
-        memory_limit_bytes=_free_bytes(run) * config.memory.gpu_fraction,
+        # Of the rank that has the least: all have to try the same ways.
+        memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(pinned, model, device),
         precisions=_other_precisions(run) if may_change_precision else (),
         least_precision_gain=0.03 if on_gpu else LEAST_GAIN_OF_BF16,

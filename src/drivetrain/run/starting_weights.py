@@ -25,7 +25,7 @@ def take_weights(
     taken, problem = None, None
     try:
         weights = read_weights(Path(source))
-        taken = load_weights(model, weights if experts is None else _held_here(weights, experts.held))
+        taken = _taken(model, weights, {} if experts is None else experts.held)
     except CheckpointError as error:
         problem = {"message": error.message, "remedy": error.remedy}
     for found in world.gather(problem):
@@ -35,9 +35,21 @@ def take_weights(
     return taken
 
 
-def _held_here(weights: Weights, held: Mapping[str, Held]) -> Weights:
-    """As this rank sees them: of experts, the rows that it holds. Those of a layer with other slots are not seen."""
+def _taken(model: nn.Module, weights: Weights, held: Mapping[str, Held]) -> WeightsTaken:
+    """What is told of experts is of all of them, whatever this rank holds."""
     wholes = {name: (found.num_slots, *found.parameter.shape[1:]) for name, found in held.items()}
+    taken = load_weights(model, _held_here(weights, held, wholes))
+    unlike = [name for name, whole in wholes.items() if weights.shapes.get(name, whole) != whole]
+    return replace(
+        taken,
+        missing=tuple(name for name in taken.missing if name not in unlike),
+        other_shape=taken.other_shape
+        + tuple(f"{name} {weights.shapes[name]} there, {wholes[name]} in the model" for name in unlike),
+    )
+
+
+def _held_here(weights: Weights, held: Mapping[str, Held], wholes: Mapping[str, tuple[int, ...]]) -> Weights:
+    """As this rank sees them: of experts, the rows that it holds. Those of a layer with other slots are not seen."""
     shared_out = {name: held[name] for name, whole in wholes.items() if weights.shapes.get(name) == whole}
 
     def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

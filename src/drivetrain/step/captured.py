@@ -234,6 +234,7 @@ class CapturedStepper(Stepper):
             torch.cuda.synchronize(self._device)  # the host waits: a graph must not go while it runs
         self._record: Record | None = None
         self._recorded: dict[Hashable, _Recorded] = {}
+        self._not_used: list[_Recorded] = []  # may be running: they go when the device was awaited
         self._num_rare = 0
         self._seen: dict[Hashable, int] = {}
         self._before: dict[Hashable, _Before] = {}  # the last batch of each shape
@@ -326,7 +327,7 @@ class CapturedStepper(Stepper):
         if len(self._recorded) == MOST_GRAPHS or (is_rare and self._num_rare == MOST_RARE):
             return self._run_here(batch, place, micro, stop)
         self._num_rare += is_rare
-        return self._capture(key, batch, leaves, before, place, micro, stop)
+        return self._capture(key, batch, leaves, before, place, micro, stop, is_rare=is_rare)
 
     def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
         """A step of the warm-up. What it does that a replay would not ends the attempt; the step itself is done."""
@@ -349,8 +350,13 @@ class CapturedStepper(Stepper):
         place: Place,
         micro: MicroBatch,
         stop: bool,
+        *,
+        is_rare: bool,
     ) -> StepOutcome:
-        record = self._record = self._record or self._make_recorder(self._device)
+        # A rare one may fail for want of memory, which the others have: it is recorded apart from them.
+        is_apart = is_rare and bool(self._recorded)
+        record = self._make_recorder(self._device) if is_apart else self._record or self._make_recorder(self._device)
+        self._record = self._record if is_apart else record
         objective, samples = self._objective, (micro.num_samples, place.num_samples, micro.weight)
 
         def make(inputs: Any) -> CapturedStep:
@@ -360,13 +366,20 @@ class CapturedStepper(Stepper):
         try:
             recorded = _Recorded(make, batch, leaves, before)
         except Exception as error:  # noqa: BLE001  (whatever cannot be recorded can be run)
-            self._give_up(f"recording the step failed: {_cause(error)}")
+            if is_apart:
+                self._num_rare = MOST_RARE
+            else:
+                self._give_up(f"recording the step failed: {_cause(error)}")
             self._begin_again(place, micro)
             return self._run_here(batch, place, micro, stop)
         found = changes(state, self._python_state())
         recorded.take(leaves)
         self._begin_again(place, micro)
         outcome = self._replay(recorded, batch, stop)
+        if found and is_apart:
+            self._num_rare = MOST_RARE
+            self._not_used.append(recorded)
+            return outcome
         if found:
             # What Python did while this step was recorded belongs to it; the next must do it again.
             self._give_up(f"the step changes {found[0]} in Python, which a replay would not")

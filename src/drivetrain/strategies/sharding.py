@@ -105,9 +105,7 @@ class Sharded:
             group["params"] = [self._part_of(parameter) for parameter in held]
             for before, part in zip(held, group["params"], strict=True):
                 if before in state:
-                    optimizer.state[part] = {
-                        name: self._cut(value, part, before) for name, value in state[before].items()
-                    }
+                    optimizer.state[part] = {name: self._cut(value, part) for name, value in state[before].items()}
 
     def _part_of(self, parameter: Tensor) -> Tensor:
         owner = self.parameters.get(self.replaced.get(parameter, ""), parameter)
@@ -120,7 +118,7 @@ class Sharded:
         self.owners[part] = owner
         return part
 
-    def _cut(self, value: Any, part: Tensor, before: Tensor) -> Any:
+    def _cut(self, value: Any, part: Tensor) -> Any:
         """This rank's part of what an optimizer kept of each element; anything else as it is."""
         if not isinstance(value, Tensor) or part not in self.owners or value.shape != self.owners[part].shape:
             return value

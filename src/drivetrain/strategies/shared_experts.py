@@ -114,6 +114,11 @@ class SharedExperts:
             raise DrivetrainError(
                 "expert parallel is several processes, and this is the only one", remedy="start it with a launcher"
             )
+        if any(layer.experts.num_slots != layer.num_slots for layer in self.layers.values()):
+            raise DrivetrainError(
+                "the model holds only some of its experts: an earlier run shared them out",
+                remedy="give a function that makes the model, or a new one; the whole is in the checkpoint",
+            )
         self._model, self._world = model, world
         capabilities: list[float] = world.gather(capability)
         self._capabilities = capabilities if all(capabilities) else [1.0] * world.size
@@ -127,12 +132,21 @@ class SharedExperts:
 
     def _placed(self, facts: Callable[[], _Facts]) -> Placement:
         """By rank 0, for all: hosts of different kinds may round differently where two placements are equally good."""
-        found: Placement = ()
+        found, problem = [], None
         if self._world.is_main:
-            load, mask, together = facts()
-            costs = costs_of(load.tolist(), (mask == 0).tolist())
-            found = place(costs, self._capabilities, together)
-        return tuple(self._world.agree(list(found)))
+            try:
+                load, mask, together = facts()
+            except Exception as error:  # noqa: BLE001  (of a checkpoint, say: the others wait for an answer)
+                problem = {
+                    "message": f"experts cannot be placed: {getattr(error, 'message', repr(error))}",
+                    "remedy": getattr(error, "remedy", None) or "look at the checkpoint with drivetrain status",
+                }
+            else:
+                found = list(place(costs_of(load.tolist(), (mask == 0).tolist()), self._capabilities, together))
+        found, problem = self._world.agree([found, problem])
+        if problem is not None:
+            raise DrivetrainError(problem["message"], remedy=problem["remedy"])
+        return tuple(found)
 
     def num_rows(self, rank: int) -> dict[str, int]:
         """How many rows of each parameter a rank holds."""
@@ -248,7 +262,7 @@ class SharedExperts:
                 if parameter.grad is None:  # none of its experts got a token: the optimizer must move them alike
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-        if factor != 1.0:
+        if gradients and factor != 1.0:  # none, where all experts are frozen
             torch._foreach_mul_(gradients, factor)
 
     def clear_gradients(self) -> None:
