@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.hook import Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.hook import ChecksFirst, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
@@ -110,6 +110,7 @@ class Trainer:
 
     def run(self) -> Iterator[StepRecord]:
         try:
+            self._check_hooks()
             for place, micro_batches in self.steps():
                 begun = self.begin(place)
                 yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
@@ -284,11 +285,16 @@ class Trainer:
             remedy="a lower learning rate, or clip_norm; then run again under the same name to go on from there",
         )
 
-    def _call(self, hooks: list[Hook], place: Place) -> Verdict:
-        epochs_done = place.epoch + place.ends_epoch
-        context = StepContext(
-            place.step + 1,
-            epochs_done,
+    def _check_hooks(self) -> None:
+        """Before the first step: what cannot work is an error while nothing is lost."""
+        for hook, _ in self._hooks:
+            if isinstance(hook, ChecksFirst):
+                hook.check(self._context(self._first_step, 0))
+
+    def _context(self, step: int, epoch: int) -> StepContext:
+        return StepContext(
+            step,
+            epoch,
             self._model,
             self._world,
             self._folder,
@@ -300,6 +306,9 @@ class Trainer:
             rehearsal=self.rehearsal,
             loss=self._last_loss,
         )
+
+    def _call(self, hooks: list[Hook], place: Place) -> Verdict:
+        context = self._context(place.step + 1, place.epoch + place.ends_epoch)
         verdicts = []
         for hook in hooks:
             put_away(self._model)

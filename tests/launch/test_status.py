@@ -62,6 +62,9 @@ def test_how_runs_end(tmp_path: Path) -> None:
     made(tmp_path / "killed", events_jsonl='{"event": "checkpoint", "step": 8}\n').close()
     resumed = stop + '{"event": "resume", "step": 10}\n'
     made(tmp_path / "again", events_jsonl=resumed).close()
+    failed = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "ValueError: boom"}\n'
+    made(tmp_path / "failed", events_jsonl=failed).close()
+    made(tmp_path / "failed before", events_jsonl=failed + '{"event": "resume", "step": 0}\n').close()
     found = {Path(one.folder).name: one for one in runs_in(tmp_path)}
     assert {name: one.state for name, one in found.items()} == {
         "stopped": "stopped",
@@ -69,7 +72,11 @@ def test_how_runs_end(tmp_path: Path) -> None:
         "crashed": "crashed",
         "killed": "crashed",
         "again": "crashed",
+        "failed": "crashed",
+        "failed before": "crashed",
     }
+    assert found["failed"].cause.startswith("ValueError: boom")
+    assert "without a word" in found["failed before"].cause
     assert found["crashed"].cause == "exception on rank 1: ValueError: no such label; remedy: mend the data"
     assert "killed, or the machine went down" in found["killed"].cause
     assert all(one.seconds_left is None for one in found.values())

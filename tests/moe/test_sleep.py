@@ -3,7 +3,7 @@ was killed goes on the same."""
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 
 from drivetrain import Job
 from drivetrain.api import train as train_job
@@ -27,7 +28,7 @@ from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, MixtureModel
 from tests.moe.test_lifecycle import by_number
 from tests.strategies.test_expert_parallel import EXPERT_PARALLEL, distances, sgd
-from tests.training.jobs import Trained, Variant, run
+from tests.training.jobs import Trained, Variant, Vectors, run
 from tests.training.test_resume import PlantedError
 
 
@@ -327,6 +328,27 @@ def test_weights_that_fsdp_has_cut_are_refused_before_anything_is_replayed() -> 
         Sleep()(at(awake, 1))
     with pytest.raises(DrivetrainError, match="cannot come and go while fsdp"):
         Slots(awake.layer)
+
+
+class Iterated(IterableDataset[Any]):
+    """The same samples, without numbers."""
+
+    def __init__(self, variant: Variant) -> None:
+        self._samples = Vectors(variant)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._samples[number] for number in range(len(self._samples)))
+
+
+def test_what_cannot_sleep_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """And a lifecycle without anything to do says so."""
+    variant = Variant(dtype=torch.float32, steps=3, global_batch=8, num_samples=24)
+    with pytest.raises(DrivetrainError, match="replays samples by their number"):
+        run(str(tmp_path / "asleep"), variant, data=Iterated(variant), hooks=[Sleep(every=100)])
+    assert not (tmp_path / "asleep" / "suite" / "steps.jsonl").read_text()
+    said: list[str] = []
+    Lifecycle().check(StepContext(0, 0, nn.Linear(2, 2), World(), Path(), say=said.append))
+    assert "no MixtureOfExperts" in said[0]
 
 
 # In runs

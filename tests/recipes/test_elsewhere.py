@@ -148,6 +148,10 @@ def test_what_is_pinned_holds() -> None:
     assert values(planned(2, 24, precision="fp32"))["precision.dtype"] == "fp32"
     with pytest.raises(DrivetrainError):
         planned(1, 0.0045, parallel_strategy="single")
+    sharded = planned(2, 24, parallel_strategy="fsdp").choices["distributed.strategy"]
+    assert (sharded.value, sharded.reason[:9]) == ("fsdp", "asked for")
+    with pytest.raises(DrivetrainError, match=r"expert_parallel on .* is not planned for another machine"):
+        planned(2, 24, parallel_strategy="expert_parallel")
     less = planned(1, 0.012, gpu_memory_fraction=0.6).choices["batch.size"].value
     assert less < planned(1, 0.012, gpu_memory_fraction=1.0).choices["batch.size"].value
 

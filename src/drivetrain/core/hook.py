@@ -75,6 +75,14 @@ class Verdict(NamedTuple):
 
 
 @runtime_checkable
+class ChecksFirst(Protocol):
+    """A hook that can tell before the first step that it will not work: then nothing is lost."""
+
+    def check(self, context: StepContext) -> None:
+        """On every rank alike, with the model as it is trained."""
+
+
+@runtime_checkable
 class Hook(Protocol):
     """`every` is a number of steps, or `epoch`. What `state_dict` returns is saved with every checkpoint: JSON only."""
 

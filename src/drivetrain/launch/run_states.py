@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,8 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
         where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
         remedy = f"; remedy: {crash['remedy']}" if crash.get("remedy") else ""
         return "crashed", f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}{remedy}"
+    if error := _error_since_start(events):
+        return "crashed", f"{error}; once that is mended, the same command goes on"
     if events and events[-1].get("event") == "stop":
         return "stopped", str(events[-1].get("because", "asked to stop; the same command goes on"))
     return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"
@@ -132,3 +134,13 @@ def _checkpoints(folder: Path) -> Iterator[int]:
 def _last_change(folder: Path) -> float:
     changes = [path.stat().st_mtime for name in ("job.yaml", "steps.jsonl") if (path := folder / name).exists()]
     return max(changes, default=0.0)
+
+
+def _error_since_start(events: Sequence[Mapping[str, Any]]) -> str:
+    """Of a run in one process, which has nobody to write a crash down."""
+    for row in reversed(events):
+        if row.get("event") in ("start", "resume"):
+            break
+        if row.get("event") == "stopped by an error":
+            return str(row.get("error", ""))
+    return ""

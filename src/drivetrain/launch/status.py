@@ -56,13 +56,17 @@ def _one(folder: Path, output_dir: Path) -> RunState:
     )
 
 
+def _rate(samples_per_second: float) -> str:
+    return f"{samples_per_second:,.0f}" if samples_per_second >= 100 else f"{samples_per_second:.3g}"
+
+
 def in_words(one: RunState) -> str:
     """A line of facts, and one of the cause where there is one."""
     of = "" if one.num_steps is None else f" of {one.num_steps}"
     facts = [f"step {one.step}{of}"]
     facts += [] if one.epoch is None else [f"epoch {one.epoch + 1}"]
     facts += [] if one.loss is None else [f"loss {one.loss:.4g}"]
-    facts += [] if one.samples_per_second is None else [f"{one.samples_per_second:,.4g} samples/s"]
+    facts += [] if one.samples_per_second is None else [f"{_rate(one.samples_per_second)} samples/s"]
     facts.append("no checkpoint" if one.checkpoint is None else f"checkpoint {one.checkpoint}")
     facts += [] if one.seconds_left is None else [f"{timedelta(seconds=round(one.seconds_left))} left"]
     line = f"{one.state:<9} {one.folder}: {', '.join(facts)}"

@@ -96,6 +96,13 @@ class Lifecycle:
         self.far_factor = 1.0  # of what counts as new: whoever adapts it keeps it, and sets it again after a resume
         self.history: list[dict[str, Any]] = []  # all that happened, in words and numbers
 
+    def check(self, context: StepContext) -> None:
+        if not any(layer.can_grow for layer in mixtures_in(context.model).values()):
+            context.say(
+                "Lifecycle has nothing to do: the model has no MixtureOfExperts with more slots than experts "
+                "(num_slots), so none can come or go"
+            )
+
     def __call__(self, context: StepContext) -> None:
         for name, layer in mixtures_in(context.model).items():
             if layer.can_grow:

@@ -54,9 +54,8 @@ class Sleep:
         self._slept_at = 0
         self._ids: list[dict[str, int]] = []  # by layer: the next expert's number at the start, and at each sleep
 
-    def __call__(self, context: StepContext) -> None:
-        rehearsal = context.rehearsal
-        if rehearsal is None:
+    def check(self, context: StepContext) -> None:
+        if context.rehearsal is None:
             raise DrivetrainError(
                 "sleep replays samples by their number, and this run has none: its data can only be iterated, or its "
                 "order is a sampler's, or the loop is your own",
@@ -67,6 +66,11 @@ class Sleep:
                 "sleep trains on remembered samples outside of steps, and fsdp holds parts of the weights",
                 remedy="use --parallel-strategy ddp, or expert_parallel with --expert-rest ddp; or leave Sleep out",
             )
+
+    def __call__(self, context: StepContext) -> None:
+        self.check(context)  # in a loop of one's own nobody has asked before
+        rehearsal = context.rehearsal
+        assert rehearsal is not None
         self._remember(context, rehearsal)
         grown = self._num_grown(context)
         due = self._slept_at + max(self.rules.shortest, self.interval * NEARER**grown)

@@ -124,7 +124,8 @@ def show_mixture(result: Result, pictures: Pictures) -> None:
     found = accuracy_of(result, pictures, started or NUM_EXPERTS)
     print(f"\n{found:.2%} of the {len(pictures.test):,} test pictures are read correctly; the run never saw them.")
     print(
-        f"Experts: {started} at first, {len(experts)} at the end ({words}). Slept {len(nights)} times, {seconds:.1f} s."
+        f"Experts: {started} at first, {len(experts)} at the end ({words}). "
+        f"Slept {'once' if len(nights) == 1 else f'{len(nights)} times'}, {seconds:.1f} s."
     )
     here = Path.cwd()
     folder = result.folder.relative_to(here) if result.folder.is_relative_to(here) else result.folder

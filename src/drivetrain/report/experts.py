@@ -200,6 +200,8 @@ def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
     axis.set_xticks(range(len(shown)), labels, rotation=0 if len(shown) <= 8 else 60)
     axis.grid(visible=False, axis="x")
     axis.margins(x=max(0.08, 0.5 / len(shown)), y=0.18)
+    if is_share:
+        axis.set_ylim(top=min(axis.get_ylim()[1], 1.005))  # a share of more than all means nothing
     axis.scatter([], [], s=46, color="white", edgecolor=FAINT, linewidth=1.8, label="before")
     axis.scatter([], [], s=56, color=FAINT, label="after")
     axis.legend(loc="lower right", ncols=2)

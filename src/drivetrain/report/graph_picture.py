@@ -72,7 +72,9 @@ def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "")
         shown = _shown(graph)
         for edge in shown:
             _draw_edge(axis, edge, plan, radii)
-        dormant = set(graph.dormant(step, max(int(_DORMANT_SHARE * step), 1)))
+        # Since somebody was seen to work: between looks nobody is.
+        seen = max((graph.facts(number).last_use for number in graph.experts), default=step)
+        dormant = set(graph.dormant(seen, max(int(_DORMANT_SHARE * step), 1)))
         for number in graph.experts:
             _draw_expert(axis, plan.places[number], radii[number], number, graph, number in dormant)
         for concept in graph.concepts:

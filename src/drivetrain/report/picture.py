@@ -80,6 +80,8 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
     if len(names) > 1:
         axis.legend(loc="best")
     axis.margins(y=0.15)
+    if all(0 <= value <= 1 for name in names for value in data.metric(name)[1]):
+        axis.set_ylim(top=min(axis.get_ylim()[1], 1.0))  # a share of more than all means nothing
     return None
 
 

@@ -31,6 +31,12 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
         )
     settings = _settings(config, machine, here)
     num_gpus = len(settings.devices.value)
+    strategy = settings.strategy
+    if strategy.pinned and strategy.value not in {layout.strategy for layout in layouts(num_gpus)}:
+        raise DrivetrainError(
+            f"{strategy.value} on {machine} is not planned for another machine: no memory model knows it",
+            remedy="leave --parallel-strategy out, or plan on that machine",
+        )
     global_batch = job.global_batch or min(settings.effective_batch, job.num_samples)
     share = -(-global_batch // num_gpus)
     fraction = config.memory.gpu_fraction
@@ -109,6 +115,7 @@ def _choices(
     num_gpus = len(settings.devices.value)
     is_whole = layout.strategy in ("single", "ddp")
     strategy_reason = settings.strategy.reason if is_whole else f"whole copies do not fit: {layout}"
+    strategy_reason = f"asked for: {layout}" if settings.strategy.pinned else strategy_reason
     recompute_reason = "the cheapest way that fits" if layout.recomputes else f"they fit in {in_words(limit)}"
     choices: dict[str, Choice[Any]] = {
         "distributed.strategy": Choice(

@@ -31,7 +31,10 @@ def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -
         )
     if world.size == 1 and asked in ("ddp", "expert_parallel"):
         message = f"{asked} is several processes, and this is the only one"
-        remedy = "start it with `drivetrain launch`, torchrun or srun; or leave --parallel-strategy out"
+        remedy = (
+            "start several: drivetrain train TARGET --num-processes 2 (and --cpu where there is no GPU), torchrun or "
+            "srun; or leave --parallel-strategy out"
+        )
         raise _problem(asked, message, "auto, single, data_parallel, fsdp, deepspeed here", remedy)
     if asked == "data_parallel" and len(devices) < 2:
         message = f"data_parallel shares batches between GPUs, and there is only {devices[0]} to use"

@@ -1,5 +1,7 @@
 """`drivetrain continual`: tasks one after the other, by several methods, and what each has kept of the first ones."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -59,7 +61,9 @@ class Options(BaseModel):
 
 def run(options: Options, resolved: Resolved) -> int:
     config = resolved.config
-    console = Console(highlight=False, quiet=config.watch.quiet)
+    # A file or a pipe has no width: a table must not lose figures for it.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    console = Console(highlight=False, quiet=config.watch.quiet, width=width)
     train, test = load_images(options.data, options.data_dir)
     study = Study(options.data, options.tasks, options.num_tasks, scale_of(options.data, options.steps), train, test)
     folder = config.run.output_dir / (config.run.name or f"continual-{options.data}-{options.tasks}")

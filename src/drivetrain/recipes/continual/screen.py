@@ -90,7 +90,7 @@ def row_of(found: Mapping[str, Any]) -> tuple[str, ...]:
     """Under `_COLUMNS`, accuracies in %."""
     return (
         f"{100 * found['accuracy']['mean']:.1f}",
-        f"{100 * found['accuracy']['spread']:.1f}",
+        f"{100 * found['accuracy']['spread']:.1f}" if found["seeds"] > 1 else "–",
         f"{100 * found['learnt']['mean']:.1f}",
         f"{100 * found['forgetting']['mean']:.1f}",
         f"{100 * found['backward_transfer']['mean']:+.1f}",
