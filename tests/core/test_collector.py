@@ -1,7 +1,11 @@
 """Objects set aside for a run: garbage is collected before, theirs is not looked through, all is as it was after."""
 
 import gc
+import subprocess
+import sys
 import weakref
+
+import pytest
 
 from drivetrain.core.collector import SetAside
 
@@ -39,3 +43,42 @@ def test_only_who_began_ends_it() -> None:
     assert gc.get_freeze_count() > 0
     first.end()
     assert gc.get_freeze_count() == 0
+
+
+CHILD = """
+import contextlib, gc, os, sys
+
+def busy():
+    return [[] for _ in range(100_000)]
+
+os.register_at_fork(after_in_child=busy)  # as threading does: before anything of ours is asked
+from drivetrain.core.collector import forking
+
+class Bomb:
+    def __init__(self):
+        self.itself, self.home = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.home:
+            os._exit(7)
+
+gc.collect()
+gc.disable()
+Bomb()
+gc.enable()
+with forking() if sys.argv[1] == "guarded" else contextlib.nullcontext():
+    child = os.fork()
+    if not child:
+        lost = busy()
+        os._exit(0 if gc.isenabled() else 8)
+    found = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert gc.isenabled() == (sys.argv[1] != "guarded")
+assert gc.isenabled()
+sys.exit(found)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("guarded", 0), ("as it is", 7)])
+def test_a_forked_child_does_not_collect_what_its_parent_left(how: str, code: int) -> None:
+    """Nor while others' handlers run in it; its own garbage is collected as ever."""
+    assert subprocess.run([sys.executable, "-c", CHILD, how], check=False).returncode == code

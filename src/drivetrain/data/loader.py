@@ -5,15 +5,12 @@ order starts is a step's number, so resuming it needs no state and no replay. Ev
 is no way round it.
 """
 
-import gc
 import multiprocessing
-import os
 import pickle
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain.core.collector import forking
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.ahead import NumbersAhead
 from drivetrain.data.batch import MicroBatch as MicroBatch
@@ -313,7 +311,7 @@ class Loader:
         reason = _cannot_be_found_by_workers(self.source, self._collate)
         if not reason:
             try:
-                with _nothing_collected_by_workers():
+                with forking():
                     self._workers = iter(self._torch_loader(keys, steps))
             except (AttributeError, TypeError, OSError, RuntimeError, ImportError, pickle.PicklingError) as error:
                 reason = str(error)
@@ -412,32 +410,6 @@ def _batch(found: Any) -> Any:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-_starts_workers = [False]
-
-
-@contextmanager
-def _nothing_collected_by_workers() -> Iterator[None]:
-    """What this process has made by now is not for a forked worker's garbage collector.
-
-    The remains of an earlier run, such as a process group in a cycle, have threads that are not there in the worker:
-    to destroy them there ends in a segmentation fault.
-    """
-    _starts_workers[0] = True
-    try:
-        yield
-    finally:
-        _starts_workers[0] = False
-
-
-def _in_worker() -> None:
-    if _starts_workers[0]:
-        gc.freeze()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing is forked
-    os.register_at_fork(after_in_child=_in_worker)
 
 
 def _in_own_words(workers: Iterator[Any]) -> Iterator[Any]:

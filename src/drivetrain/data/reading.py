@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from drivetrain.core.collector import forking
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.generators import Generators, global_generators_kept
 from drivetrain.data.items import Collate, ItemError, KeyedItems, draws_anything
@@ -356,7 +357,8 @@ def _each(chunks: _Chunks, source: Source, num_workers: int) -> Iterator[_Chunk]
         return
     loader = DataLoader(chunks, batch_size=None, num_workers=num_workers, multiprocessing_context=source.wishes.context)
     try:
-        workers = iter(loader)
+        with forking():
+            workers = iter(loader)
     except (AttributeError, TypeError, OSError, RuntimeError, ImportError):  # what cannot be sent is read here
         yield from _each(chunks, source, 0)
         return
