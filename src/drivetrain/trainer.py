@@ -110,7 +110,6 @@ class Trainer:
 
     def run(self) -> Iterator[StepRecord]:
         try:
-            self._check_hooks()
             for place, micro_batches in self.steps():
                 begun = self.begin(place)
                 yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
@@ -121,7 +120,11 @@ class Trainer:
             raise
 
     def steps(self) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
-        """What is left of the job: the place of each step, and this rank's micro-batches."""
+        """What is left of the job: the place of each step, and this rank's micro-batches.
+
+        Hooks are asked first: what cannot work is an error while nothing is lost.
+        """
+        self._check_hooks()
         self._stepper.clock.start()
         return self._loader.batches(self._first_step, self._job.max_steps, self._job.epochs)
 
@@ -286,7 +289,6 @@ class Trainer:
         )
 
     def _check_hooks(self) -> None:
-        """Before the first step: what cannot work is an error while nothing is lost."""
         for hook, _ in self._hooks:
             if isinstance(hook, ChecksFirst):
                 hook.check(self._context(self._first_step, 0))

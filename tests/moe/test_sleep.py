@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 
-from drivetrain import Job
+from drivetrain import Job, drive
 from drivetrain.api import train as train_job
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
@@ -346,6 +346,11 @@ def test_what_cannot_sleep_is_refused_before_the_first_step(tmp_path: Path) -> N
     with pytest.raises(DrivetrainError, match="replays samples by their number"):
         run(str(tmp_path / "asleep"), variant, data=Iterated(variant), hooks=[Sleep(every=100)])
     assert not (tmp_path / "asleep" / "suite" / "steps.jsonl").read_text()
+    model, config = nn.Linear(6, 4), configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0)
+    optimizer, hooks = sgd(model.parameters()), [Sleep(every=100)]
+    own = drive(model, optimizer, Vectors(variant), global_batch=8, epochs=1, hooks=hooks, config=config, quiet=True)
+    with pytest.raises(DrivetrainError, match="the loop is your own"):
+        next(iter(own))
     said: list[str] = []
     Lifecycle().check(StepContext(0, 0, nn.Linear(2, 2), World(), Path(), say=said.append))
     assert "no MixtureOfExperts" in said[0]

@@ -68,7 +68,7 @@ class Sleep:
             )
 
     def __call__(self, context: StepContext) -> None:
-        self.check(context)  # in a loop of one's own nobody has asked before
+        self.check(context)
         rehearsal = context.rehearsal
         assert rehearsal is not None
         self._remember(context, rehearsal)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from drivetrain.report.run_data import Row, RunData
-from drivetrain.report.style import FAINT, INK, MANY, OTHER, TRAIN, VALID, canvas
+from drivetrain.report.style import FAINT, INK, MANY, OTHER, TRAIN, VALID, canvas, end_at_all
 
 _GONE = "#b5485d"
 # What happened to an expert: marker, colour, and what it does to their number.
@@ -201,7 +201,7 @@ def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
     axis.grid(visible=False, axis="x")
     axis.margins(x=max(0.08, 0.5 / len(shown)), y=0.18)
     if is_share:
-        axis.set_ylim(top=min(axis.get_ylim()[1], 1.005))  # a share of more than all means nothing
+        end_at_all(axis)
     axis.scatter([], [], s=46, color="white", edgecolor=FAINT, linewidth=1.8, label="before")
     axis.scatter([], [], s=56, color=FAINT, label="after")
     axis.legend(loc="lower right", ncols=2)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from drivetrain.report.run_data import RunData
-from drivetrain.report.style import BARS, OTHER, TRAIN, VALID, canvas, say_nothing
+from drivetrain.report.style import BARS, OTHER, TRAIN, VALID, canvas, end_at_all, say_nothing
 
 _MOST_POINTS = 1500
 _MOST_METRICS = 3
@@ -73,15 +73,17 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
         return None
     one = names[0].removeprefix("valid_").replace("_", " ")
     axis.set_title(f"Validation {one}" if len(names) == 1 else "Validation")
+    is_share = True
     for name, colour in zip(names, (OTHER, VALID, TRAIN), strict=False):
         where, values = data.metric(name)
+        is_share = is_share and all(0 <= value <= 1 for value in values)
         axis.plot(where, values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=name.replace("_", " "))
         axis.annotate(f"{values[-1]:.4g}", (where[-1], values[-1]), (0, 7), textcoords="offset points", ha="right")
     if len(names) > 1:
         axis.legend(loc="best")
     axis.margins(y=0.15)
-    if all(0 <= value <= 1 for name in names for value in data.metric(name)[1]):
-        axis.set_ylim(top=min(axis.get_ylim()[1], 1.0))  # a share of more than all means nothing
+    if is_share:
+        end_at_all(axis)
     return None
 
 

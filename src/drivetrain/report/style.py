@@ -54,3 +54,8 @@ def canvas(width: float, height: float) -> Iterator[Canvas]:
 def say_nothing(axis: Any) -> None:
     axis.text(0.5, 0.5, "nothing was recorded", transform=axis.transAxes, ha="center", color=FAINT)
     axis.grid(visible=False)
+
+
+def end_at_all(axis: Any) -> None:
+    """Of an axis of shares: more than all means nothing. A little above, so that a point there is seen whole."""
+    axis.set_ylim(top=min(axis.get_ylim()[1], 1.005))

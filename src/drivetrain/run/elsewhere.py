@@ -115,7 +115,8 @@ def _choices(
     num_gpus = len(settings.devices.value)
     is_whole = layout.strategy in ("single", "ddp")
     strategy_reason = settings.strategy.reason if is_whole else f"whole copies do not fit: {layout}"
-    strategy_reason = f"asked for: {layout}" if settings.strategy.pinned else strategy_reason
+    if settings.strategy.pinned:
+        strategy_reason = f"asked for: {layout}"
     recompute_reason = "the cheapest way that fits" if layout.recomputes else f"they fit in {in_words(limit)}"
     choices: dict[str, Choice[Any]] = {
         "distributed.strategy": Choice(

@@ -355,8 +355,10 @@ class CapturedStepper(Stepper):
     ) -> StepOutcome:
         # A rare one may fail for want of memory, which the others have: it is recorded apart from them.
         is_apart = is_rare and bool(self._recorded)
-        record = self._make_recorder(self._device) if is_apart else self._record or self._make_recorder(self._device)
-        self._record = self._record if is_apart else record
+        record = None if is_apart else self._record
+        record = record or self._make_recorder(self._device)
+        if not is_apart:
+            self._record = record
         objective, samples = self._objective, (micro.num_samples, place.num_samples, micro.weight)
 
         def make(inputs: Any) -> CapturedStep:
