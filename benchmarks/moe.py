@@ -1,6 +1,6 @@
 """A mixture of experts, forward and backward: against a plain layer of grouped products, and a loop over experts.
 
-The large case has fp32 weights and computes in bf16; gradients go to the inputs, the router and every expert. All three
+The large case has fp32 weights and computes in bf16; gradients go to the inputs, the router and every expert. All
 layers hold the same weights and route alike. The small case is launches more than arithmetic.
 """
 
@@ -58,8 +58,39 @@ class PlainGrouped(Routed):
         return result.index_select(0, back).view(tokens.shape[0], self.k, -1).sum(1)
 
 
+class LoopOverModules(Routed):
+    """As mixtures are mostly written: an expert is a module of three linear maps, and each is run on its tokens."""
+
+    class Expert(nn.Module):
+        def __init__(self, w_in: Tensor, w_out: Tensor) -> None:
+            super().__init__()
+            for name, weight in zip(("gate", "up", "down"), (*w_in.chunk(2), w_out), strict=True):
+                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+                linear.weight.data.copy_(weight)
+                self.add_module(name, linear)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            result: Tensor = self.down(functional.silu(self.gate(tokens)) * self.up(tokens))
+            return result
+
+    def __init__(self, like: MixtureOfExperts) -> None:
+        super().__init__(like)
+        weights = zip(like.experts.w_in.detach(), like.experts.w_out.detach(), strict=True)
+        self.experts = nn.ModuleList(self.Expert(*pair) for pair in weights)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights, chosen = self.route(tokens)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == number)
+            if token.numel():
+                output = expert(tokens[token]) * weights[token, choice].unsqueeze(1)
+                result.index_add_(0, token, output.to(result.dtype))
+        return result
+
+
 class LoopOverExperts(Routed):
-    """For each expert: find its tokens, run it on them, add the results into place."""
+    """For each expert: find its tokens, run it on them, add the results into place; gate and up in one product."""
 
     def __init__(self, like: MixtureOfExperts) -> None:
         super().__init__(like)
@@ -99,7 +130,12 @@ def measure() -> dict[str, list[float]]:
 def _large() -> dict[str, list[float]]:
     torch.manual_seed(0)
     ours = MixtureOfExperts(WIDTH, EXPERTS, HIDDEN, k=K, kind="gated").cuda()
-    layers = {"drivetrain": ours, "plain grouped": PlainGrouped(ours), "loop": LoopOverExperts(ours)}
+    layers = {
+        "drivetrain": ours,
+        "plain grouped": PlainGrouped(ours),
+        "loop over modules": LoopOverModules(ours),
+        "loop": LoopOverExperts(ours),
+    }
     tokens = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     _check_alike(layers, tokens, upstream, 0.05)
@@ -107,12 +143,12 @@ def _large() -> dict[str, list[float]]:
     for name in ("drivetrain", "plain grouped"):  # a loop asks the host how many tokens there are, and breaks in pieces
         compiled = torch.compile(layers[name])
         steps[f"{name} compiled"] = _step(layers[name], tokens, upstream, autocast=True, called=compiled)
-    times = _times(steps, {name: 4 if name == "loop" else 20 for name in steps})
+    times = _times(steps, {name: 4 if name.startswith("loop") else 20 for name in steps})
     result = {f"large, {name} (ms)": found for name, found in times.items()}
     result |= {f"large, {name} (TFLOP/s)": [TFLOP / ms * 1e3 for ms in found] for name, found in times.items()}
     for ours_is, others in (
-        ("drivetrain", ("plain grouped", "loop")),
-        ("drivetrain compiled", ("plain grouped compiled", "loop")),
+        ("drivetrain", ("plain grouped", "loop over modules", "loop")),
+        ("drivetrain compiled", ("plain grouped compiled", "loop over modules", "loop")),
     ):
         for name in others:
             result[f"large, {name} / {ours_is} (×)"] = _ratios(times[name], times[ours_is])

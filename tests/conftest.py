@@ -19,10 +19,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine makes examples slowly; that is no fault of what is tested.
-settings.register_profile("default", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine makes examples slowly; that is no fault of what is tested. `make test` has the same examples each time:
+# what fails there was broken by the change, not found by luck. `make soak` looks for new ones.
+settings.register_profile(
+    "default", max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("soak", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
+settings.load_profile(PROFILE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Property tests are part of the long runs, too."""
+    for item in items:
+        if PROFILE == "soak" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(autouse=True)

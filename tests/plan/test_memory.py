@@ -1,5 +1,6 @@
 """The forecast of memory, with made-up allocators: floors, rounding, noise. What is proposed fits, and few steps do."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,7 +8,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, next_size_to_measure
+from drivetrain.plan.memory import (
+    FRAGMENTATION,
+    MOST_SIZES,
+    MemoryModel,
+    Peak,
+    largest_that_fits,
+    next_size_to_measure,
+)
 
 GB, MIB = 10**9, 1024**2
 
@@ -43,7 +51,6 @@ def learn(allocator: Allocator, limit: float, at_most: int) -> tuple[list[Peak],
         if peak > limit:
             return peaks, True
         peaks.append(Peak(size, peak))
-        assert len(peaks) <= MOST_SIZES
     return peaks, False
 
 
@@ -71,10 +78,11 @@ def test_it_is_within_5_percent_after_at_most_four_steps(allocator: Allocator, a
     if ran_out:  # one try that the bound could not exclude: of one sample more than the smallest step
         assert len(peaks) == 1
         return
+    assert len(peaks) <= MOST_SIZES or allocator.floor + allocator.workspace > (limit - allocator.held) / 16
     if len(peaks) < 2:
         return
     model = MemoryModel.fitted(peaks, allocator.held)
-    chosen = model.largest(limit, at_most)
+    chosen = largest_that_fits(peaks, limit, at_most, allocator.held)
     assert chosen >= 1
     assert model.peak_bytes(chosen) == pytest.approx(allocator.peak(chosen), rel=0.05)
     assert allocator.peak(chosen) <= limit, "what is forecast to fit fits"
@@ -82,10 +90,15 @@ def test_it_is_within_5_percent_after_at_most_four_steps(allocator: Allocator, a
 
 @given(ALLOCATORS, st.integers(1, 4096), st.integers(1, 140))
 def test_no_blind_doubling(allocator: Allocator, at_most: int, limit_gb: int) -> None:
-    """Whatever the allocator: at most one step runs out of memory, and only right after the smallest one."""
+    """Whatever the allocator: one step at most, right after the smallest one or from a floor beyond half the room."""
     assume(allocator.rounding <= 512)
-    peaks, ran_out = learn(allocator, limit_gb * GB, at_most)
-    assert not ran_out or len(peaks) <= 1
+    limit, held = limit_gb * GB, allocator.held
+    peaks, ran_out = learn(allocator, limit, at_most)
+    assert len(peaks) <= MOST_SIZES + math.log2(at_most) + 1
+    if len(peaks) > 1 and ran_out:
+        assert peaks[-1].num_bytes - held > (limit * (1 - FRAGMENTATION) - held) / 2.1
+    elif len(peaks) > 1:
+        assert allocator.peak(largest_that_fits(peaks, limit, at_most, held)) <= limit
 
 
 def test_the_smallest_sizes_on_a_floor_do_not_mislead() -> None:

@@ -8,7 +8,9 @@ sizes, and it is trusted where it can be shown that no floor hides behind it:
 What is held at any time (weights, optimizer, and gradients where steps accumulate) is counted, not fitted. The line
 starts at that or above. So a step of m samples takes at most `held + m × (peak - held) / n` if one of n ≤ m samples
 took `peak`, wherever that peak was. Nothing is measured that this bound does not allow, and a forecast is settled where
-line and bound are near each other.
+line and bound are near each other; one that stays open is not used, but the bound. The exception is a floor beyond half
+of what there is: the bound then allows next to nothing however little a sample takes. There sizes are doubled until
+they leave the floor, and one of them may not fit.
 """
 
 import math
@@ -19,7 +21,7 @@ from drivetrain.core.value import Value
 
 FRAGMENTATION = 0.03  # of what is reserved, seen between the peak of what is allocated and of what is reserved
 CLOSE = 0.03  # a forecast is settled when two ways to it are this near
-MOST_SIZES = 4  # that are measured for the line's sake
+MOST_SIZES = 4  # that are measured for the line's sake; those on the floor but the last do not count
 
 
 class Peak(NamedTuple):
@@ -68,22 +70,41 @@ def next_size_to_measure(
 ) -> int | None:
     """A micro-batch whose peak is worth knowing, and that fits; None where memory up to `at_most` can be forecast.
 
-    Only where even one sample more than the smallest step is not shown to fit, it is proposed all the same: it may.
+    Only where a floor hides the line, or even one sample more than the smallest step is not shown to fit, a larger one
+    is proposed all the same: it may.
     """
     largest = _largest_per_size(peaks)
     if not largest:
         return 1
-    size, peak = largest[-1]
+    size = largest[-1].micro_batch
     if size >= at_most:
         return None
-    certain = _count(_usable(limit_bytes) - held_bytes, max(0.0, peak - held_bytes) / size, at_most)
+    certain = _certain(largest, limit_bytes, at_most, held_bytes)
     if len(largest) == 1:
         return max(size + 1, min(certain, -(-at_most // 2)))
     aim = _unsettled(largest, limit_bytes, at_most, held_bytes)
-    if aim is None or len(largest) >= MOST_SIZES:
+    if aim is None:
         return None
-    further = min(certain, aim if _is_flat(largest) else -(-(size + aim) // 2))
+    if _is_flat(largest):
+        return max(min(certain, aim), min(2 * size, at_most))
+    if _num_off_floor(largest) >= MOST_SIZES:
+        return None
+    further = min(certain, -(-(size + aim) // 2))
     return further if further > size else None
+
+
+def largest_that_fits(peaks: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float = 0.0) -> int:
+    """By the line where it is settled; else no more than the bound allows, or was seen to fit."""
+    largest = _largest_per_size(peaks)
+    if largest[-1].micro_batch < at_most and _unsettled(largest, limit_bytes, at_most, held_bytes) is not None:
+        return max(largest[-1].micro_batch, _certain(largest, limit_bytes, at_most, held_bytes))
+    return MemoryModel.fitted(largest, held_bytes).largest(limit_bytes, at_most)
+
+
+def _certain(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float) -> int:
+    """The most samples that the bound allows."""
+    size, peak = largest[-1]
+    return _count(_usable(limit_bytes) - held_bytes, max(0.0, peak - held_bytes) / size, at_most)
 
 
 def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float) -> int | None:
@@ -107,6 +128,11 @@ def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_b
 def _is_flat(largest: Sequence[Peak]) -> bool:
     """Two peaks in a row that hardly differ lie on the floor: they say nothing of the line."""
     return largest[-1].num_bytes - largest[-2].num_bytes <= CLOSE * largest[-1].num_bytes
+
+
+def _num_off_floor(largest: Sequence[Peak]) -> int:
+    """With the last one on it."""
+    return next((n for n in range(1, len(largest)) if _is_flat(largest[: len(largest) - n + 1])), len(largest))
 
 
 def _largest_per_size(peaks: Sequence[Peak]) -> list[Peak]:

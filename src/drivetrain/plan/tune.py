@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.value import Value
-from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
+from drivetrain.plan.memory import MemoryModel, Peak, largest_that_fits, next_size_to_measure
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
@@ -243,8 +243,9 @@ class _Search:
         share, limit = self._scope.rank_samples, self._scope.memory_limit_bytes
         if not self._foresee(way, share):
             return max((peak.micro_batch for peak in self._peaks(way)), default=0)
-        line = self._line(way)
-        return share if line is None else max(1, line.largest(limit, share))
+        if self._line(way) is None:
+            return share
+        return max(1, largest_that_fits(self._peaks(way), limit, share, self._held(way)))
 
     def _foresee(self, way: Way, at_most: int) -> bool:
         """Brief steps of a few sizes, until memory can be forecast up to `at_most`. False: one did not fit."""
