@@ -30,7 +30,7 @@ def workload(smoke: bool) -> Workload:
         loss=gpt2.loss_of,
         data=data,
         global_batch=64,
-        pace=Pace(2, 1, 3) if smoke else Pace(10, 5, 6),
+        pace=Pace(2, 1, 3) if smoke else Pace(10, 10, 8),
         job_steps=20 if smoke else 20_000,
         compiler="aot_eager" if smoke else "inductor",
     )
@@ -77,6 +77,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
             "accelerate-default",
             *(f"raw-eager-{size}" for size in GRID),
             "best:raw-compiled",
+            "lightning-best",
             "ours",
         ),
         aims=(
