@@ -177,6 +177,38 @@ def test_config_prints_yaml_that_works_as_a_file(capsys, tmp_path: Path) -> None
     assert effective(capsys, "--config", str(path))["budget.epochs"]["value"] == 3
 
 
+def test_flags_of_ours_after_the_script_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        '"""drivetrain launch --cpu train.py"""\nparser.add_argument("--seed", "--batch-size", type=int)\n'
+    )
+    parser = flag_parser("launch", COMMANDS["launch"].load())
+
+    def notice(*words: str) -> str:
+        return parser.passed_on(parser.parse(["--num-processes", "2", str(script), *words]))
+
+    assert notice("--lr", "0.1", "--seed", "1", "--batch-size=4", "--no-seed", "--help", "seed") == ""
+    assert notice("--", "--cpu") == ""
+    assert notice("--lr", "1", "--cpu", "--max_restarts=3", "--cpu") == (
+        f"given to {script}, as all that follows it: --cpu and --max_restarts; "
+        f"before {script}, --cpu and --max_restarts would be drivetrain's"
+    )
+    assert notice("--parallel-strategy", "ddp") == (
+        f"given to {script}, as all that follows it: --parallel-strategy; "
+        f"drivetrain takes --parallel-strategy in `drivetrain train {script} …`"
+    )
+    assert "--no-compile" in notice("--no-compile")
+
+
+def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Path, monkeypatch) -> None:
+    module = COMMANDS["launch"].load()
+    monkeypatch.setattr(module, "run", lambda options, resolved: 0)
+    (tmp_path / "train.py").write_text("pass\n")
+    code, out, err = run(capsys, "launch", str(tmp_path / "train.py"), "--cpu")
+    assert (code, out, err.count("\n")) == (0, "", 1)
+    assert err.startswith("drivetrain: given to ")
+
+
 def test_the_command_in_a_process_of_its_own() -> None:
     call = [sys.executable, "-m", "drivetrain", "config", "--epochs", "nine"]
     done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel
 
 from drivetrain.config.resolve import value_problem
+from drivetrain.config.script_flags import flags_in
 from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Setting, nearest, normal, settings_of
 from drivetrain.config.sources import Given
 from drivetrain.core.errors import ConfigError, Problem
@@ -207,8 +208,7 @@ class FlagParser:
             name, equals, value = word.partition("=")
             key = normal(name)
             setting = self._known.get(key)
-            negated = self._known.get(key.removeprefix("no-")) if key.startswith("no-") else None
-            if key not in self._known and not (negated and negated.is_bool):
+            if not self._is_known(key):
                 if not equals and words and not words[0].startswith("-"):
                     value = words.pop(0)  # most likely the unknown flag's value, not a word of its own
                 problems.append(self._unknown(name, key, value))
@@ -220,7 +220,7 @@ class FlagParser:
         return tokens
 
     def _unknown(self, name: str, key: str, value: str) -> Problem:
-        elsewhere = BY_NAME.get(key) or BY_NAME.get(key.removeprefix("no-"))
+        elsewhere = _elsewhere(key)
         if elsewhere is not None:
             commands = self._used_elsewhere.get(elsewhere.name, ())
             return Problem(
@@ -258,6 +258,33 @@ class FlagParser:
             given = Given(setting.name, value, spelled, COMMAND_LINE)
             parsed.problems.append(value_problem(setting, given, str(error)))
 
+    def passed_on(self, parsed: ParsedFlags) -> str:
+        """One line where the words after the script hold flags of ours that the script's own text does not name.
+
+        A notice, no problem: a script may read such a flag somewhere else.
+        """
+        if self._rest is None:
+            return ""
+        script = next(str(parsed.options[option.field]) for option in self._options if option.is_positional)
+        words = parsed.options[self._rest.field]
+        spelled = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]
+        its_own = flags_in(Path(script)) | {"--help"}
+        flags = [word for word in dict.fromkeys(spelled) if word.startswith("--") and word not in its_own]
+        ours = [word for word in flags if self._is_known(normal(word))]
+        others = [word for word in flags if word not in ours and _elsewhere(normal(word)) is not None]
+        hints = []
+        if ours:
+            hints.append(f"before {script}, {_listed(ours)} would be drivetrain's")
+        if others:
+            hints.append(f"drivetrain takes {_listed(others)} in `drivetrain train {script} …`")
+        if not hints:
+            return ""
+        return f"given to {script}, as all that follows it: {_listed(ours + others)}; {'; '.join(hints)}"
+
+    def _is_known(self, key: str) -> bool:
+        negated = self._known.get(key.removeprefix("no-")) if key.startswith("no-") else None
+        return key in self._known or (negated is not None and negated.is_bool)
+
     def missing_positionals(self, parsed: ParsedFlags) -> list[Problem]:
         return [
             Problem(
@@ -270,6 +297,14 @@ class FlagParser:
 
 class _WithExamples(_Help, argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of the examples below the flags."""
+
+
+def _elsewhere(key: str) -> Setting | None:
+    return BY_NAME.get(key) or BY_NAME.get(key.removeprefix("no-"))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _shown(default: Any) -> str:
