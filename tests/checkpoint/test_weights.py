@@ -73,8 +73,12 @@ def test_a_part_of_a_model(tmp_path: Path) -> None:
     assert set(report.taken) == set(before) - {"last.bias", "last.weight"}
     for name, value in model.state_dict().items():
         assert torch.equal(value, theirs[name] if name in report.taken else before[name]), name
-    assert "7 tensors from" in str(report)
-    assert "1 only in the model: last.bias; 1 only there: head.weight; 1 of another shape: last.weight" in str(report)
+    assert report.lines[0].startswith("7 tensors from")
+    assert report.lines[1:] == (
+        "1 only in the model, and left as they were made: last.bias",
+        "1 only there, and not used: head.weight",
+        "1 of another shape, and left as the model made them: last.weight (7, 3) there, (2, 3) in the model",
+    )
 
 
 def test_other_types_are_converted(tmp_path: Path) -> None:

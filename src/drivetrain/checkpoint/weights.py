@@ -1,6 +1,6 @@
 """Weights to start from: a safetensors file, the folder of another run, or one of its checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +38,26 @@ class WeightsTaken:
     missing: tuple[str, ...]  # in the model only: these keep what the model was made with
     unexpected: tuple[str, ...]  # in the source only
     other_shape: tuple[str, ...]  # in both, and not taken
+    left_out: tuple[str, ...] = ()  # of the same shape, and not taken, since what belongs to them does not fit
+    notes: tuple[str, ...] = ()  # on parts of the model as a whole; names that these speak of are not told again
+    told: frozenset[str] = frozenset()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For people: a line for each kind of news, with a few names."""
+        names = {
+            "only in the model, and left as they were made": self.missing,
+            "only there, and not used": self.unexpected,
+            "of another shape, and left as the model made them": self.other_shape,
+        }
+        found = [f"{len(self.taken)} tensors from {self.path}", *self.notes]
+        for what, all_of_them in names.items():
+            new = [name for name in all_of_them if name.split(" ")[0] not in self.told]
+            found += [f"{len(new)} {what}: {_some(new)}"] if new else []
+        return tuple(found)
 
     def __str__(self) -> str:
-        parts = [f"{len(self.taken)} tensors from {self.path}"]
-        parts += [f"{len(self.missing)} only in the model: {_some(self.missing)}"] if self.missing else []
-        parts += [f"{len(self.unexpected)} only there: {_some(self.unexpected)}"] if self.unexpected else []
-        parts += [f"{len(self.other_shape)} of another shape: {_some(self.other_shape)}"] if self.other_shape else []
-        return "; ".join(parts)
+        return "\n".join(self.lines)
 
 
 def read_weights(path: Path) -> Weights:
@@ -74,13 +87,17 @@ def read_weights(path: Path) -> Weights:
     )
 
 
-def load_weights(model: nn.Module, weights: Weights) -> WeightsTaken:
-    """Copies what has the model's names and shapes into it; the rest is told. Nothing in common is an error."""
+def load_weights(model: nn.Module, weights: Weights, leave: Collection[str] = ()) -> WeightsTaken:
+    """Copies what has the model's names and shapes into it; the rest is told. Nothing in common is an error.
+
+    Names in `leave` are not taken, even where they fit.
+    """
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     common = sorted(state.keys() & weights.shapes.keys())
-    fitting = [name for name in common if tuple(state[name].shape) == weights.shapes[name]]
+    unlike = [name for name in common if tuple(state[name].shape) != weights.shapes[name]]
+    fitting = [name for name in common if name not in unlike and name not in leave]
     if not fitting:
-        raise CheckpointError(_nothing_fits(weights, state, common), remedy=_REMEDY, path=weights.path)
+        raise CheckpointError(_nothing_fits(weights, state, unlike or common), remedy=_REMEDY, path=weights.path)
     with torch.no_grad():
         for name in fitting:
             part = local_part(state[name])
@@ -94,10 +111,9 @@ def load_weights(model: nn.Module, weights: Weights) -> WeightsTaken:
         ),
         unexpected=tuple(sorted(weights.shapes.keys() - state.keys())),
         other_shape=tuple(
-            f"{name} {weights.shapes[name]} there, {tuple(state[name].shape)} in the model"
-            for name in common
-            if name not in fitting
+            f"{name} {weights.shapes[name]} there, {tuple(state[name].shape)} in the model" for name in unlike
         ),
+        left_out=tuple(name for name in common if name in leave and name not in unlike),
     )
 
 
