@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.config.sources import from_values, from_yaml
+from drivetrain.config import configure
+from drivetrain.config.sources import from_plan, from_values, from_yaml
+from drivetrain.core.errors import ConfigError
+from drivetrain.plan import Choice
+from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
 
 
 def write(folder: Path, text: str | bytes, name: str = "train.yaml") -> Path:
@@ -116,3 +120,54 @@ def test_python_values_nested_or_not() -> None:
     given, problems = from_values({"batch": {"size": 8}, "epochs": 3, "device.mode": "cpu"})
     assert problems == []
     assert {entry.name: entry.value for entry in given} == {"batch.size": 8, "budget.epochs": 3, "device.mode": "cpu"}
+
+
+def written_plan() -> str:
+    choices = {
+        "precision.dtype": Choice(value="fp32", reason="on a CPU: it is the rule"),
+        "batch.size": Choice(value=8, reason="asked for", alternatives=("4: 10 samples/s",)),
+        "data.num_workers": Choice(value=None, reason="by rule"),
+    }
+    memory = MemoryForecast(parameters=1, gradients=1)
+    return Plan(job="x", global_batch=8, num_steps=4, choices=choices, forecast=Forecast(memory=memory)).to_yaml()
+
+
+def test_a_plan_is_refused_wherever_it_was_cut(tmp_path: Path) -> None:
+    text = written_plan()
+    given, problems = from_plan(write(tmp_path, text, "plan.yaml"))
+    assert problems == []
+    assert {entry.name: entry.value for entry in given} == {"precision.dtype": "fp32", "batch.size": 8}
+    assert {entry.source for entry in given} == {"plan.yaml line 9", "plan.yaml line 12"}
+    for length in range(len(text.rstrip())):
+        given, problems = from_plan(write(tmp_path, text[:length], "plan.yaml"))
+        assert given == []
+        assert len(problems) == 1, text[:length]
+        whole_enough = length > text.index("planned:") + len("planned")
+        assert ("it is cut off" if whole_enough else "it holds no plan") in problems[0].message
+
+
+def test_a_plan_by_hand_needs_no_more_than_choices(tmp_path: Path) -> None:
+    given, problems = from_plan(write(tmp_path, "choices:\n  batch.size: {value: 8}\n", "mine.yaml"))
+    assert problems == []
+    assert [(entry.name, entry.value) for entry in given] == [("batch.size", 8)]
+
+
+def test_what_is_wrong_in_a_plan_is_told_by_file_line_and_key(tmp_path: Path) -> None:
+    text = (
+        "choices:\n  batch.size:\n    value: lots\n  precision.dtype:\n    why: so\n  bach.accumulation: {value: 1}\n"
+    )
+    text += "  kernels.capture: {value: 2024-13-45}\n  data.pin_memory: {value: maybe}\n"
+    with pytest.raises(ConfigError) as caught:
+        configure(plan=write(tmp_path, text, "mine.yaml"))
+    found = {problem.key: problem for problem in caught.value.problems}
+    assert {problem.source for problem in found.values()} == {f"mine.yaml line {line}" for line in (2, 4, 6, 7, 8)}
+    assert found["precision.dtype"].message == "it has no value"
+    assert "batch.accumulation" in found["bach.accumulation"].remedy
+    assert found["batch.size"].remedy == "write one of the allowed, or leave batch.size out"
+    assert "--" not in "".join(problem.remedy for problem in found.values())
+    with pytest.raises(ConfigError) as caught:
+        configure(write(tmp_path, "gpu_memory_fraction: lots\n"), seed="x")
+    assert [problem.remedy for problem in caught.value.problems] == [
+        "for example gpu_memory_fraction: 0.9",
+        "for example seed=0",
+    ]

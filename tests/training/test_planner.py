@@ -250,6 +250,10 @@ def test_a_plan_in_a_file_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         configure(plan=first / "steps.jsonl")
     with pytest.raises(ConfigError, match="No such file"):
         configure(plan=tmp_path / "none.yaml")
+    text = (first / "plan.yaml").read_text()
+    (tmp_path / "cut.yaml").write_text(text[: len(text) // 2])
+    with pytest.raises(ConfigError, match="cut off"):
+        configure(plan=tmp_path / "cut.yaml")
 
 
 class Normed(nn.Module):

@@ -81,12 +81,17 @@ def value_problem(setting: Setting, given: Given, why: str) -> Problem:
     if meant:
         remedy = f"did you mean `{meant}`?"
     elif setting.is_bool or setting.choices or example is None:
-        remedy = f"write one of the allowed, or leave {setting.flag} out"
+        remedy = f"write one of the allowed, or leave {given.spelled} out"
     else:
         shown = ",".join(map(str, example)) if isinstance(example, tuple) else example
-        remedy = f"for example {setting.flag} {shown}"
+        remedy = f"for example {given.spelled}{_sign(given)}{shown}"
     message = f"got {value!r}" + ("" if setting.choices or setting.is_bool else f": {_lower_first(why)}")
     return Problem(given.spelled, message, value, given.source, setting.allowed, remedy)
+
+
+def _sign(given: Given) -> str:
+    """What stands between a name and its value: on the command line, in Python, in a file."""
+    return " " if given.spelled.startswith("-") else "=" if given.source == "Python" else ": "
 
 
 def _lower_first(text: str) -> str:

@@ -1,5 +1,6 @@
 """Where values come from: YAML files, flags, Python. Each turns into a list of `Given`, spelled as the user did."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,16 +70,53 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
 
 
 def from_plan(path: Path) -> tuple[list[Given], list[Problem]]:
-    """The choices of a plan that was written: their values, not their reasons."""
+    """The choices of a plan that was written: their values, not their reasons. By hand, `choices` is all it needs."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        choices = {str(name): choice["value"] for name, choice in found["choices"].items()}
-    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it holds no plan"
-        remedy = "`drivetrain plan TARGET --out plan.yaml` writes one, and every run folder has one"
-        return [], [Problem("--plan", f"{path}: {why}", str(path), allowed="a plan.yaml", remedy=remedy)]
-    values = {name: value for name, value in choices.items() if value != "auto"}
-    return from_values(values, f"{path.name}")
+        text = path.read_text(encoding="utf-8")
+        if _is_cut(text):
+            return [], [_plan_problem(path, "it is cut off: it does not end with the line `...` any more", _CUT)]
+        loader = yaml.SafeLoader(text)
+        choices = _below(loader.get_single_node(), "choices")
+    except OSError as error:
+        return [], [_plan_problem(path, error.strerror or "it cannot be read")]
+    except (yaml.YAMLError, ValueError, RecursionError):
+        choices = None
+    if not isinstance(choices, yaml.MappingNode):
+        return [], [_plan_problem(path, "it holds no plan")]
+    given: list[Given] = []
+    problems: list[Problem] = []
+    for key_node, choice in choices.value:
+        key, source = str(key_node.value), f"{path.name} line {key_node.start_mark.line + 1}"
+        value_node = _below(choice, "value")
+        if value_node is None:
+            remedy = "write `value: …` in a line below it, or take it out"
+            problems.append(Problem(key, "it has no value", source=source, remedy=remedy))
+            continue
+        try:
+            value = loader.construct_object(value_node, deep=True)
+        except (yaml.YAMLError, ValueError):
+            value = value_node.value
+        if value != "auto":
+            _take(key, value, source, given, problems)
+    return given, problems
+
+
+_CUT = "take a whole copy, or write it anew: `drivetrain plan TARGET --out plan.yaml`; if it is whole, add that line"
+
+
+def _is_cut(text: str) -> bool:
+    """What we write begins with more than a plan by hand needs, and says where it ends."""
+    return bool(re.search(r"^planned:", text, re.MULTILINE)) and not text.rstrip().endswith("\n...")
+
+
+def _below(node: yaml.Node | None, key: str) -> yaml.Node | None:
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next((value for key_node, value in pairs if key_node.value == key), None)
+
+
+def _plan_problem(path: Path, message: str, remedy: str = "") -> Problem:
+    remedy = remedy or "`drivetrain plan TARGET --out plan.yaml` writes one, and every run folder has one"
+    return Problem("--plan", f"{path}: {message}", str(path), allowed="a plan.yaml", remedy=remedy)
 
 
 def _walk(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> tuple[list[Given], list[Problem]]:

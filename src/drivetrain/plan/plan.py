@@ -80,4 +80,4 @@ class Plan(Value):
     def to_yaml(self) -> str:
         head = f"# The plan for {self.job}. `drivetrain train … --plan` takes this file.\n"
         facts = {"job": self.job, "global_batch": self.global_batch, "num_steps": self.num_steps}
-        return head + yaml.safe_dump({**facts, **self.as_plain()}, sort_keys=False, width=120)
+        return head + yaml.safe_dump({**facts, **self.as_plain()}, sort_keys=False, width=120, explicit_end=True)
