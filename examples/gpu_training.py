@@ -71,6 +71,13 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def left_unused(given: argparse.Namespace) -> str:
+    """A flag that nothing follows from, in words; empty if there is none."""
+    if given.precision_type == "auto" or given.mixed_precision:
+        return ""
+    return f"--precision-type {given.precision_type} does nothing without --mixed-precision; add that to use it"
+
+
 def wants_processes(given: argparse.Namespace) -> bool:
     """Whether several GPUs are to be used, and nobody has started a process for each yet."""
     if given.gpu_mode not in ("auto", "multi_gpu") or given.parallel_strategy == "data_parallel":
@@ -84,6 +91,9 @@ def main() -> int:
         if wants_processes(given):
             dt.launch_distributed_training(__file__, arguments=sys.argv[1:])
             return 0
+        notice = left_unused(given)
+        if notice and find_place().rank == 0:
+            print(f"gpu_training: {notice}", file=sys.stderr)
         config = dt.configure(**settings(given))
         pictures = load_pictures(given.data, given.data_dir)
         global_batch = (given.batch_size or BATCH) * (given.accumulation_steps or 1)

@@ -98,6 +98,19 @@ def test_the_example_takes_every_flag_of_the_guide(example: Any) -> None:
     assert "batch_size" not in automatic
 
 
+def test_a_precision_type_without_mixed_precision_is_said_to_do_nothing(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = {}
+    for words in (["--precision-type", "bf16"], ["--precision-type", "bf16", "--mixed-precision"], []):
+        given = ["gpu_training.py", "--gpu-mode", "cpu", "--data-dir", str(tmp_path / "none"), *words]
+        monkeypatch.setattr(sys, "argv", given)
+        assert example["main"]() == 2, "there is no such folder"
+        said[len(words)] = capsys.readouterr().err
+    assert said[2].startswith("gpu_training: --precision-type bf16 does nothing without --mixed-precision; add that")
+    assert "--precision-type" not in said[3] + said[0]
+
+
 def test_the_example_runs_on_a_folder_of_mnist(tmp_path: Path) -> None:
     """As a user starts it; files are made here, so nothing is downloaded."""
     folder = write(tmp_path / "data")

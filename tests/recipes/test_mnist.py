@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.moe import Lifecycle
 from drivetrain.recipes import mnist
+from drivetrain.recipes.digits_moe import mixture_job
 from drivetrain.recipes.mnist import load_pictures
 
 
@@ -124,3 +127,14 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(torch.arange(9))))
     with pytest.raises(DrivetrainError, match="do not belong together"):
         load_pictures("mnist", tmp_path)
+
+
+def test_classes_have_the_names_of_what_is_to_be_seen(tmp_path: Path) -> None:
+    write(tmp_path)
+    clothes = load_pictures("fashion-mnist", tmp_path)
+    assert (clothes.classes[0], clothes.classes[9], len(clothes.classes)) == ("T-shirt/top", "Ankle boot", 10)
+    assert load_pictures("mnist", tmp_path).classes == load_pictures("digits").classes == tuple("0123456789")
+    job = mixture_job("clothes", clothes, configure(gpu_mode="cpu"), epochs=1, global_batch=8)
+    lifecycle = next(hook for hook in job.hooks if isinstance(hook, Lifecycle))
+    assert lifecycle.knowledge is not None
+    assert lifecycle.knowledge._names[:10] == list(clothes.classes)

@@ -1,12 +1,14 @@
 """Pictures and the page of a mixture, from events that are written here."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from drivetrain.report import RunData, write_report
+from drivetrain.report import RunData, style, write_report
 from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
 from tests.report.test_report import pixels
 
@@ -95,3 +97,30 @@ def test_the_page_holds_all_of_it_and_nothing_breaks_out(tmp_path: Path) -> None
     assert "expert 1 pruned" not in page, "those steps were done again, otherwise"
     assert "<script" not in page
     assert "http" not in page
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("number", [3, 40, 150])
+def test_no_label_lies_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sleeps: bool) -> None:
+    """Taken from the drawn figure itself: the frames of all texts of each kind."""
+    figures: list[Any] = []
+    monkeypatch.setattr(style.Canvas, "png", lambda self: figures.append(self.figure) or b"")
+    experts = [str(expert) for expert in range(number)]
+    rows = [load(step, {name: 5 + int(name) * step % 7 for name in experts}) for step in (10, 20, 30)]
+    classes = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Ankle boot"]
+    serves = {name: {label: int(name) % 5 / 5 for label in classes} for name in experts}
+    draw_activations(written(tmp_path, [*rows, *([{**night(20, 1), "serves": {"mixture": serves}}] if sleeps else [])]))
+    (figure,) = figures
+    figure.canvas.draw()
+    frame = figure.bbox
+    left, right = figure.axes
+    rest = [text for text in left.texts if text.get_text().isdigit()]
+    assert len(rest) >= (10 if number == 40 else 0)
+    for texts in (right.get_yticklabels(), [] if sleeps else right.get_xticklabels(), rest):
+        boxes = [text.get_window_extent() for text in texts if text.get_text()]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+        assert all(frame.y0 <= box.y0 and box.y1 <= frame.y1 for box in boxes)
+    if sleeps:
+        lowest = min(text.get_window_extent().y0 for text in right.get_xticklabels())
+        assert lowest >= right.xaxis.label.get_window_extent().y1
+        assert right.xaxis.label.get_window_extent().y0 >= 0

@@ -42,7 +42,7 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
     num_steps = min(config.budget.max_steps or 10**9, epochs * -(-len(pictures.train) // batch))
     look = max(2, num_steps // 50)
     seed, num_experts = config.run.seed, config.moe.experts or NUM_EXPERTS
-    knowledge = Knowledge(look, labels=lambda batch: batch[1], names=[str(label) for label in range(10)])
+    knowledge = Knowledge(look, labels=lambda batch: batch[1], names=pictures.classes)
     most = max(8, num_experts)
     rules = Rules(max_experts=most, far=1.5, new_share=0.25, patience=3, cooldown=4)
     lifecycle = Lifecycle(look, rules, seed, knowledge)

@@ -5,7 +5,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -53,6 +53,12 @@ PUBLISHED = {
 }
 
 
+_DIGITS = tuple(map(str, range(10)))
+_CLOTHES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Pictures:
     """Images are (samples, 1, size, size) from 0 to 1. What is chosen is chosen by `valid`; `test` is for the end."""
@@ -60,6 +66,7 @@ class Pictures:
     train: TensorDataset
     valid: TensorDataset
     test: TensorDataset
+    classes: tuple[str, ...] = _DIGITS
 
     @property
     def size(self) -> int:
@@ -81,7 +88,8 @@ def load_pictures(name: Name, folder: Path | None = None) -> Pictures:
                 f"{tuple(pictures.shape)} images and {tuple(their_labels.shape)} labels do not belong together",
                 remedy="each file has to be under its own name: train-images-idx3-ubyte and so on",
             )
-    return _split(_scaled(images), labels.long(), _scaled(test_images), test_labels.long())
+    split = _split(_scaled(images), labels.long(), _scaled(test_images), test_labels.long())
+    return replace(split, classes=_CLOTHES) if name == "fashion-mnist" else split
 
 
 def _scaled(images: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Pictures of a mixture of experts: who works on what, who came and went and why, where they live."""
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import numpy as np
 from drivetrain.report.run_data import Row, RunData
 from drivetrain.report.style import FAINT, INK, MANY, OTHER, TRAIN, VALID, canvas, end_at_all
 
+# In inches: what a line of labels needs, how high a picture may be for it, and how wide is the right one of two.
+_LINE, _LEAST_HEIGHT, _MOST_HEIGHT, _HALF_WIDTH = 0.15, 3.2, 12.0, 5.2
 _GONE = "#b5485d"
 # What happened to an expert: marker, colour, and what it does to their number.
 _MARKS: Mapping[str, tuple[str, str, int]] = {
@@ -24,14 +27,20 @@ def draw_activations(data: RunData) -> bytes | None:
     if not loads:
         return None
     nights = [night for night in data.told("sleep") if night.get("serves", {}).get(layer)]
-    with canvas(14, 4.9) as drawn:
+    serves = nights[-1]["serves"][layer] if nights else {}
+    most = max(len({number for row in loads for number in row["loads"]}), len(serves))
+    above, below = 1.08, 0.6 + (_under(_classes(serves)) if serves else 0.0)
+    inside = max(_LEAST_HEIGHT, min(_LINE * most, _MOST_HEIGHT))
+    height = above + inside + below
+    with canvas(14, height) as drawn:
         axes = drawn.figure.subplots(1, 2, width_ratios=(1.25, 1))
-        drawn.figure.subplots_adjust(left=0.055, right=0.975, top=0.78, bottom=0.12, wspace=0.21)
+        edges = {"top": 1 - above / height, "bottom": below / height}
+        drawn.figure.subplots_adjust(left=0.055, right=0.975, wspace=0.21, **edges)
         count = sum(1 for tokens in loads[-1]["loads"].values() if tokens)
         drawn.head(f"{data.name}: who works", f"{count} experts at work at the end   ·   {_layer_in_words(layer)}")
-        _draw_shares(axes[0], loads, [night["step"] for night in data.told("sleep")])
+        _draw_shares(axes[0], loads, [night["step"] for night in data.told("sleep")], least_gap=_LINE / inside)
         if nights:
-            _draw_classes(axes[1], nights[-1]["serves"][layer], nights[-1]["step"])
+            _draw_classes(axes[1], serves, nights[-1]["step"], inside)
         else:
             _draw_last(axes[1], loads[-1])
         return drawn.png()
@@ -85,8 +94,8 @@ def draw_devices(data: RunData) -> bytes | None:
 # ---- parts of pictures
 
 
-def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int]) -> None:
-    """Stacked, the oldest expert below."""
+def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int], least_gap: float) -> None:
+    """Stacked, the oldest expert below. Of numbers closer than `least_gap`, that of the larger share is written."""
     steps = np.array([row["step"] for row in loads])
     numbers = sorted({int(number) for row in loads for number in row["loads"]})
     totals = np.array([max(sum(row["loads"].values()), 1) for row in loads])
@@ -101,10 +110,14 @@ def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int]) -> None
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.grid(visible=False)
     tops = np.cumsum(shares, axis=0)
-    for place, number in enumerate(numbers):
-        style = {"fontweight": "bold", "va": "center"}
-        if shares[place][-1] > 0.02:  # beside its last share; who went before is named where it had the most
+    written: list[float] = []
+    for place in np.argsort(-shares[:, -1], kind="stable"):
+        number, style = numbers[place], {"fontweight": "bold", "va": "center"}
+        if shares[place][-1] > 0.01:  # beside its last share; who went before is named where it had the most
             middle = tops[place][-1] - shares[place][-1] / 2
+            if any(abs(middle - other) < least_gap for other in written):
+                continue
+            written.append(middle)
             edge = {"xytext": (6, 0), "textcoords": "offset points", "color": _colour(number), "annotation_clip": False}
             axis.annotate(f"{number}", (steps[-1], middle), **edge, **style)
         elif shares[place].max() > 0.06:
@@ -114,9 +127,9 @@ def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int]) -> None
     _mark_nights(axis, nights)
 
 
-def _draw_classes(axis: Any, serves: Mapping[str, Mapping[str, float]], step: int) -> None:
+def _draw_classes(axis: Any, serves: Mapping[str, Mapping[str, float]], step: int, height: float) -> None:
     experts = sorted(serves, key=int)
-    classes = list(serves[experts[0]])
+    classes = _classes(serves)
     table = np.array([[serves[expert][name] for name in classes] for expert in experts])
     axis.set_title(f"Share of each class's tokens, at step {step}")
     from matplotlib.colors import LinearSegmentedColormap
@@ -124,8 +137,11 @@ def _draw_classes(axis: Any, serves: Mapping[str, Mapping[str, float]], step: in
     tint = LinearSegmentedColormap.from_list("tint", ["#f6f8fa", "#8fb3d9", "#1f4e86"])
     top = max(float(table.max()), 1e-9)
     axis.imshow(table, aspect="auto", cmap=tint, vmin=0, vmax=top)
-    axis.set_yticks(range(len(experts)), [f"expert {number}" for number in experts])
-    axis.set_xticks(range(len(classes)), classes, rotation=0 if max(map(len, classes)) < 4 else 60)
+    rows = range(0, len(experts), _each(len(experts), height, _LINE))
+    axis.set_yticks(rows, [f"expert {experts[row]}" for row in rows], fontsize=10 if len(experts) <= 16 else 8)
+    columns = range(0, len(classes), _each(len(classes), _HALF_WIDTH, 0.22))
+    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if _under(classes) else {}
+    axis.set_xticks(columns, [classes[column] for column in columns], **slanted)
     axis.set_xlabel("class")
     axis.grid(visible=False)
     axis.spines["bottom"].set_visible(False)
@@ -141,7 +157,12 @@ def _draw_last(axis: Any, last: Row) -> None:
     axis.set_title(f"Tokens of step {last['step']:,}")
     axis.bar(range(len(numbers)), values, color=[_colour(int(number)) for number in numbers], width=0.72)
     axis.axhline(sum(values) / max(len(values), 1), color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-    axis.set_xticks(range(len(numbers)), [f"expert {number}" for number in numbers])
+    if len(numbers) <= 8:
+        axis.set_xticks(range(len(numbers)), [f"expert {number}" for number in numbers])
+    else:
+        places = range(0, len(numbers), _each(len(numbers), _HALF_WIDTH, 0.05 + 0.1 * len(numbers[-1])))
+        axis.set_xticks(places, [numbers[place] for place in places])
+        axis.set_xlabel("expert")
     axis.grid(visible=False, axis="x")
 
 
@@ -230,6 +251,21 @@ def _draw_places(axis: Any, data: RunData, last: Row, ranks: Sequence[int]) -> N
 
 
 # ---- what they need
+
+
+def _classes(serves: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return list(serves[min(serves, key=int)])
+
+
+def _under(classes: Sequence[str]) -> float:
+    """Inches that slanted names need below the picture; 0: they are short, and stand straight."""
+    longest = max(map(len, classes))
+    return 0.0 if longest < 4 else 0.055 * min(longest, 24)
+
+
+def _each(count: int, room: float, needed: float) -> int:
+    """Every which of so many labels has the inches it needs."""
+    return max(1, ceil(count * needed / room))
 
 
 def _mark_nights(axis: Any, steps: Sequence[int]) -> None:
