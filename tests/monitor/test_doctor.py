@@ -96,6 +96,21 @@ def test_the_rate_says_what_it_is_compared_with() -> None:
     assert leading(HEALTHY, device="cuda", precision="bf16", compiled=True).next_step == ""
 
 
+def test_what_the_plan_measured_or_ruled_out_is_not_advised() -> None:
+    assert "--compile" in leading(HEALTHY).next_step
+    assert leading(HEALTHY, closed=("compile.enabled",)).next_step == ""
+    found = leading(HEALTHY, device="cuda", closed=("compile.enabled",)).next_step
+    assert "--precision bf16 may" in found
+    assert leading(HEALTHY, device="cuda", closed=("compile.enabled", "precision.dtype")).next_step == ""
+    idle = {"device": "cuda", "waited_seconds": 0.0, "busy": 0.3}
+    open_ones, closed = (
+        leading(HEALTHY, **idle, closed=names) for names in ((), ("compile.enabled", "kernels.capture"))
+    )
+    assert open_ones.kind == closed.kind == "launch-bound"
+    assert "--capture on; --compile" in open_ones.next_step
+    assert "--" not in closed.next_step
+
+
 # ---- advice, against the model worked out by hand
 
 

@@ -17,6 +17,7 @@ from drivetrain import Job
 from drivetrain.api import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
+from drivetrain.monitor.checkups import Checkups
 from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
 from drivetrain.run import planner
 from drivetrain.run.measure import Probe
@@ -254,6 +255,26 @@ def test_a_plan_in_a_file_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cut.yaml").write_text(text[: len(text) // 2])
     with pytest.raises(ConfigError, match="cut off"):
         configure(plan=tmp_path / "cut.yaml")
+
+
+@pytest.mark.parametrize(
+    ("least", "settings", "closed"),
+    [
+        (2, {}, ("precision.dtype", "compile.enabled", "kernels.capture")),  # measured
+        (2, {"compile": False}, ("precision.dtype", "kernels.capture")),  # fixed by the user, unseen
+        (40, {}, ("precision.dtype", "compile.enabled", "kernels.capture")),  # too short
+        (2, {"auto_optimize": False}, ()),  # nobody looked
+    ],
+)
+def test_the_doctor_is_told_what_the_plan_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, settings: dict[str, Any], closed: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(planner, "LEAST_STEPS", least)
+    told: list[Any] = []
+    look = Checkups.__init__
+    monkeypatch.setattr(Checkups, "__init__", lambda self, known: (told.append(known.closed), look(self, known))[1])
+    run(tmp_path, make_job(VARIANT), **settings)
+    assert told == [closed]
 
 
 class Normed(nn.Module):

@@ -74,6 +74,7 @@ class RunFacts:
     pins_memory: bool = False
     compiled: bool = False
     captured: bool = False
+    closed: tuple[str, ...] = ()  # settings of which the plan measured or ruled out the other way
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
@@ -181,6 +182,7 @@ class Books(NoBooks):
             micro_batch=plan.micro_batch,
             compiled=facts.compiled,
             captured=facts.captured,
+            closed=facts.closed,
             peak_flops=self._peak_flops,
             peak_origin=peak_origin,
             saves_beside=config.checkpoint.async_save,

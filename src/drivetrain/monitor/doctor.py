@@ -4,7 +4,7 @@ A pure function: from what was observed to findings, the gravest first. A gain i
 here in a line or two; the words say what it assumes, and it is left out where there is nothing to estimate it from.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
@@ -43,6 +43,7 @@ class Observed:
     micro_batch: int = 1
     compiled: bool = False
     captured: bool = False  # whether steps are run as CUDA graphs, where they can be
+    closed: Collection[str] = ()  # settings of which the plan measured or ruled out the other way: no advice
     mfu: float | None = None
     peak_flops: float | None = None  # FLOP/s, of all devices
     peak_origin: str = ""
@@ -268,9 +269,9 @@ def _launch(seen: Observed) -> Iterator[Finding]:
     ways = []
     if seen.accumulation > 1:
         ways.append(f"--batch-size {2 * seen.micro_batch} (half as many launches, the same global batch)")
-    if not seen.captured:
+    if not seen.captured and "kernels.capture" not in seen.closed:
         ways.append("--capture on")
-    if not seen.compiled:
+    if not seen.compiled and "compile.enabled" not in seen.closed:
         ways.append("--compile")
     ways.append("a larger global batch, if the job may have it")
     gain = None if seen.busy is None or idle >= 1 else 1 / (1 - idle)
@@ -327,9 +328,9 @@ def _use(seen: Observed, *, is_led: bool) -> Iterator[Finding]:
 
 def _faster(seen: Observed) -> str:
     ways = []
-    if seen.device == "cuda" and seen.precision in ("fp32", "tf32"):
+    if seen.device == "cuda" and seen.precision in ("fp32", "tf32") and "precision.dtype" not in seen.closed:
         ways.append("--precision bf16")
-    if not seen.compiled:
+    if not seen.compiled and "compile.enabled" not in seen.closed:
         ways.append("--compile")
     tries = " and ".join(ways)
     return f"what is left is the model: {tries} may make it faster; drivetrain plan --measure tries it" if tries else ""

@@ -47,6 +47,7 @@ class Plan(Value):
     machine: str = ""  # that it is for, where that is not this one: by rule and memory model
     seconds: float = 0.0  # what planning took
     notes: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()  # choices to which the other way was measured, or ruled out: not to be advised
 
     def as_plain(self) -> dict[str, Any]:
         """As it is written: values with their reasons, and each way that was tried in a line."""

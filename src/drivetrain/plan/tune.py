@@ -27,6 +27,7 @@ SHORT_STEP_SECONDS = 0.02
 # a short job's time than other ways, which gain a few percent.
 LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
 STEPS_TO_COMPARE = 14  # two ways, each warmed up and timed
+NO_TIME = "the time for measuring was over"
 
 
 class Way(Value):
@@ -325,7 +326,7 @@ class _Search:
         """The faster one. It is tried while there is time for measuring, or so much was not spent yet."""
         before = self._try(way)
         if self._is_out_of_time(worth_seconds):
-            self._reasons[topic] = f"{label} was not tried: the time for measuring was over"
+            self._reasons[topic] = f"{label} was not tried: {NO_TIME}"
             return way
         after = self._try(other)
         if after.problem:

@@ -64,6 +64,7 @@ def open_books(
         pins_memory=loader.pins_memory,
         compiled=run.way.compile_mode is not None,
         captured=run.way.capture,
+        closed=() if planned is None else planned.closed,
     )
     books = Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
     if run.preflight is not None:

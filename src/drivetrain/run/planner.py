@@ -26,7 +26,18 @@ from drivetrain.plan.cache import PlanCache, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.held import num_bytes
 from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
-from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tried, Tuned, UnusableError, Way, plainest, tune
+from drivetrain.plan.tune import (
+    NO_TIME,
+    DoesNotFitError,
+    Measurement,
+    Scope,
+    Tried,
+    Tuned,
+    UnusableError,
+    Way,
+    plainest,
+    tune,
+)
 from drivetrain.run.data_path import settle_data_path
 from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
 from drivetrain.run.needs import explained
@@ -77,11 +88,13 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
         if recorded is not None:
             run.follow(recorded)
             run.follow_data(checkpoint.meta["plan"].get("data"))
-            return described(run, model, None, why=f"as in the checkpoint of step {checkpoint.step}")
+            why = f"as in the checkpoint of step {checkpoint.step}"
+            return described(run, model, None, why=why, is_closed=True)
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
     if why_not:
-        return described(run, model, None, why=why_not)
+        is_closed = run.config.plan.file is not None or _num_left(run, steps_done, unknown=LEAST_STEPS) < LEAST_STEPS
+        return described(run, model, None, why=why_not, is_closed=is_closed)
     try:
         return measured(run, model, steps_done, on_probe, is_short_of_time=True)
     except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
@@ -100,9 +113,13 @@ def _why_not_measured(run: Setup, steps_done: int) -> str:
         return "by rule: sharded models are not measured yet"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
-    if job.num_steps is None or job.num_steps - steps_done < LEAST_STEPS:
+    if _num_left(run, steps_done, unknown=0) < LEAST_STEPS:
         return f"by rule: fewer than {LEAST_STEPS} steps are not worth measuring for"
     return ""
+
+
+def _num_left(run: Setup, steps_done: int, *, unknown: int) -> int:
+    return unknown if run.job.num_steps is None else run.job.num_steps - steps_done
 
 
 def measured(
@@ -310,8 +327,13 @@ def described(
     tuned: Tuned | None,
     why: str = "by rule: nothing was measured",
     data: Choice[DataPath] | None = None,
+    *,
+    is_closed: bool = False,
 ) -> Plan:
-    """The plan that is followed, each choice with its reason."""
+    """The plan that is followed, each choice with its reason.
+
+    `is_closed`: though nothing was measured now, it is known that nothing else would pay.
+    """
     job, settings, way = run.job, run.settings, run.way
     reasons = tuned.reasons if tuned else {}
     share = run.rank_samples
@@ -392,6 +414,24 @@ def described(
         tried=tuned.tried if tuned else (),
         measured=tuned is not None,
         notes=() if tuned else (why,),
+        closed=tuple(_CLOSES) if is_closed else _closed_by(tuned, pinned) if tuned else (),
+    )
+
+
+# What the doctor may advise, by the topic of its reason and the name of its pin.
+_CLOSES = {
+    "precision.dtype": ("precision", "precision"),
+    "compile.enabled": ("compile", "compile_mode"),
+    "kernels.capture": ("capture", "capture"),
+}
+
+
+def _closed_by(tuned: Tuned, pinned: set[str]) -> tuple[str, ...]:
+    """All but what the user fixed unseen, and what there was no time for."""
+    return tuple(
+        name
+        for name, (topic, pin) in _CLOSES.items()
+        if pin not in pinned and not tuned.reasons.get(topic, "").endswith(NO_TIME)
     )
 
 
