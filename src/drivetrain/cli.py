@@ -60,12 +60,13 @@ COMMANDS = {
         _PLACE,
     ),
     "plan": Command(
-        "drivetrain.recipes.planning",
+        "drivetrain.launch.planning",
         "How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
         (
             *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
             *("plan.budget_seconds", "plan.file", "plan.cache"),
         ),
+        here="drivetrain.recipes.planning",
     ),
     "benchmark": Command(
         "drivetrain.recipes.benchmarking",
@@ -166,7 +167,7 @@ def dispatch(words: list[str]) -> int:
     code = run(options, resolved)
     if code is None:
         inner = import_module(COMMANDS[name].here)
-        code = int(inner.run(inner.Options(target=options.target), resolved))
+        code = int(inner.run(inner.Options(**options.model_dump(include=set(inner.Options.model_fields))), resolved))
     return code
 
 

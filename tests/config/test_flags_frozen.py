@@ -131,7 +131,7 @@ OWN_FLAGS = {
     "benchmark": ["--iterations", "--json"],
     "continual": ["--data", "--data-dir", "--methods", "--num-tasks", "--seeds", "--steps", "--tasks", "--tune"],
     "eval": ["--json", "--which"],
-    "plan": ["--for", "--gpu-memory", "--gpus", "--json", "--measure", "--out"],
+    "plan": ["--cpu", "--for", "--gpu-memory", "--gpus", "--json", "--measure", "--num-processes", "--out"],
 }
 
 

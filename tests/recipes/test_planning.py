@@ -15,12 +15,15 @@ from torch.nn import functional
 from drivetrain import DrivetrainError
 from drivetrain.cli import main
 from drivetrain.config import configure
+from drivetrain.core.launchers import Place
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
+from drivetrain.launch import planning as launching
 from drivetrain.plan.tune import Way
 from drivetrain.planning import plan
+from drivetrain.recipes import planning as showing
 from drivetrain.run.measure import Journal, Probe
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, make_job
@@ -139,6 +142,39 @@ def test_ranks_plan_alike(tmp_path: Path, gloo_pool: GlooPool) -> None:
     assert first == second
     assert first["choices"]["distributed.strategy"]["value"] == "ddp"
     assert first["choices"]["batch.size"]["value"] == 10
+    assert first["choices"]["distributed.strategy"]["reason"] == "2 processes, each with a whole copy of the model"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_of_all_shows_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, rank: int
+) -> None:
+    monkeypatch.setattr(showing, "find_place", lambda: Place("torchrun", rank, 2))
+    file = tmp_path / "p.yaml"
+    assert main(["plan", "digits", "--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--out", str(file)]) == 0
+    assert bool(capsys.readouterr().out) == file.exists() == (rank == 0)
+
+
+def test_processes_to_plan_for_are_started_as_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(launching, "start", lambda *given, **options: started.append(given) or 0)
+    flags = ["--out", str(tmp_path / "p.yaml"), "--output-dir", str(tmp_path)]
+    assert main(["plan", "digits", "--cpu", "--num-processes", "3", "--epochs", "2", "--measure", *flags]) == 0
+    ((words, script, options, _, _),) = started
+    assert words[:3] == ("command", "plan", "digits")
+    assert {"--budget.epochs=2", "--measure=True", f"--out={tmp_path / 'p.yaml'}"} <= set(words)
+    assert (script, options.num_processes, options.cpu, options.max_restarts) == (None, 3, True, 0)
+    assert not options.log_dir.exists(), "nothing is left of a plan that was made"
+    assert main(["plan", "digits", "--num-processes", "2", "--for", "4xL4"]) == 2
+    assert "--for plans for a machine that is not here" in capsys.readouterr().err
+    started_by_others = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for name, value in started_by_others.items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan", "digits", "--num-processes", "2"]) == 2
+    assert "started 2 processes already" in capsys.readouterr().err
+    assert len(started) == 1
 
 
 def test_what_is_written_pins_what_was_said(tmp_path: Path, capsys: Any) -> None:

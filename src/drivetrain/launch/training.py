@@ -1,5 +1,6 @@
 """`drivetrain train TARGET`: in this process where one device is used, else in one process per GPU."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ from pydantic import Field
 
 from drivetrain.config import Config, Positional, Resolved
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.launchers import find_place
+from drivetrain.core.launchers import Place, find_place
 from drivetrain.hardware import Hardware, detect
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start
@@ -36,10 +37,7 @@ def run(options: Options, resolved: Resolved) -> int | None:
     place = find_place()
     if place.launcher == "drivetrain":
         return None  # started by the lines below; the flags are those of the whole job
-    if place.size > 1 and given:
-        flag = f"--{sorted(given)[0].replace('_', '-')}"
-        message = f"{place.launcher} started {place.size} processes already"
-        raise ConfigError([Problem(flag, message, None, "command line", remedy=f"leave it out, or {place.launcher}")])
+    refuse_second_launcher(place, given)
     if place.size > 1:
         return None
     config = resolved.config
@@ -49,13 +47,21 @@ def run(options: Options, resolved: Resolved) -> int | None:
         return None
     target = options.target
     script = Path(target) if target.endswith(".py") else None
-    words = ("command", "train", target, *_flags(resolved))
+    words = ("command", "train", target, *as_flags(resolved))
     return start(
         words, script, options, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
     )
 
 
-def _flags(resolved: Resolved) -> list[str]:
+def refuse_second_launcher(place: Place, given: Collection[str]) -> None:
+    """`given`: options that say how many processes to start."""
+    if place.size > 1 and given:
+        flag = f"--{sorted(given)[0].replace('_', '-')}"
+        message = f"{place.launcher} started {place.size} processes already"
+        raise ConfigError([Problem(flag, message, None, "command line", remedy=f"leave it out, or {place.launcher}")])
+
+
+def as_flags(resolved: Resolved) -> list[str]:
     """The configuration as flags, wherever each value came from; workers get none of those about starting them."""
 
     def text(value: object) -> str:

@@ -137,7 +137,8 @@ def choose_strategy(held_bytes: int | None, free_bytes: int, num_ranks: int) -> 
     if num_ranks == 1:
         return Choice(value="single", reason="one process needs no communication")
     if held_bytes is None or not free_bytes:
-        return Choice(value="ddp", reason="several processes, each with a whole copy", alternatives=("fsdp",))
+        reason = f"{num_ranks} processes, each with a whole copy of the model"
+        return Choice(value="ddp", reason=reason, alternatives=("fsdp",))
     takes, free, share = held_bytes / 1e9, free_bytes / 1e9, held_bytes / num_ranks / 1e9
     figures = f"weights, gradients and optimizer take {takes:.3g} GB, and {free:.3g} GB are free on a GPU"
     if held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes:

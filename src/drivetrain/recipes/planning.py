@@ -1,53 +1,29 @@
 """`drivetrain plan TARGET`: how a job would be run here, and why. Nothing is trained."""
 
-from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
-from drivetrain.config import Allowed, Config, Flag, Positional, Resolved
+from drivetrain.config import Config, Resolved
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.launchers import find_place
 from drivetrain.hardware import detect
 from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
+from drivetrain.launch.planning import EXAMPLES, Options
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.tune import Measurement, Way
 from drivetrain.planning import plan
 from drivetrain.recipes import with_job
 from drivetrain.run.elsewhere import plan_elsewhere
 
-EXAMPLES = (
-    "drivetrain plan digits                          by rule, at once",
-    "drivetrain plan train.py --measure              tries ways of running the script's own job",
-    "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --plan p.yaml` pins it",
-    "drivetrain plan train.py --for 4xL4             for a machine that is not here, without measuring",
-)
-
-
-class Options(BaseModel):
-    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
-    measure: Annotated[bool, Flag("measure")] = Field(
-        False, description="try ways of running a step on a copy of the model"
-    )
-    out: Annotated[Path | None, Flag("out")] = Field(
-        None, description="write the plan as YAML, which `train --plan` takes"
-    )
-    as_json: Annotated[bool, Flag("json")] = Field(False, description="the whole plan as JSON")
-    machine: Annotated[str | None, Flag("for"), Allowed("a number, x, and a card: 4xL4")] = Field(
-        None, description="plan for a machine that is not here, such as 4xL4 or 8xA100-80; nothing is measured"
-    )
-    gpus: Annotated[int | None, Flag("gpus")] = Field(
-        None, ge=1, description="the same for cards that are not in the table: how many; needs --gpu-memory"
-    )
-    gpu_memory: Annotated[float | None, Flag("gpu-memory")] = Field(
-        None, gt=0, allow_inf_nan=False, description="and how many GB each has (of 10^9 bytes, as they are sold)"
-    )
+__all__ = ["EXAMPLES", "Options", "run"]
 
 
 def run(options: Options, resolved: Resolved) -> int:
-    console = Console(highlight=False, quiet=options.as_json)
+    is_main = find_place().rank == 0
+    console = Console(highlight=False, quiet=options.as_json or not is_main)
     found = _planned(options, resolved.config, console)
+    if not is_main:
+        return 0
     if options.out is not None:
         options.out.write_text(found.to_yaml(), encoding="utf-8")
     if options.as_json:

@@ -458,8 +458,10 @@ def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
         return run.strategy_choice.model_copy(update={"reason": reason})
     if run.uses_deepspeed:
         return run.strategy_choice
-    by_rule = run.settings.strategy
-    return Choice(value=run.make_strategy().name, reason=by_rule.reason, alternatives=by_rule.alternatives)
+    name, by_rule = run.make_strategy().name, run.settings.strategy
+    # The rule counts GPUs; what counts in the end is how many processes there are.
+    chosen = by_rule if run.world.size == 1 and name == by_rule.value else run.strategy_choice
+    return Choice(value=name, reason=chosen.reason, alternatives=chosen.alternatives)
 
 
 def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:

@@ -1,0 +1,85 @@
+"""`drivetrain plan TARGET`: in this process, or in as many as the job would have."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from drivetrain.config import Allowed, Flag, Positional, Resolved
+from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.launchers import find_place
+from drivetrain.hardware import detect
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.start import start
+from drivetrain.launch.training import as_flags, refuse_second_launcher
+
+EXAMPLES = (
+    "drivetrain plan digits                          by rule, at once",
+    "drivetrain plan train.py --measure              tries ways of running the script's own job",
+    "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --plan p.yaml` pins it",
+    "drivetrain plan digits --cpu --num-processes 2  on two processes, as `train` with the same flags",
+    "drivetrain plan train.py --for 4xL4             for a machine that is not here, without measuring",
+)
+
+
+class Options(BaseModel):
+    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
+    measure: Annotated[bool, Flag("measure")] = Field(
+        False, description="try ways of running a step on a copy of the model"
+    )
+    out: Annotated[Path | None, Flag("out")] = Field(
+        None, description="write the plan as YAML, which `train --plan` takes"
+    )
+    as_json: Annotated[bool, Flag("json")] = Field(False, description="the whole plan as JSON")
+    machine: Annotated[str | None, Flag("for"), Allowed("a number, x, and a card: 4xL4")] = Field(
+        None, description="plan for a machine that is not here, such as 4xL4 or 8xA100-80; nothing is measured"
+    )
+    gpus: Annotated[int | None, Flag("gpus")] = Field(
+        None, ge=1, description="the same for cards that are not in the table: how many; needs --gpu-memory"
+    )
+    gpu_memory: Annotated[float | None, Flag("gpu-memory")] = Field(
+        None, gt=0, allow_inf_nan=False, description="and how many GB each has (of 10^9 bytes, as they are sold)"
+    )
+    num_processes: Annotated[int | None, Flag("num-processes")] = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="plan for so many processes here, started for it as `train` does (default: one)",
+    )
+    cpu: Annotated[bool, Flag("cpu")] = Field(False, description="hide the GPUs from them")
+
+
+def run(options: Options, resolved: Resolved) -> int | None:
+    """None: here, in this process."""
+    place = find_place()
+    if place.launcher == "drivetrain":
+        return None  # started by the lines below
+    refuse_second_launcher(place, options.model_fields_set & {"num_processes", "cpu"})
+    config = resolved.config
+    elsewhere = {"--for": options.machine, "--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
+    there = next((flag for flag, value in elsewhere.items() if value is not None), "")
+    if there and (options.num_processes is not None or options.cpu):
+        flag = "--cpu" if options.num_processes is None else "--num-processes"
+        raise ConfigError([Problem(flag, f"{there} plans for a machine that is not here", remedy="keep one of them")])
+    if options.num_processes is None and not options.cpu:
+        return None
+    cpu = options.cpu or config.device.mode == "cpu" or config.device.device == "cpu"
+    folder = Path(tempfile.mkdtemp(prefix="drivetrain-plan-"))
+    own = {"measure": options.measure, "out": options.out, "json": options.as_json}
+    words = (
+        *("command", "plan", options.target, *as_flags(resolved)),
+        *(f"--{name}={value}" for name, value in own.items() if value),
+    )
+    code = start(
+        words,
+        Path(options.target) if options.target.endswith(".py") else None,
+        LaunchOptions(num_processes=options.num_processes or 1, cpu=cpu, max_restarts=0, log_dir=folder),
+        detect(config.run.output_dir),
+        config.run.output_dir,
+        skip_preflight=config.distributed.skip_preflight,
+    )
+    if code == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
