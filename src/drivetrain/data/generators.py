@@ -3,7 +3,7 @@
 import functools
 import inspect
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,16 @@ class Generators:
 
     def states(self) -> list[Any]:
         return [_state(generator) for generator in self._found]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Whoever draws from them inside: afterwards they are where they were."""
+        setters = [_setter(generator) for generator in self._found]
+        try:
+            yield
+        finally:
+            for put_back in setters:
+                put_back()
 
     @classmethod
     def _inside(cls, thing: Any) -> list[Any]:
@@ -104,4 +114,17 @@ def _state(generator: Any) -> Any:
     if isinstance(generator, np.random.RandomState):
         _, keys, *rest = generator.get_state(legacy=True)
         return (np.asarray(keys).tobytes(), rest)
+    if isinstance(generator, random.SystemRandom):
+        return object()  # it has none, and every draw is a new one: never the same
     return generator.getstate()
+
+
+def _setter(generator: Any) -> Callable[[], None]:
+    """Puts a generator back to where it is now."""
+    if isinstance(generator, random.SystemRandom):
+        return lambda: None
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,8 @@ from drivetrain.config import Config
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
+from drivetrain.data.alike import READING_SECONDS, Glance, are_steady, difference, glance
+from drivetrain.data.items import KeyedItems
 from drivetrain.hardware import GIB, Hardware
 
 SKIP = "DRIVETRAIN_SKIP_PREFLIGHT"
@@ -38,6 +40,7 @@ class Preflight:
     seconds: float
     gigabytes_per_second: dict[str, float]  # by collective
     hosts: tuple[str, ...]
+    num_compared: int = 0  # samples that were found alike on all ranks
 
 
 def is_wanted(config: Config, world: World) -> bool:
@@ -45,9 +48,15 @@ def is_wanted(config: Config, world: World) -> bool:
 
 
 def preflight(
-    world: World, config: Config, hardware: Hardware, job: dict[str, Any], script: str, timeout_seconds: float
+    world: World,
+    config: Config,
+    hardware: Hardware,
+    job: dict[str, Any],
+    script: str,
+    timeout_seconds: float,
+    data: Mapping[str, KeyedItems] | None = None,
 ) -> Preflight:
-    """Called by all ranks alike; raises the same on all of them."""
+    """Called by all ranks alike; raises the same on all of them. `data` are data sets by name, to compare."""
     began = time.monotonic()
     limit = min(TIMEOUT_SECONDS, timeout_seconds)
     _first_meeting(world, limit)
@@ -56,9 +65,11 @@ def preflight(
         problem = check(told)
         if problem is not None:
             raise problem
+    num_compared = _same_samples(world, data or {}, told)
     _shared_folder(world, config.run.output_dir, told)
     rates = _try_collectives(world, limit, told)
-    return Preflight(time.monotonic() - began, rates, tuple(dict.fromkeys(fact["host"] for fact in told)))
+    hosts = tuple(dict.fromkeys(fact["host"] for fact in told))
+    return Preflight(time.monotonic() - began, rates, hosts, num_compared)
 
 
 def _own_facts(world: World, config: Config, hardware: Hardware, job: dict[str, Any], script: str) -> dict[str, Any]:
@@ -127,6 +138,61 @@ def _same_job(told: Told) -> DrivetrainError | None:
             else "every rank has to build the same job",
         )
     return None
+
+
+def _same_samples(world: World, data: Mapping[str, KeyedItems], told: Told) -> int:
+    """How many were found alike. What differs is looked at again: only what is sure to be another sample counts."""
+    seen = _glances(data)
+    by_rank = world.gather({name: [found.length, list(found.digests.items())] for name, found in seen.items()})
+    num_compared = 0
+    for name, (length, first) in by_rank[0].items():
+        theirs = [found[name] for found in by_rank if name in found]
+        if len(theirs) < world.size:
+            continue  # the job itself differs
+        for fact, (other, _) in zip(told, theirs, strict=True):
+            if other != length:
+                raise _other_samples(fact, told, f"the {name} set has {other} samples there and {length} on rank 0")
+        digests = [dict(found) for _, found in theirs]
+        common = [sample for sample, _ in first if all(sample in found for found in digests)]
+        differing = [sample for sample in common if any(found[sample] != digests[0][sample] for found in digests)]
+        num_compared += len(common) - len(differing)
+        if differing:
+            _refuse_if_sure(world, name, data[name], seen[name], differing, told)
+    return num_compared
+
+
+def _glances(data: Mapping[str, KeyedItems]) -> dict[str, Glance]:
+    """Slow items are not read for more than one data set."""
+    found: dict[str, Glance] = {}
+    began = time.monotonic()
+    for name, items in data.items():
+        is_late = time.monotonic() - began > READING_SECONDS
+        found[name] = Glance(len(items), {}, {}) if is_late else glance(items)
+    return found
+
+
+def _refuse_if_sure(
+    world: World, name: str, items: KeyedItems, seen: Glance, differing: Sequence[int], told: Told
+) -> None:
+    sketches = world.gather([seen.sketches[sample] for sample in differing])
+    problems = [
+        (fact, sample, what)
+        for sample, *by_rank in zip(differing, *sketches, strict=True)
+        for fact, sketch in zip(told, by_rank, strict=True)
+        if (what := difference(sketch, by_rank[0]))
+    ]
+    if problems and all(world.gather(are_steady(items, seen.digests))):
+        fact, sample, what = problems[0]
+        raise _other_samples(fact, told, f"sample {sample} of the {name} set is another one there: {what}")
+
+
+def _other_samples(fact: dict[str, Any], told: Told, what: str) -> DrivetrainError:
+    return DrivetrainError(
+        f"{_where(fact)} has other samples than rank 0 on {told[0]['host']}: {what}",
+        remedy="every rank needs all samples, in the same order: sort the names that os.listdir and glob return, have "
+        "the same files on every node, seed what is drawn while the data set is made, and leave dividing it to "
+        "drivetrain",
+    )
 
 
 def _own_devices(told: Told) -> DrivetrainError | None:

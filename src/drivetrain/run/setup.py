@@ -23,7 +23,7 @@ from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import feed_for
-from drivetrain.data.items import Columns, Draws
+from drivetrain.data.items import Columns, Draws, KeyedItems
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
@@ -286,8 +286,15 @@ class Setup:
         """Whether the ranks mean the same run and reach each other, before anything large is made."""
         if is_wanted(self.config, self.world):
             timeout = self.config.distributed.timeout_seconds
-            job = self.job.identity()
-            self.preflight = preflight(self.world, self.config, self.hardware, job, target_of_run(), timeout)
+            job, sources = self.job, {"training": self.job.source}
+            if job.valid is not None:
+                sources["validation"] = source_of(job.valid)
+            data = {
+                name: KeyedItems(source.dataset, job.seed) for name, source in sources.items() if not source.is_iterable
+            }
+            self.preflight = preflight(
+                self.world, self.config, self.hardware, job.identity(), target_of_run(), timeout, data
+            )
 
     def claim(self) -> RunFolder | None:
         """Rank 0 claims the folder; what it finds wrong is raised on all ranks."""

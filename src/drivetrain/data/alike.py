@@ -1,0 +1,208 @@
+"""Whether ranks have the same samples under the same numbers, as far as a few of them tell.
+
+Files that are listed in another order on another machine make a data set of the same length whose samples are trained
+on twice or never, and nothing shows it. So a few items are compared. Nothing that may rightly differ counts: what
+rounds differently on another processor, where files lie, items that are other ones each time they are read.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.data.generators import Generators, global_generators_kept
+from drivetrain.data.items import KeyedItems
+
+MOST_ITEMS = 8
+READING_SECONDS = 1.0  # per data set; an item that is begun is finished
+# Before a difference counts: an unseen coin in an item falls alike this often once in 65,536 times, on two ranks.
+TIMES_AGAIN, AGAIN_SECONDS = 8, 30.0
+MOST_LEAVES, MOST_VALUES = 64, 64
+# What other processors and decoders make of one file: some levels of an image's 256, and more at a few sharp edges.
+TOLERANCE, MOST_APART = 0.05, 0.1
+FRACTION, WHOLE, TEXT = "numbers", "whole numbers", "texts"
+
+
+class Glance(NamedTuple):
+    """A few samples by their numbers, as this rank has them. What holds nothing to compare is left out."""
+
+    length: int
+    digests: dict[int, str]  # to the bit
+    sketches: dict[int, list[Any]]  # to rounding
+
+
+def glance(items: KeyedItems) -> Glance:
+    """Reads a few items, in the same order on every rank. An item that raises is left to the loader, which says where.
+
+    Generators, global ones and those of the data set, are afterwards where they were.
+    """
+    found = Glance(len(items), {}, {})
+    generators = Generators([items.dataset])
+    began = time.monotonic()
+    with global_generators_kept(), generators.kept():
+        before = generators.states()
+        for sample in _spread(found.length):
+            digest, sketch = _look(items, sample)
+            if generators.states() != before:  # its items are random, and not by the key
+                return Glance(found.length, {}, {})
+            if sketch:
+                found.digests[sample], found.sketches[sample] = digest, sketch
+            if time.monotonic() - began > READING_SECONDS:
+                break
+    return found
+
+
+def are_steady(items: KeyedItems, seen: Mapping[int, str]) -> bool:
+    """Whether items are the same ones however often they are read. Where that takes too long to tell: no."""
+    generators = Generators([items.dataset])
+    began = time.monotonic()
+    with global_generators_kept(), generators.kept():
+        for _ in range(TIMES_AGAIN):
+            if any(_look(items, sample)[0] != digest for sample, digest in seen.items()):
+                return False
+            if time.monotonic() - began > AGAIN_SECONDS:
+                return False
+    return True
+
+
+def _spread(length: int) -> list[int]:
+    """The first, the last, and some between: where time is short, the first ones of these are read."""
+    count = min(MOST_ITEMS, length)
+    numbers = [round(number * (length - 1) / max(1, count - 1)) for number in range(count)]
+    return list(dict.fromkeys([numbers[0], numbers[-1], *numbers])) if numbers else []
+
+
+def _look(items: KeyedItems, sample: int) -> tuple[str, list[Any]]:
+    try:
+        item = items.keyed(0, sample)
+        return _digest(item), list(islice(_sketch(item), MOST_LEAVES))
+    except Exception:  # noqa: BLE001  (of its own making: an item of a kind that cannot be looked into is left out)
+        return "", []
+
+
+def _parts(item: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Numbers and texts of an item by where they are in it; things of other kinds are left out."""
+    if isinstance(item, (list, tuple)) and item and all(type(entry) in (int, float) for entry in item):
+        yield name, np.asarray(item)
+    elif isinstance(item, Mapping):
+        for key in item:
+            yield from _parts(item[key], f"{name}[{key!r}]" if isinstance(key, (str, int)) else name)
+    elif isinstance(item, (list, tuple)):
+        for number, entry in enumerate(item):
+            yield from _parts(entry, f"{name}[{number}]")
+    elif isinstance(item, Tensor):
+        if item.layout is torch.strided and not item.is_quantized and item.device.type != "meta":
+            yield name, item.detach()
+    elif isinstance(item, (np.ndarray, np.generic)):
+        if item.dtype.kind in "biufcmM":
+            yield name, np.asarray(item)
+    elif isinstance(item, int):
+        yield name, np.asarray(item) if abs(item) < 2**63 else str(item)
+    elif isinstance(item, (float, complex)) or hasattr(item, "__array_interface__"):  # such as an image of PIL's
+        yield name, np.asarray(item)
+    elif isinstance(item, (str, bytes, PurePath)):
+        yield name, item
+
+
+def _digest(item: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, part in _parts(item):
+        if isinstance(part, Tensor):
+            kind, shape = str(part.dtype), tuple(part.shape)
+            data = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(part, np.ndarray):
+            kind, shape, data = str(part.dtype), part.shape, part.tobytes()
+        else:
+            kind, shape, data = type(part).__name__, (), part if isinstance(part, bytes) else str(part).encode()
+        digest.update(f"{name} {kind} {shape} {len(data)} ".encode() + data)
+    return digest.hexdigest()
+
+
+def _sketch(item: Any) -> Iterator[list[Any]]:
+    """What is compared between machines, as JSON: of every part its place, kind, shape, some values and some means.
+
+    Texts beside numbers are mostly the names of files, and those may lie elsewhere: they count where there is nothing
+    but texts, and then without the folder.
+    """
+    parts = sorted(_parts(item), key=lambda part: part[0])
+    numbers = [(name, part) for name, part in parts if isinstance(part, (Tensor, np.ndarray))]
+    has_arrays = any(part.ndim for _, part in numbers)
+    for name, part in numbers:
+        values = _flat(part)
+        kind = FRACTION if values.dtype.kind == "f" else WHOLE
+        yield [name, kind, [int(size) for size in part.shape], _some(values), _means(values)]
+    for name, part in () if has_arrays else parts:
+        if isinstance(part, (str, bytes, PurePath)):
+            text = part if isinstance(part, bytes) else _without_folder(str(part)).encode()
+            yield [name, TEXT, [], [hashlib.blake2b(text, digest_size=8).hexdigest()], []]
+
+
+def _flat(part: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Its numbers in a row: whole ones as they are, others in double precision."""
+    if isinstance(part, Tensor):
+        part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        part = (part.to(torch.float64) if part.is_floating_point() else part).cpu().numpy()
+    if part.dtype.kind == "c":
+        part = np.stack([part.real, part.imag], -1)
+    if part.dtype.kind in "mM":
+        part = part.astype(np.int64)
+    return part.reshape(-1).astype(np.float64 if part.dtype.kind == "f" else part.dtype, copy=False)
+
+
+def _some(values: np.ndarray[Any, Any]) -> list[Any]:
+    if len(values) <= MOST_VALUES:
+        return _plain(values)
+    return _plain(values[np.linspace(0, len(values) - 1, MOST_VALUES).round().astype(np.int64)])
+
+
+def _means(values: np.ndarray[Any, Any]) -> list[Any]:
+    """Of stretches: what is mostly zeros has nothing else to tell it by."""
+    if len(values) <= MOST_VALUES:
+        return []
+    with np.errstate(all="ignore"):
+        return _plain(np.asarray([part.mean(dtype=np.float64) for part in np.array_split(values, MOST_VALUES)]))
+
+
+def _plain(values: np.ndarray[Any, Any]) -> list[Any]:
+    return [value if value == value else None for value in values.tolist()]
+
+
+def _without_folder(text: str) -> str:
+    return text.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+
+
+def difference(one: Sequence[list[Any]], other: Sequence[list[Any]]) -> str:
+    """Where two sketches are of different samples, in words; empty if they may be of one."""
+    for mine, yours in zip_longest(one, other):
+        if mine is None or yours is None or mine[:2] != yours[:2] or len(mine[2]) != len(yours[2]):
+            return "it holds other things"
+        name, kind, shape, *values = mine
+        where = f" at {name}" if name else ""
+        if shape != yours[2]:
+            # What is cut where it falls silent may come out a little longer on another processor.
+            if any(abs(size - its) > TOLERANCE * max(size, its) for size, its in zip(shape, yours[2], strict=True)):
+                return f"its shape is {tuple(shape)} and not {tuple(yours[2])}{where}"
+            continue
+        is_exact = not shape and kind != FRACTION
+        if any(_are_apart(some, others, is_exact) for some, others in zip(values, yours[3:], strict=True)):
+            what = f"it is {values[0][0]} and not {yours[3][0]}" if not shape and kind != TEXT else f"its {kind} differ"
+            return what + where
+    return ""
+
+
+def _are_apart(values: Sequence[Any], others: Sequence[Any], is_exact: bool) -> bool:
+    if is_exact or values == others:
+        return values != others
+    sizes = [abs(value) for value in (*values, *others) if value is not None and np.isfinite(value)]
+    allowed = TOLERANCE * max(sizes, default=0.0)
+    num_apart: int = sum(
+        one != other and (one is None or other is None or not abs(one - other) <= allowed)
+        for one, other in zip(values, others, strict=True)
+    )
+    return num_apart > MOST_APART * len(values)
