@@ -3,7 +3,9 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,10 @@ from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.launch import planning as launching
-from drivetrain.plan.tune import Way
+from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
 from drivetrain.planning import plan
 from drivetrain.recipes import planning as showing
+from drivetrain.run import planner
 from drivetrain.run.measure import Journal, Probe
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, make_job
@@ -47,6 +50,47 @@ def test_by_rule_and_measured(tmp_path: Path) -> None:
     assert measured.tried[0].measurement.sample_seconds > 0
     assert measured.choices["compile.enabled"].reason.startswith("not tried: the job takes 0 s more")
     assert [entry.name for entry in tmp_path.iterdir()] == ["drivetrain-cache"], "no run folder is made"
+
+
+class Idle:
+    every = 1
+
+    def __call__(self, context: Any) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("every", "num_validations"), [(None, 2), (1, 6), (4, 2), (100, 1)])
+def test_validation_counts_in_the_time_of_the_job(tmp_path: Path, every: int | None, num_validations: int) -> None:
+    """In 6 steps of 20 of 60 samples: after each epoch or so many steps, and at the end."""
+    valid = make_job(replace(VARIANT, num_samples=500)).data
+    forecast = planned(tmp_path, make_job(VARIANT, valid=valid, valid_every=every), measure=True).forecast
+    steps = forecast.step_seconds * 6
+    assert forecast.validation_seconds == pytest.approx(forecast.step_seconds / 20 / 3 * 500 * num_validations)
+    assert forecast.job_seconds == pytest.approx(steps + forecast.validation_seconds)
+
+
+def test_what_is_not_compiled_is_not_forecast_as_if_it_were() -> None:
+    eager, compiled = Way(micro_batch=20), Way(micro_batch=20, compile_mode="default")
+    tried = tuple(
+        Tried(way=way, measurement=Measurement(sample_seconds=seconds))
+        for way, seconds in ((eager, 0.03), (compiled, 0.01))
+    )
+    job = make_job(VARIANT, valid=make_job(VARIANT).data)
+    run: Any = SimpleNamespace(job=job, world=World())
+    seconds = planner._validation_seconds(run, Tuned(way=compiled, tried=tried, reasons={}))
+    assert seconds == pytest.approx(0.01 * 60 * 2)
+
+
+def test_the_plan_says_that_hooks_are_not_counted(tmp_path: Path) -> None:
+    assert not any("hooks" in note for note in planned(tmp_path, measure=True).notes)
+    notes = planned(tmp_path, make_job(VARIANT, hooks=[Idle()]), measure=True).notes
+    assert notes[-1] == "the forecast of the job's time does not count its hooks (1)"
 
 
 def probe_of(job: Job, model: nn.Module, journal: Journal) -> Probe:

@@ -33,7 +33,8 @@ class Forecast(Value):
     measured_peak_bytes: int | None = None  # what it then took
     run_peak_bytes: int | None = None  # of the whole run: the chosen step, and what is kept beside it
     step_seconds: float | None = None  # None: nothing was measured
-    job_seconds: float | None = None  # of what is left of the job
+    job_seconds: float | None = None  # of the whole job: its steps and validations, without its hooks
+    validation_seconds: float | None = None  # of these: an estimate, by what part of a step a forward is; None: none
 
 
 class Plan(Value):

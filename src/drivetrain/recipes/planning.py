@@ -90,6 +90,8 @@ def _show(found: Plan, console: Console) -> None:
     console.print(f"\nmemory: {told}" + ("" if memory.total is None else f"; {memory.total / 1e6:,.1f} MB in all"))
     if forecast.step_seconds is not None:
         whole = "" if forecast.job_seconds is None else f"; the whole job {forecast.job_seconds:,.1f} s"
+        if forecast.validation_seconds is not None:
+            whole += f", some {forecast.validation_seconds:,.1f} s of it validation (estimated)"
         console.print(f"time:   {forecast.step_seconds * 1e3:,.2f} ms per step of {found.global_batch} samples{whole}")
     for note in found.notes if found.measured or found.machine else ():
         console.print(note)

@@ -20,6 +20,7 @@ from drivetrain.core.collector import SetAside
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
+from drivetrain.data.source import source_of
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, key_of_facts
@@ -55,6 +56,7 @@ COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
 READING_SECONDS = 0.5  # that measuring what reading takes may take
 LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
+FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optimizer's step little against both
 
 
 class NotMeasuredError(DrivetrainError):
@@ -201,6 +203,8 @@ def measured(
     notes += [
         f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
     ]
+    if job.hooks:
+        notes.append(f"the forecast of the job's time does not count its hooks ({len(job.hooks)})")
     run.follow(tuned.way)
     found = described(run, model, tuned, data=_data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time))
     return found.model_copy(update={"notes": tuple(notes), "seconds": clock()})
@@ -398,6 +402,8 @@ def described(
         choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
     chosen = tuned.chosen if tuned else None
     step_seconds = chosen.sample_seconds * share if chosen and not chosen.problem else None
+    job_seconds = None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps
+    validation_seconds = None if job_seconds is None else _validation_seconds(run, tuned)
     return Plan(
         job=run.name,
         global_batch=job.global_batch or 0,
@@ -409,7 +415,8 @@ def described(
             measured_peak_bytes=_verified(tuned),
             run_peak_bytes=_run_peak(run, chosen),
             step_seconds=step_seconds,
-            job_seconds=None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps,
+            job_seconds=None if job_seconds is None else job_seconds + (validation_seconds or 0.0),
+            validation_seconds=validation_seconds,
         ),
         tried=tuned.tried if tuned else (),
         measured=tuned is not None,
@@ -433,6 +440,21 @@ def _closed_by(tuned: Tuned, pinned: set[str]) -> tuple[str, ...]:
         for name, (topic, pin) in _CLOSES.items()
         if pin not in pinned and not tuned.reasons.get(topic, "").endswith(NO_TIME)
     )
+
+
+def _validation_seconds(run: Setup, tuned: Tuned | None) -> float | None:
+    """Of all validations of the job, about: they are neither compiled nor captured, whatever steps are."""
+    job = run.job
+    every = job.steps_per_epoch if job.validate_every == "epoch" else job.validate_every
+    if tuned is None or job.valid is None or job.num_steps is None or every is None:
+        return None
+    eager = tuned.measurement_of(tuned.way.but(compile_mode=None, capture=False))
+    measured = tuned.chosen if eager is None or eager.problem else eager
+    if measured is None or measured.problem:
+        return None
+    samples = -(-len(source_of(job.valid).dataset) // run.world.size)
+    num_validations = -(-job.num_steps // every)  # the end is always validated
+    return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
 
 
 def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
