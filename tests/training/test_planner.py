@@ -160,6 +160,7 @@ def other_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_the_second_start_measures_nothing_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)  # however busy the machine is meanwhile
     seconds = counted_probes(monkeypatch)
     run(tmp_path / "a", make_job(VARIANT))
     assert max(seconds) > 0
@@ -190,6 +191,56 @@ def test_what_does_not_hold_any_more_is_measured_again(tmp_path: Path, monkeypat
     assert "does not hold any more (out of memory)" in plan_of(again)["notes"][0]
     assert calls[0] > 1
     assert len(rows(again)) == 9
+
+
+def rates(own_cache: Path) -> list[float]:
+    (file,) = (own_cache / "plans").glob("*.json")
+    tried = json.loads(file.read_text())["tried"]
+    return [found["measurement"]["sample_seconds"] for found in tried if not found["measurement"].get("is_brief")]
+
+
+def change_rates(own_cache: Path, factor: float) -> None:
+    (file,) = (own_cache / "plans").glob("*.json")
+    known = json.loads(file.read_text())
+    for tried in known["tried"]:
+        tried["measurement"]["sample_seconds"] *= factor
+    file.write_text(json.dumps(known))
+
+
+def test_a_machine_that_became_slower_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a driver's update, with a slower clock, or beside another user: remembered is a hundredth."""
+    run(tmp_path / "a", make_job(VARIANT))
+    change_rates(own_cache, 0.01)
+    before = rates(own_cache)
+    seconds = counted_probes(monkeypatch)
+    settings = configure(gpu_mode="cpu", num_workers=0, report=False, output_dir=tmp_path / "b")
+    again = train(make_job(VARIANT), settings).folder
+    assert seconds[:2] == [0.0, planner.SURE_SECONDS]
+    assert len(seconds) > 2
+    (note,) = (note for note in plan_of(again)["notes"] if "does not hold any more (a step takes" in note)
+    assert f"drivetrain: {note}: measuring anew" in capsys.readouterr().err
+    assert min(rates(own_cache)) > 10 * max(before), "what is remembered is the new figure"
+    assert len(rows(again)) == 9
+
+
+def test_one_slow_step_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    run(tmp_path / "a", make_job(VARIANT))
+    change_rates(own_cache, 5.0)  # whatever else runs here, no second look is slower than that
+    before = rates(own_cache)
+    seconds = counted_probes(monkeypatch)
+    original = Probe.__call__
+
+    def hiccup(self: Probe, way: Way, time: float) -> Measurement:
+        found = original(self, way, time)
+        return found if time else found.model_copy(update={"sample_seconds": 100 * max(before)})
+
+    monkeypatch.setattr(Probe, "__call__", hiccup)
+    again = run(tmp_path / "b", make_job(VARIANT))
+    assert seconds == [0.0, planner.SURE_SECONDS]
+    assert "measured at an earlier start" in plan_of(again)["notes"][0]
+    assert rates(own_cache) == before
 
 
 def limits_of(folder: str) -> list[float]:

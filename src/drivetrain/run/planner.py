@@ -5,7 +5,9 @@ of samples, the weighting of the loss or the learning rate: a way only divides t
 """
 
 import inspect
+import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,6 +58,7 @@ COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
 READING_SECONDS = 0.5  # that measuring what reading takes may take
 LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
+MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
 FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optimizer's step little against both
 
 
@@ -190,9 +193,11 @@ def measured(
     tuned = search()
     notes = []
     if known and not num_measured:
-        check = probe(tuned.way, 0.0)
-        if check.problem or check.peak_bytes > scope.memory_limit_bytes:
-            notes.append(f"what was measured before does not hold any more ({check.problem or 'it takes more memory'})")
+        why_not = _why_outdated(probe, tuned, scope)
+        if why_not:
+            notes.append(f"what was measured before does not hold any more ({why_not})")
+            if not run.quiet:
+                print(f"drivetrain: {notes[0]}: measuring anew", file=sys.stderr)
             cache.forget()
             known = {}
             tuned = search()
@@ -220,6 +225,28 @@ def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: b
     if is_short_of_time and step_seconds * steps_left * BUDGET_SHARE < READING_SECONDS:
         return None
     return settle_data_path(run, step_seconds, steps_left, chosen.peak_bytes)
+
+
+def _why_outdated(probe: Probe, tuned: Tuned, scope: Scope) -> str:
+    """Whether the way that was remembered as the best is what it was, by one step; empty if it is.
+
+    One slow step says little: it comes first, and others use the machine, too. Then more of them are measured, and the
+    faster figure counts.
+    """
+    found = probe(tuned.way, 0.0)
+    if found.problem or found.peak_bytes > scope.memory_limit_bytes:
+        return found.problem or "it takes more memory"
+    remembered = tuned.chosen.sample_seconds if tuned.chosen is not None else math.inf
+    if found.sample_seconds <= MUCH_SLOWER * remembered:
+        return ""
+    again = probe(tuned.way, SURE_SECONDS)
+    if again.problem:
+        return again.problem
+    seconds = min(found.sample_seconds, again.sample_seconds)
+    if seconds <= MUCH_SLOWER * remembered:
+        return ""
+    rate, remembered_rate = 1 / seconds, 1 / remembered
+    return f"a step takes {remembered_rate / rate:.1f} times as long: {rate:,.0f} samples/s, not {remembered_rate:,.0f}"
 
 
 def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
