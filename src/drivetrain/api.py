@@ -1,7 +1,7 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ class _Run(Setup):
             checkpoint = checkpointer.latest()
             model = self.build()
             plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
-            with self.numerics(), self.stream():
-                return self._train(folder, checkpointer, checkpoint, model, plan)
+            with self.numerics(), self.stream(), ExitStack() as until_the_end:
+                return self._train(folder, checkpointer, checkpoint, model, plan, until_the_end)
         finally:
             self.close_loaders()
             if folder is not None:
@@ -109,6 +109,7 @@ class _Run(Setup):
         checkpoint: Checkpoint | None,
         built: nn.Module,
         plan: Plan,
+        until_the_end: ExitStack,
     ) -> Result:
         job, world, precision = self.job, self.world, self.precision
         division = Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, world.size)
@@ -195,16 +196,17 @@ class _Run(Setup):
                 trainer.average_of = average.of
             memory = watch_memory(world.device, books.event, books.say)
             last = None
+            is_over = until_the_end.enter_context(stopping_cleanly(trainer.stop, books.say))
             try:
-                with stopping_cleanly(trainer.stop, books.say):
-                    for record in () if validation and validation.stopped_because else trainer.run():
-                        books.write(record)
-                        last = record
-                        memory.observe(record)
-                        saves.report()
-                    saves.finish()
-                    memory.close()
+                for record in () if validation and validation.stopped_because else trainer.run():
+                    books.write(record)
+                    last = record
+                    memory.observe(record)
+                    saves.report()
+                saves.finish()
+                memory.close()
             finally:
+                is_over()
                 loader.close()
                 saves.close()
             steps = last.step if last else resumed_from

@@ -99,6 +99,11 @@ COMMANDS = {
         "How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",
         ("run.output_dir",),
     ),
+    "report": Command(
+        "drivetrain.report.command",
+        "Writes the page, pictures and summary of a run again, from its records.",
+        ("run.output_dir",),
+    ),
     "config": Command(
         "drivetrain.config.show",
         "Prints the effective configuration, and where each value came from.",

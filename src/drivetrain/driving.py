@@ -295,25 +295,27 @@ class Drive:
     # The loop
 
     def _batches(self) -> Iterator[Any]:
-        with self._stack:
-            try:
-                with stopping_cleanly(self.stop, self._books.say):
+        with stopping_cleanly(self.stop, self._books.say) as is_over:
+            with self._stack:
+                try:
                     yield from self._handed_out()
-                self._saves.finish()
-                self._memory.close()
-                job = self._setup.job
-                is_done = self._loader.position.is_over(job.max_steps, job.epochs)
-                self.finished = is_done or self._trainer.ended_by_hook
-                self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
-                note_end(self.finished)
-            except BaseException as error:
-                self._left_early(error)
-                # `break` and an error in the loop's body look alike from here. Neither is an error of this generator.
-                if not isinstance(error, GeneratorExit):
-                    raise
-        if self.finished and self.world.is_main and self._setup.config.watch.report:
-            for problem in write_report(self.folder):
-                self._books.say(problem)
+                    is_over()
+                    self._saves.finish()
+                    self._memory.close()
+                    job = self._setup.job
+                    is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+                    self.finished = is_done or self._trainer.ended_by_hook
+                    self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
+                    note_end(self.finished)
+                except BaseException as error:
+                    is_over()
+                    self._left_early(error)
+                    # `break` and an error in the loop's body look alike here. Neither is an error of this generator.
+                    if not isinstance(error, GeneratorExit):
+                        raise
+            if self.finished and self.world.is_main and self._setup.config.watch.report:
+                for problem in write_report(self.folder):
+                    self._books.say(problem)
 
     def _handed_out(self) -> Iterator[Any]:
         for place, micro_batches in self._trainer.steps():

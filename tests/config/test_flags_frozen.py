@@ -91,6 +91,7 @@ OBEYED = {
     ],
     "verify": PLACE,
     "status": ["run.output_dir"],
+    "report": ["run.output_dir"],
     "train": list(FLAGS),
     "launch": ["run.output_dir", "distributed.skip_preflight"],
     "plan": [
@@ -122,6 +123,7 @@ OWN_FLAGS = {
     "verify": ["--json", "--only", "--quick", "--save", "--time-limit-seconds"],
     "config": ["--json"],
     "status": ["--json", "--slurm"],
+    "report": [],
     "train": LAUNCH_FLAGS,
     "launch": [
         *LAUNCH_FLAGS,

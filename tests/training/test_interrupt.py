@@ -7,12 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import drivetrain as dt
+from drivetrain import api, driving, report
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.cli import main
+from drivetrain.core import interrupt
 from drivetrain.core.interrupt import IMPATIENT_AFTER_SECONDS
+from drivetrain.launch.run_states import state_of
+from tests.training.jobs import Variant, make_job
 
 SCRIPT = """
 import sys, time
@@ -137,3 +146,92 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
     assert process.returncode not in (0, None)
     assert "KeyboardInterrupt" in output
+
+
+# At the end: the loop is over, and the report is being written
+
+
+class KilledError(Exception):
+    """Where nobody handles it, SIGTERM would end the tests themselves."""
+
+
+@pytest.fixture
+def sigterm_is_seen() -> Iterator[None]:
+    def die(*_: Any) -> None:
+        raise KilledError
+
+    before = signal.signal(signal.SIGTERM, die)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is die, "the handler is put back"
+    signal.signal(signal.SIGTERM, before)
+
+
+def train(folder: Path) -> Path:
+    return dt.train(make_job(Variant(steps=3)), dt.configure(output_dir=folder, gpu_mode="cpu", num_workers=0)).folder
+
+
+def drive(folder: Path) -> Path:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", num_workers=0)
+    run = dt.drive(model, optimizer, [torch.ones(2)] * 8, global_batch=4, max_steps=2, config=config)
+    for batch in run:
+        run.backward(run.model(batch).mean())
+        run.step()
+    return run.folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("how", [train, drive], ids=lambda how: how.__name__)
+@pytest.mark.usefixtures("sigterm_is_seen")
+def test_a_signal_waits_for_the_report(
+    how: Callable[[Path], Path],
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def slow_report(folder: Path) -> list[str]:
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)
+        (folder / "report.html").write_text("all of it")
+        return []
+
+    monkeypatch.setattr({train: api, drive: driving}[how], "write_report", slow_report)
+    folder = how(tmp_path)
+    assert (folder / "report.html").read_text() == "all of it"
+    words = capsys.readouterr().out
+    assert f"{number.name}: the loop is over; what is left is written down first" in " ".join(words.split())
+    assert "stopping after this step" not in words
+    assert (state_of(folder).state, state_of(folder).cause) == ("finished", "")
+
+
+def test_a_report_that_was_cut_off_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a second Ctrl-C; or by SIGKILL, which leaves the same."""
+    monkeypatch.setattr(interrupt, "IMPATIENT_AFTER_SECONDS", 0.01)
+
+    def endless(*_: Any) -> bytes:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+        return b""
+
+    monkeypatch.setattr(report, "summary", endless)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(tmp_path)
+    folder = tmp_path / "suite"
+    remedy = f"`drivetrain report {folder}` writes it"
+    assert remedy in caught.value.__notes__[0]
+    assert not (folder / "report.html").exists()
+    assert (state_of(folder).state, state_of(folder).cause) == ("finished", f"its report is missing: {remedy}")
+    monkeypatch.undo()
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").exists()
+    assert state_of(folder).cause == ""
+    assert main(["report", "suite", "--output-dir", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "none")]) != 0
+    assert "is no folder of a run" in capsys.readouterr().err

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from drivetrain.core.run_folder import is_finished, read_job
 
 State = Literal["running", "finished", "stopped", "crashed"]
@@ -70,7 +72,8 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
         return "running", ""
     ends = [row for row in events if row.get("event") in ("finish", "stop")]
     if is_finished(folder):
-        return "finished", str(ends[-1].get("because", "")) if ends else ""
+        because = str(ends[-1].get("because", "")) if ends else ""
+        return "finished", "; ".join(filter(None, [because, _missing_report(folder)]))
     crash = _document(folder / "crash.json")
     if crash:
         where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
@@ -81,6 +84,18 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
     if events and events[-1].get("event") == "stop":
         return "stopped", str(events[-1].get("because", "asked to stop; the same command goes on"))
     return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"
+
+
+def _missing_report(folder: Path) -> str:
+    """It is written last: a process that is killed meanwhile leaves a run that is finished, without it."""
+    if (folder / "report.html").exists():
+        return ""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        is_wanted = bool(config["watch"]["report"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return ""
+    return f"its report is missing: `drivetrain report {folder}` writes it" if is_wanted else ""
 
 
 def _is_held(path: Path) -> bool:

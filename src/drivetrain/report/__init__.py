@@ -56,6 +56,10 @@ def write_report(folder: Path) -> list[str]:
             problems.append(f"{name} was not written: {type(error).__name__}: {error}")
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+        except KeyboardInterrupt as error:
+            temporary.unlink(missing_ok=True)
+            error.add_note(f"the run is saved, its report is not whole; remedy: `drivetrain report {folder}` writes it")
+            raise
     return problems
 
 

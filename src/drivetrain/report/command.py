@@ -1,0 +1,31 @@
+"""`drivetrain report RUN`: the words, pictures and page of a run, made again from its records."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from drivetrain.config import Positional, Resolved
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.report import PAGE, write_report
+
+EXAMPLES = (
+    "drivetrain report runs/digits    after a run that was killed meanwhile, or had --no-report",
+    "drivetrain report digits         the same, by its name below --output-dir",
+)
+
+
+class Options(BaseModel):
+    run: Annotated[Path, Positional()] = Field(description="the folder of a run")
+
+
+def run(options: Options, resolved: Resolved) -> int:
+    output_dir = resolved.config.run.output_dir
+    folder = next((path for path in (options.run, output_dir / options.run) if (path / "job.yaml").exists()), None)
+    if folder is None:
+        raise DrivetrainError(
+            f"{options.run} is no folder of a run", remedy=f"`drivetrain status` shows those below {output_dir}"
+        )
+    problems = write_report(folder)
+    print("\n".join(problems) or f"written: {folder / PAGE}, and the pictures and words beside it")
+    return 1 if problems else 0
