@@ -23,12 +23,14 @@ from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.launch import planning as launching
+from drivetrain.launch.layout import make_layout
 from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
 from drivetrain.planning import plan
 from drivetrain.recipes import planning as showing
 from drivetrain.run import planner
 from drivetrain.run.measure import Journal, Probe
 from tests.gloo_pool import GlooPool
+from tests.hardware_fixtures import load
 from tests.training.jobs import Variant, make_job
 
 VARIANT = Variant(dtype=torch.float32, steps=6, num_samples=60, global_batch=20, dropout=0.1)
@@ -219,6 +221,19 @@ def test_processes_to_plan_for_are_started_as_for_training(
     assert main(["plan", "digits", "--num-processes", "2"]) == 2
     assert "started 2 processes already" in capsys.readouterr().err
     assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"), [([], [4]), (["--num-processes", "2"], [2]), (["--gpu-mode", "cpu"], [])]
+)
+def test_a_plan_is_for_the_devices_that_train_would_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], numbers: list[int]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(launching, "start", lambda *given, **options: started.append(given) or 0)
+    monkeypatch.setattr(launching, "detect", lambda folder: load("4x-l4"))
+    assert main(["plan", "digits", "--output-dir", str(tmp_path), *flags]) == 0
+    assert [make_layout(options, hardware).num_processes for _, _, options, hardware, _ in started] == numbers
 
 
 def test_what_is_written_pins_what_was_said(tmp_path: Path, capsys: Any) -> None:

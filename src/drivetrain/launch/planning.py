@@ -1,4 +1,4 @@
-"""`drivetrain plan TARGET`: in this process, or in as many as the job would have."""
+"""`drivetrain plan TARGET`: in this process, or in as many as `train` would start."""
 
 import shutil
 import tempfile
@@ -13,7 +13,7 @@ from drivetrain.core.launchers import find_place
 from drivetrain.hardware import detect
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start
-from drivetrain.launch.training import as_flags, refuse_second_launcher
+from drivetrain.launch.training import as_flags, num_devices, refuse_second_launcher, with_devices
 
 EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",
@@ -46,7 +46,7 @@ class Options(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="plan for so many processes here, started for it as `train` does (default: one)",
+        description="plan for so many processes here (default: as many as `train` starts, one per GPU)",
     )
     cpu: Annotated[bool, Flag("cpu")] = Field(False, description="hide the GPUs from them")
 
@@ -56,16 +56,20 @@ def run(options: Options, resolved: Resolved) -> int | None:
     place = find_place()
     if place.launcher == "drivetrain":
         return None  # started by the lines below
-    refuse_second_launcher(place, options.model_fields_set & {"num_processes", "cpu"})
+    given = options.model_fields_set & {"num_processes", "cpu"}
+    refuse_second_launcher(place, given)
     config = resolved.config
     elsewhere = {"--for": options.machine, "--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
     there = next((flag for flag, value in elsewhere.items() if value is not None), "")
-    if there and (options.num_processes is not None or options.cpu):
+    if there and given:
         flag = "--cpu" if options.num_processes is None else "--num-processes"
         raise ConfigError([Problem(flag, f"{there} plans for a machine that is not here", remedy="keep one of them")])
-    if options.num_processes is None and not options.cpu:
+    if there or place.size > 1:
         return None
-    cpu = options.cpu or config.device.mode == "cpu" or config.device.device == "cpu"
+    hardware = detect(config.run.output_dir)
+    launched = with_devices(LaunchOptions(num_processes=options.num_processes, cpu=options.cpu), config)
+    if not given and num_devices(launched, config, hardware) < 2:
+        return None
     folder = Path(tempfile.mkdtemp(prefix="drivetrain-plan-"))
     own = {"measure": options.measure, "out": options.out, "json": options.as_json}
     words = (
@@ -75,8 +79,8 @@ def run(options: Options, resolved: Resolved) -> int | None:
     code = start(
         words,
         Path(options.target) if options.target.endswith(".py") else None,
-        LaunchOptions(num_processes=options.num_processes or 1, cpu=cpu, max_restarts=0, log_dir=folder),
-        detect(config.run.output_dir),
+        launched.model_copy(update={"max_restarts": 0, "log_dir": folder}),
+        hardware,
         config.run.output_dir,
         skip_preflight=config.distributed.skip_preflight,
     )

@@ -42,14 +42,14 @@ def run(options: Options, resolved: Resolved) -> int | None:
         return None
     config = resolved.config
     hardware = detect(config.run.output_dir)
-    options = _with_devices(options, config)
-    if not given and _num_devices(options, config, hardware) < 2:
+    launched = with_devices(options, config)
+    if not given and num_devices(launched, config, hardware) < 2:
         return None
     target = options.target
     script = Path(target) if target.endswith(".py") else None
     words = ("command", "train", target, *as_flags(resolved))
     return start(
-        words, script, options, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
+        words, script, launched, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
     )
 
 
@@ -72,7 +72,7 @@ def as_flags(resolved: Resolved) -> list[str]:
     return [f"--{name}={text(given.value)}" for name, given in resolved.origins.items()]
 
 
-def _with_devices(options: Options, config: Config) -> Options:
+def with_devices(options: LaunchOptions, config: Config) -> LaunchOptions:
     """The configuration may choose devices, too; workers read it themselves, counted from the same visible ones."""
     cpu = options.cpu or config.device.mode == "cpu" or config.device.device == "cpu"
     number = options.num_processes
@@ -81,8 +81,8 @@ def _with_devices(options: Options, config: Config) -> Options:
     return options.model_copy(update={"cpu": cpu, "num_processes": number})
 
 
-def _num_devices(options: Options, config: Config, hardware: Hardware) -> int:
-    """How many processes a plain `drivetrain train` would start."""
+def num_devices(options: LaunchOptions, config: Config, hardware: Hardware) -> int:
+    """How many processes are started where nobody says how many."""
     if options.cpu or hardware.accelerator not in ("cuda", "rocm") or config.device.mode == "single_gpu":
         return 1
     if config.distributed.strategy in ("single", "data_parallel") or config.device.device != "auto":
