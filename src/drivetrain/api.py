@@ -1,7 +1,7 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
-from drivetrain.core.interrupt import stopping_cleanly
+from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.again import SamplesAgain
@@ -95,8 +95,8 @@ class _Run(Setup):
             checkpoint = checkpointer.latest()
             model = self.build()
             plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
-            with self.numerics(), self.stream(), ExitStack() as until_the_end:
-                return self._train(folder, checkpointer, checkpoint, model, plan, until_the_end)
+            with self.numerics(), self.stream():
+                return self._train(folder, checkpointer, checkpoint, model, plan)
         finally:
             self.close_loaders()
             if folder is not None:
@@ -109,7 +109,6 @@ class _Run(Setup):
         checkpoint: Checkpoint | None,
         built: nn.Module,
         plan: Plan,
-        until_the_end: ExitStack,
     ) -> Result:
         job, world, precision = self.job, self.world, self.precision
         division = Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, world.size)
@@ -196,17 +195,16 @@ class _Run(Setup):
                 trainer.average_of = average.of
             memory = watch_memory(world.device, books.event, books.say)
             last = None
-            is_over = until_the_end.enter_context(stopping_cleanly(trainer.stop, books.say))
             try:
-                for record in () if validation and validation.stopped_because else trainer.run():
-                    books.write(record)
-                    last = record
-                    memory.observe(record)
-                    saves.report()
-                saves.finish()
-                memory.close()
+                with stopping_cleanly(trainer.stop, books.say):
+                    for record in () if validation and validation.stopped_because else trainer.run():
+                        books.write(record)
+                        last = record
+                        memory.observe(record)
+                        saves.report()
+                    saves.finish()
+                    memory.close()
             finally:
-                is_over()
                 loader.close()
                 saves.close()
             steps = last.step if last else resumed_from
@@ -216,8 +214,9 @@ class _Run(Setup):
             books.finish(finished, steps, because, compilation=self.compilation(), capture=stepper.in_words())
             note_end(finished)
         if world.is_main and self.config.watch.report:
-            for problem in write_report(self.path):
-                books.say(problem)
+            with written_first(books.say):
+                for problem in write_report(self.path):
+                    books.say(problem)
         checkpointer.close()
         return Result(
             self.path,

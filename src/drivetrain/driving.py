@@ -28,7 +28,7 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
-from drivetrain.core.interrupt import stopping_cleanly
+from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.records import StepRecord
@@ -295,25 +295,24 @@ class Drive:
     # The loop
 
     def _batches(self) -> Iterator[Any]:
-        with stopping_cleanly(self.stop, self._books.say) as is_over:
-            with self._stack:
-                try:
+        with self._stack:
+            try:
+                with stopping_cleanly(self.stop, self._books.say):
                     yield from self._handed_out()
-                    is_over()
-                    self._saves.finish()
-                    self._memory.close()
-                    job = self._setup.job
-                    is_done = self._loader.position.is_over(job.max_steps, job.epochs)
-                    self.finished = is_done or self._trainer.ended_by_hook
-                    self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
-                    note_end(self.finished)
-                except BaseException as error:
-                    is_over()
-                    self._left_early(error)
-                    # `break` and an error in the loop's body look alike here. Neither is an error of this generator.
-                    if not isinstance(error, GeneratorExit):
-                        raise
-            if self.finished and self.world.is_main and self._setup.config.watch.report:
+                self._saves.finish()
+                self._memory.close()
+                job = self._setup.job
+                is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+                self.finished = is_done or self._trainer.ended_by_hook
+                self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
+                note_end(self.finished)
+            except BaseException as error:
+                self._left_early(error)
+                # `break` and an error in the loop's body look alike from here. Neither is an error of this generator.
+                if not isinstance(error, GeneratorExit):
+                    raise
+        if self.finished and self.world.is_main and self._setup.config.watch.report:
+            with written_first(self._books.say):
                 for problem in write_report(self.folder):
                     self._books.say(problem)
 

@@ -152,6 +152,20 @@ def test_a_plan_by_hand_needs_no_more_than_choices(tmp_path: Path) -> None:
     assert [(entry.name, entry.value) for entry in given] == [("batch.size", 8)]
 
 
+def test_a_plan_by_hand_may_merge_what_stands_elsewhere(tmp_path: Path) -> None:
+    text = "base: &base {batch.size: {value: 8}}\nchoices:\n  <<: *base\n  seed: {value: 3}\n"
+    given, problems = from_plan(write(tmp_path, text, "mine.yaml"))
+    assert {entry.name: entry.value for entry in given} == {"batch.size": 8, "run.seed": 3}
+    assert not problems
+
+
+@pytest.mark.parametrize("value", ['!!int ""', '!!timestamp "x"', "!!float x", "!odd x", "!!binary é"])
+def test_values_that_no_tag_makes_sense_of_are_taken_as_they_stand(tmp_path: Path, value: str) -> None:
+    text = f"choices:\n  batch.size:\n    value: {value}\n"
+    with pytest.raises(ConfigError, match=r"batch\.size"):
+        configure(plan=write(tmp_path, text, "mine.yaml"))
+
+
 def test_what_is_wrong_in_a_plan_is_told_by_file_line_and_key(tmp_path: Path) -> None:
     text = (
         "choices:\n  batch.size:\n    value: lots\n  precision.dtype:\n    why: so\n  bach.accumulation: {value: 1}\n"

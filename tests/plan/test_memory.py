@@ -120,6 +120,13 @@ def test_a_further_size_is_named_where_slopes_disagree() -> None:
     assert next_size_to_measure(straight, 80 * GB, 64) is None
 
 
+def test_the_first_size_off_the_floor_settles_nothing() -> None:
+    """The floor's own slope, next to 0, and a line that begins there agree by chance where little is left to go."""
+    allocator = Allocator(held=449_600_000, floor=462_800_000, workspace=0, sample=122_300, num_tensors=1)
+    peaks, ran_out = learn(allocator, GB, 65536)
+    assert ran_out or allocator.peak(largest_that_fits(peaks, GB, 65536, allocator.held)) <= GB
+
+
 def test_one_size_is_enough_with_what_is_held() -> None:
     """For compiled steps, where each further size would be compiled anew: the most that it can be."""
     model = MemoryModel.fitted([Peak(16, 16 * GB)], held_bytes=2 * GB)

@@ -1,9 +1,10 @@
 """Before a model is made: every way in which ranks can disagree is found, with rank and remedy, on all ranks alike."""
 
 import random
+import resource
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,9 @@ DIFFERENT = [reversed_there, other_classes, other_texts, other_fractions, mostly
 
 def look(folder: str, number: int, kinds: str) -> Any:
     make = {"different": DIFFERENT, "alike": [make for make, _ in ALIKE]}[kinds][number]
-    return fly(folder, {}, make() if isinstance(make, type) else Made(make))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alike, "READING_SECONDS", 60.0)  # however busy the machine is
+        return fly(folder, {}, make() if isinstance(make, type) else Made(make))
 
 
 @pytest.mark.parametrize("number", range(len(DIFFERENT)), ids=[make.__name__ for make in DIFFERENT])
@@ -259,6 +262,32 @@ def endless(rank: int, number: int) -> Any:
     return found
 
 
+class Lazy(Mapping[str, Any]):
+    """As a file of many samples: its values are read when they are asked for."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("the file is closed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Proxy:
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+class HoldsFiles(Made):
+    def __init__(self) -> None:
+        super().__init__(lambda rank, number: number)
+        self.file, self.proxy = Lazy(), Proxy()
+
+
 def many_kinds(rank: int, number: int) -> Any:
     return {
         "mask": torch.arange(70) % 2 == 0,
@@ -287,6 +316,7 @@ ALIKE: list[tuple[Any, int]] = [
     (raises_there, 0),
     (endless, 0),
     (many_kinds, 8),
+    (HoldsFiles, 8),
 ]
 
 
@@ -295,6 +325,26 @@ def test_what_may_differ_is_no_alarm(gloo_pool: GlooPool, tmp_path: Path, number
     for answer in gloo_pool.run(look, str(tmp_path), number, "alike", world=2):
         assert not isinstance(answer, str), answer
         assert answer["compared"] == ALIKE[number][1] or ALIKE[number][0] is Coins
+
+
+def test_looking_at_a_large_item_takes_no_copies_of_it() -> None:
+    """Many ranks of a machine look at one at once."""
+
+    class Large:
+        def __init__(self) -> None:
+            self.items = [torch.zeros(50_000_000, dtype=torch.bfloat16), np.zeros(50_000_000, np.float16)]
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, number: int) -> Any:
+            return self.items[number]
+
+    data = KeyedItems(Large(), 0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert set(alike.glance(data).sketches) == {0, 1}
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    assert grown < 60_000_000, "an item is 100 MB"
 
 
 def test_looking_at_samples_moves_no_generator() -> None:

@@ -198,12 +198,34 @@ def test_a_signal_waits_for_the_report(
         return []
 
     monkeypatch.setattr({train: api, drive: driving}[how], "write_report", slow_report)
-    folder = how(tmp_path)
+    with pytest.raises(KilledError if number == signal.SIGTERM else KeyboardInterrupt):
+        how(tmp_path)  # heeded afterwards: a script does not go on with its next job
+    (folder,) = (path.parent for path in tmp_path.glob("*/report.html"))
     assert (folder / "report.html").read_text() == "all of it"
     words = capsys.readouterr().out
-    assert f"{number.name}: the loop is over; what is left is written down first" in " ".join(words.split())
+    assert f"{number.name}: the run is over; its report is written first" in " ".join(words.split())
     assert "stopping after this step" not in words
     assert (state_of(folder).state, state_of(folder).cause) == ("finished", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.usefixtures("sigterm_is_seen")
+def test_a_second_signal_waits_for_nothing(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "IMPATIENT_AFTER_SECONDS", 0.01)
+    said: list[str] = []
+    reached = []
+
+    def write() -> None:
+        with interrupt.written_first(said.append):
+            for which in ("the first waits", "the second does not"):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)
+                reached.append(which)
+
+    with pytest.raises(KilledError if number == signal.SIGTERM else KeyboardInterrupt):
+        write()
+    assert reached == ["the first waits"]
+    assert len(said) == 1
 
 
 def test_a_report_that_was_cut_off_is_told_of(

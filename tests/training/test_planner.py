@@ -221,13 +221,13 @@ def test_a_machine_that_became_slower_is_measured_again(
     assert len(seconds) > 2
     (note,) = (note for note in plan_of(again)["notes"] if "does not hold any more (a step takes" in note)
     assert f"drivetrain: {note}: measuring anew" in capsys.readouterr().err
-    assert min(rates(own_cache)) > 10 * max(before), "what is remembered is the new figure"
+    assert min(rates(own_cache)) > 2 * max(before), "what is remembered is the new figure"
     assert len(rows(again)) == 9
 
 
 def test_one_slow_step_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     run(tmp_path / "a", make_job(VARIANT))
-    change_rates(own_cache, 5.0)  # whatever else runs here, no second look is slower than that
+    change_rates(own_cache, 1000.0)  # whatever else runs here, no second look is slower than that
     before = rates(own_cache)
     seconds = counted_probes(monkeypatch)
     original = Probe.__call__

@@ -1,6 +1,7 @@
 """Planning on a GPU: nothing is left behind, memory is forecast and not run into, short steps are captured."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_a_short_step_is_captured_by_itself_and_learns_the_same(tmp_path: Path) 
     assert "step captured" in events
 
 
-def test_the_second_start_is_quick(tmp_path: Path) -> None:
+def test_the_second_start_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)  # other tests may run beside
     job = job_of(small, global_batch=64, steps=60)
     train(job, configure(output_dir=tmp_path / "a"), quiet=True)
     again = train(replace(job, name="again"), configure(output_dir=tmp_path / "b"), quiet=True).folder

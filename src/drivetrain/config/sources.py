@@ -1,5 +1,6 @@
 """Where values come from: YAML files, flags, Python. Each turns into a list of `Given`, spelled as the user did."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,25 +77,26 @@ def from_plan(path: Path) -> tuple[list[Given], list[Problem]]:
         if _is_cut(text):
             return [], [_plan_problem(path, "it is cut off: it does not end with the line `...` any more", _CUT)]
         loader = yaml.SafeLoader(text)
-        choices = _below(loader.get_single_node(), "choices")
+        choices = _below(loader, loader.get_single_node(), "choices")
+        entries = None if choices is None else _entries(loader, choices)
     except OSError as error:
         return [], [_plan_problem(path, error.strerror or "it cannot be read")]
     except (yaml.YAMLError, ValueError, RecursionError):
-        choices = None
-    if not isinstance(choices, yaml.MappingNode):
+        entries = None
+    if entries is None:
         return [], [_plan_problem(path, "it holds no plan")]
     given: list[Given] = []
     problems: list[Problem] = []
-    for key_node, choice in choices.value:
+    for key_node, choice in entries:
         key, source = str(key_node.value), f"{path.name} line {key_node.start_mark.line + 1}"
-        value_node = _below(choice, "value")
+        value_node = _below(loader, choice, "value")
         if value_node is None:
             remedy = "write `value: …` in a line below it, or take it out"
             problems.append(Problem(key, "it has no value", source=source, remedy=remedy))
             continue
         try:
             value = loader.construct_object(value_node, deep=True)
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):  # by what a tag makes of it
             value = value_node.value
         if value != "auto":
             _take(key, value, source, given, problems)
@@ -109,9 +111,18 @@ def _is_cut(text: str) -> bool:
     return bool(re.search(r"^planned:", text, re.MULTILINE)) and not text.rstrip().endswith("\n...")
 
 
-def _below(node: yaml.Node | None, key: str) -> yaml.Node | None:
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return next((value for key_node, value in pairs if key_node.value == key), None)
+def _entries(loader: yaml.SafeLoader, node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]] | None:
+    """Keys and values, merged ones too; None if it has none."""
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    with contextlib.suppress(yaml.YAMLError):  # what is merged holds no keys: then `<<` is one
+        loader.flatten_mapping(node)
+    return list(node.value)
+
+
+def _below(loader: yaml.SafeLoader, node: yaml.Node | None, key: str) -> yaml.Node | None:
+    entries = None if node is None else _entries(loader, node)
+    return next((value for key_node, value in entries or () if key_node.value == key), None)
 
 
 def _plan_problem(path: Path, message: str, remedy: str = "") -> Problem:

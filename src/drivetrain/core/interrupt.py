@@ -13,41 +13,58 @@ IMPATIENT_AFTER_SECONDS = 1.0
 
 
 @contextmanager
-def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Inside, the first Ctrl-C or SIGTERM calls `stop`; a later Ctrl-C ends at once, as it does elsewhere.
-
-    Yields what is to be called when the loop is over. From then on nothing is left to stop, and what is still to be
-    written, such as the report, is written first: whoever sends SIGTERM allows for some time.
-    """
-    is_over = False
-
-    def end() -> None:
-        nonlocal is_over
-        is_over = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield end  # only the main thread may handle signals
-        return
+def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the first Ctrl-C or SIGTERM calls `stop`; a later Ctrl-C ends at once, as it does elsewhere."""
     first: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
         if not first:
             first.append(time.monotonic())
-            if is_over:
-                say(f"{name}: the loop is over; what is left is written down first. Ctrl-C again: at once")
-                return
             stop()
-            say(f"{name}: stopping after this step, with a checkpoint. Ctrl-C again: at once")
+            say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint. Ctrl-C again: at once")
         elif number == signal.SIGINT and time.monotonic() - first[0] > IMPATIENT_AFTER_SECONDS:
             raise KeyboardInterrupt
 
+    with _handled(handle):
+        yield
+
+
+@contextmanager
+def written_first(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the first Ctrl-C or SIGTERM waits for the end, and is heeded then; a later one is heeded at once.
+
+    For what is written when a run is over: whoever sends SIGTERM allows for some time.
+    """
+    waiting: list[tuple[int, float]] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not waiting:
+            waiting.append((number, time.monotonic()))
+            say(f"{signal.Signals(number).name}: the run is over; its report is written first. Again: at once")
+        elif time.monotonic() - waiting[0][1] > IMPATIENT_AFTER_SECONDS:
+            put_back()
+            signal.raise_signal(number)
+
+    with _handled(handle) as put_back:
+        yield
+    if waiting:
+        signal.raise_signal(waiting[0][0])
+
+
+@contextmanager
+def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
+    """Yields what puts the handlers back that were there; it is called at the end in any case."""
     before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and the like
-            before[number] = signal.signal(number, handle)
-    try:
-        yield end
-    finally:
+
+    def put_back() -> None:
         for handled, handler in before.items():
             signal.signal(handled, handler)
+
+    if threading.current_thread() is threading.main_thread():  # only it may handle signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup and the like
+                before[number] = signal.signal(number, handle)
+    try:
+        yield put_back
+    finally:
+        put_back()

@@ -113,14 +113,17 @@ def _parts(item: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _digest(item: Any) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, part in _parts(item):
+        data: Any
         if isinstance(part, Tensor):
             kind, shape = str(part.dtype), tuple(part.shape)
-            data = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            data = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         elif isinstance(part, np.ndarray):
-            kind, shape, data = str(part.dtype), part.shape, part.tobytes()
+            kind, shape = str(part.dtype), part.shape
+            data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         else:
             kind, shape, data = type(part).__name__, (), part if isinstance(part, bytes) else str(part).encode()
-        digest.update(f"{name} {kind} {shape} {len(data)} ".encode() + data)
+        digest.update(f"{name} {kind} {shape} {len(data)} ".encode())
+        digest.update(data)
     return digest.hexdigest()
 
 
@@ -135,7 +138,7 @@ def _sketch(item: Any) -> Iterator[list[Any]]:
     has_arrays = any(part.ndim for _, part in numbers)
     for name, part in numbers:
         values = _flat(part)
-        kind = FRACTION if values.dtype.kind == "f" else WHOLE
+        kind = FRACTION if _doubles(values[:0]).dtype.kind == "f" else WHOLE
         yield [name, kind, [int(size) for size in part.shape], _some(values), _means(values)]
     for name, part in () if has_arrays else parts:
         if isinstance(part, (str, bytes, PurePath)):
@@ -143,30 +146,43 @@ def _sketch(item: Any) -> Iterator[list[Any]]:
             yield [name, TEXT, [], [hashlib.blake2b(text, digest_size=8).hexdigest()], []]
 
 
-def _flat(part: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Its numbers in a row: whole ones as they are, others in double precision."""
+Numbers = Tensor | np.ndarray[Any, Any]
+
+
+def _flat(part: Numbers) -> Numbers:
+    """Its numbers in a row, as they are: an item may be large, and many ranks look at one."""
     if isinstance(part, Tensor):
-        part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        part = (part.to(torch.float64) if part.is_floating_point() else part).cpu().numpy()
+        return (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
     if part.dtype.kind == "c":
         part = np.stack([part.real, part.imag], -1)
-    if part.dtype.kind in "mM":
-        part = part.astype(np.int64)
-    return part.reshape(-1).astype(np.float64 if part.dtype.kind == "f" else part.dtype, copy=False)
+    return (part.astype(np.int64) if part.dtype.kind in "mM" else part).reshape(-1)
 
 
-def _some(values: np.ndarray[Any, Any]) -> list[Any]:
+def _doubles(values: Numbers) -> np.ndarray[Any, Any]:
+    """Whole numbers as they are, others in double precision."""
+    if isinstance(values, Tensor):
+        return (values.to(torch.float64) if values.is_floating_point() else values).cpu().numpy()
+    return values.astype(np.float64) if values.dtype.kind == "f" else values
+
+
+def _some(values: Numbers) -> list[Any]:
     if len(values) <= MOST_VALUES:
-        return _plain(values)
-    return _plain(values[np.linspace(0, len(values) - 1, MOST_VALUES).round().astype(np.int64)])
+        return _plain(_doubles(values))
+    places = np.linspace(0, len(values) - 1, MOST_VALUES).round().astype(np.int64)
+    return _plain(_doubles(values[torch.from_numpy(places) if isinstance(values, Tensor) else places]))
 
 
-def _means(values: np.ndarray[Any, Any]) -> list[Any]:
+def _means(values: Numbers) -> list[Any]:
     """Of stretches: what is mostly zeros has nothing else to tell it by."""
     if len(values) <= MOST_VALUES:
         return []
+    stretches = torch.tensor_split(values, MOST_VALUES) if isinstance(values, Tensor) else _split(values)
     with np.errstate(all="ignore"):
-        return _plain(np.asarray([part.mean(dtype=np.float64) for part in np.array_split(values, MOST_VALUES)]))
+        return _plain(np.asarray([_doubles(part).mean(dtype=np.float64) for part in stretches]))
+
+
+def _split(values: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    return np.array_split(values, MOST_VALUES)
 
 
 def _plain(values: np.ndarray[Any, Any]) -> list[Any]:

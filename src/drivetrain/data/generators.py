@@ -3,8 +3,9 @@
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class Generators:
             if isinstance(thing, self._KINDS):
                 self._found.append(thing)
             else:
-                left.extend(self._inside(thing))
+                with suppress(Exception):  # what cannot be looked into holds none, as far as anybody can see
+                    left.extend(self._inside(thing))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._found.extend(torch.cuda.default_generators)
 
@@ -68,10 +70,10 @@ class Generators:
     def _inside(cls, thing: Any) -> list[Any]:
         if thing is None or isinstance(thing, (str, bytes, int, float, complex, Tensor, np.ndarray, type)):
             return []
-        if isinstance(thing, Mapping):
-            return list(thing.values())[: cls.MOST_OBJECTS]
+        if isinstance(thing, dict):  # other mappings may read from a file whatever is asked for
+            return list(islice(thing.values(), cls.MOST_OBJECTS))
         if isinstance(thing, (list, tuple, set, frozenset)):
-            return list(thing)[: cls.MOST_OBJECTS]
+            return list(islice(thing, cls.MOST_OBJECTS))
         if isinstance(thing, functools.partial):
             return [thing.func, *thing.args, *thing.keywords.values()]
         if inspect.ismethod(thing):

@@ -118,7 +118,7 @@ def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_b
     bound = held_bytes + aim * (peak - held_bytes) / size
     if held_bytes and bound - forecast <= CLOSE * forecast:
         return None
-    if len(largest) > 2 and not _is_flat(largest):
+    if len(largest) > 2 and not _is_flat(largest) and not _is_flat(largest[:-1]):
         before = MemoryModel.fitted(largest[:-1], held_bytes)
         if abs(before.sample_bytes - model.sample_bytes) * (aim - size) <= CLOSE * forecast:
             return None
@@ -126,8 +126,9 @@ def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_b
 
 
 def _is_flat(largest: Sequence[Peak]) -> bool:
-    """Two peaks in a row that hardly differ lie on the floor: they say nothing of the line."""
-    return largest[-1].num_bytes - largest[-2].num_bytes <= CLOSE * largest[-1].num_bytes
+    """Two peaks that hardly differ, though the sizes do, lie on the floor: they say nothing of the line."""
+    before, last = largest[-2:]
+    return last.micro_batch >= 1.5 * before.micro_batch and last.num_bytes - before.num_bytes <= CLOSE * last.num_bytes
 
 
 def _num_off_floor(largest: Sequence[Peak]) -> int:

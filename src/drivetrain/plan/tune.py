@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.value import Value
-from drivetrain.plan.memory import MemoryModel, Peak, largest_that_fits, next_size_to_measure
+from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, largest_that_fits, next_size_to_measure
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
@@ -268,6 +268,8 @@ class _Search:
                 return True  # nobody counts memory here
             if self._has_few_steps and self._is_bound_to_fit(way, at_most):
                 break  # good enough for a short job, however far from what it will take
+            if len(peaks) >= MOST_SIZES and not self._has_few_steps and self._is_out_of_time():
+                break  # still on a floor: then the bound has to do
         self._forecast(way.but(micro_batch=at_most))
         return True
 

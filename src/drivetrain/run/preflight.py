@@ -191,7 +191,7 @@ def _other_samples(fact: dict[str, Any], told: Told, what: str) -> DrivetrainErr
         f"{_where(fact)} has other samples than rank 0 on {told[0]['host']}: {what}",
         remedy="every rank needs all samples, in the same order: sort the names that os.listdir and glob return, have "
         "the same files on every node, seed what is drawn while the data set is made, and leave dividing it to "
-        "drivetrain",
+        "drivetrain; where they may differ: --skip-preflight",
     )
 
 
