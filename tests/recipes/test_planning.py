@@ -22,7 +22,7 @@ from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
-from drivetrain.launch import planning as launching
+from drivetrain.launch import training as launching
 from drivetrain.launch.layout import make_layout
 from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
 from drivetrain.planning import plan

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.data.generators import Generators, global_generators_kept
-from drivetrain.data.items import KeyedItems
+from drivetrain.data.items import KeyedItems, spread_over
 
 MOST_ITEMS = 8
 READING_SECONDS = 1.0  # per data set; an item that is begun is finished
@@ -47,7 +47,7 @@ def glance(items: KeyedItems) -> Glance:
     began = time.monotonic()
     with global_generators_kept(), generators.kept():
         before = generators.states()
-        for sample in _spread(found.length):
+        for sample in _in_turn(found.length):
             digest, sketch = _look(items, sample)
             if generators.states() != before:  # its items are random, and not by the key
                 return Glance(found.length, {}, {})
@@ -71,17 +71,16 @@ def are_steady(items: KeyedItems, seen: Mapping[int, str]) -> bool:
     return True
 
 
-def _spread(length: int) -> list[int]:
-    """The first, the last, and some between: where time is short, the first ones of these are read."""
-    count = min(MOST_ITEMS, length)
-    numbers = [round(number * (length - 1) / max(1, count - 1)) for number in range(count)]
-    return list(dict.fromkeys([numbers[0], numbers[-1], *numbers])) if numbers else []
+def _in_turn(length: int) -> list[int]:
+    """Both ends first: where time is short, no more than these are read."""
+    numbers = spread_over(length, MOST_ITEMS)
+    return list(dict.fromkeys([*numbers[:1], *numbers[-1:], *numbers]))
 
 
 def _look(items: KeyedItems, sample: int) -> tuple[str, list[Any]]:
     try:
-        item = items.keyed(0, sample)
-        return _digest(item), list(islice(_sketch(item), MOST_LEAVES))
+        parts = list(_parts(items.keyed(0, sample)))
+        return _digest(parts), list(islice(_sketch(parts), MOST_LEAVES))
     except Exception:  # noqa: BLE001  (of its own making: an item of a kind that cannot be looked into is left out)
         return "", []
 
@@ -110,9 +109,9 @@ def _parts(item: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, item
 
 
-def _digest(item: Any) -> str:
+def _digest(parts: Sequence[tuple[str, Any]]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for name, part in _parts(item):
+    for name, part in parts:
         data: Any
         if isinstance(part, Tensor):
             kind, shape = str(part.dtype), tuple(part.shape)
@@ -127,13 +126,13 @@ def _digest(item: Any) -> str:
     return digest.hexdigest()
 
 
-def _sketch(item: Any) -> Iterator[list[Any]]:
+def _sketch(parts: Sequence[tuple[str, Any]]) -> Iterator[list[Any]]:
     """What is compared between machines, as JSON: of every part its place, kind, shape, some values and some means.
 
     Texts beside numbers are mostly the names of files, and those may lie elsewhere: they count where there is nothing
     but texts, and then without the folder.
     """
-    parts = sorted(_parts(item), key=lambda part: part[0])
+    parts = sorted(parts, key=lambda part: part[0])
     numbers = [(name, part) for name, part in parts if isinstance(part, (Tensor, np.ndarray))]
     has_arrays = any(part.ndim for _, part in numbers)
     for name, part in numbers:
@@ -176,13 +175,9 @@ def _means(values: Numbers) -> list[Any]:
     """Of stretches: what is mostly zeros has nothing else to tell it by."""
     if len(values) <= MOST_VALUES:
         return []
-    stretches = torch.tensor_split(values, MOST_VALUES) if isinstance(values, Tensor) else _split(values)
+    split: Any = torch.tensor_split if isinstance(values, Tensor) else np.array_split
     with np.errstate(all="ignore"):
-        return _plain(np.asarray([_doubles(part).mean(dtype=np.float64) for part in stretches]))
-
-
-def _split(values: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    return np.array_split(values, MOST_VALUES)
+        return _plain(np.asarray([_doubles(part).mean(dtype=np.float64) for part in split(values, MOST_VALUES)]))
 
 
 def _plain(values: np.ndarray[Any, Any]) -> list[Any]:

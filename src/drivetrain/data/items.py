@@ -134,6 +134,12 @@ class KeyedItems(Dataset[Any]):
             ) from error
 
 
+def spread_over(num_samples: int, at_most: int) -> list[int]:
+    """Numbers of a few samples: the first, the last, and some between."""
+    count = min(at_most, num_samples)
+    return [round(number * (num_samples - 1) / max(1, count - 1)) for number in range(count)]
+
+
 def _number_of(sample: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(sample).encode(), digest_size=8).digest(), "little")
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from drivetrain.core.collector import forking
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.generators import Generators, global_generators_kept
-from drivetrain.data.items import Collate, ItemError, KeyedItems, draws_anything
+from drivetrain.data.items import Collate, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
     Column,
     Resident,
@@ -101,7 +101,7 @@ class _Probes:
         if self.whole is None and source.wishes.init_function is not None:
             raise NotResidentError("its worker_init_fn may decide what items are, and would not be called")
         self.generators = Generators([dataset])
-        self.samples = _spread(self.num_samples)
+        self.samples = spread_over(self.num_samples, NUM_PROBES)
         self._items = KeyedItems(dataset, 0)
         self.signature: Any = None
         if self.whole is None or collate is not default_collate:
@@ -181,12 +181,6 @@ _OWN_GENERATOR = "its items draw from a generator of their own: they differ ever
 def _refuse_too_large(num_bytes: int, limit_bytes: float) -> None:
     if num_bytes > limit_bytes:
         raise NotResidentError(f"it takes {in_words(num_bytes)}, and {in_words(limit_bytes)} may be used for it")
-
-
-def _spread(num_samples: int) -> list[int]:
-    """The first, the last, and some between."""
-    count = min(NUM_PROBES, num_samples)
-    return [round(number * (num_samples - 1) / max(1, count - 1)) for number in range(count)]
 
 
 def _stacked(items: list[Any]) -> Any:

@@ -9,11 +9,8 @@ from pydantic import BaseModel, Field
 
 from drivetrain.config import Allowed, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.launchers import find_place
-from drivetrain.hardware import detect
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.start import start
-from drivetrain.launch.training import as_flags, num_devices, refuse_second_launcher, with_devices
+from drivetrain.launch.training import started
 
 EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",
@@ -53,37 +50,22 @@ class Options(BaseModel):
 
 def run(options: Options, resolved: Resolved) -> int | None:
     """None: here, in this process."""
-    place = find_place()
-    if place.launcher == "drivetrain":
-        return None  # started by the lines below
     given = options.model_fields_set & {"num_processes", "cpu"}
-    refuse_second_launcher(place, given)
-    config = resolved.config
     elsewhere = {"--for": options.machine, "--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
     there = next((flag for flag, value in elsewhere.items() if value is not None), "")
     if there and given:
         flag = "--cpu" if options.num_processes is None else "--num-processes"
         raise ConfigError([Problem(flag, f"{there} plans for a machine that is not here", remedy="keep one of them")])
-    if there or place.size > 1:
+    if there:
         return None
-    hardware = detect(config.run.output_dir)
-    launched = with_devices(LaunchOptions(num_processes=options.num_processes, cpu=options.cpu), config)
-    if not given and num_devices(launched, config, hardware) < 2:
-        return None
-    folder = Path(tempfile.mkdtemp(prefix="drivetrain-plan-"))
     own = {"measure": options.measure, "out": options.out, "json": options.as_json}
-    words = (
-        *("command", "plan", options.target, *as_flags(resolved)),
-        *(f"--{name}={value}" for name, value in own.items() if value),
-    )
-    code = start(
-        words,
-        Path(options.target) if options.target.endswith(".py") else None,
-        launched.model_copy(update={"max_restarts": 0, "log_dir": folder}),
-        hardware,
-        config.run.output_dir,
-        skip_preflight=config.distributed.skip_preflight,
-    )
-    if code == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    words = tuple(f"--{name}={value}" for name, value in own.items() if value)
+    logs = Path(tempfile.mkdtemp(prefix="drivetrain-plan-"))
+    launched = LaunchOptions(num_processes=options.num_processes, cpu=options.cpu, max_restarts=0, log_dir=logs)
+    code = None
+    try:
+        code = started("plan", options.target, words, launched, given, resolved)
+    finally:
+        if not code:
+            shutil.rmtree(logs, ignore_errors=True)
     return code

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from drivetrain.config import Config, Positional, Resolved
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.launchers import Place, find_place
+from drivetrain.core.launchers import find_place
 from drivetrain.hardware import Hardware, detect
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start
@@ -33,35 +33,43 @@ class Options(LaunchOptions):
 
 def run(options: Options, resolved: Resolved) -> int | None:
     """None: here, in this process."""
-    given = options.model_fields_set - {"target"}
+    return started("train", options.target, (), options, options.model_fields_set - {"target"}, resolved)
+
+
+def started(
+    command: str,
+    target: str,
+    words: tuple[str, ...],
+    options: LaunchOptions,
+    given: Collection[str],
+    resolved: Resolved,
+) -> int | None:
+    """Runs a command in one process per device, or as the options say that were `given`. None: here, in this one.
+
+    `words` are flags of its own, beside those of the configuration.
+    """
     place = find_place()
     if place.launcher == "drivetrain":
         return None  # started by the lines below; the flags are those of the whole job
-    refuse_second_launcher(place, given)
-    if place.size > 1:
-        return None
-    config = resolved.config
-    hardware = detect(config.run.output_dir)
-    launched = with_devices(options, config)
-    if not given and num_devices(launched, config, hardware) < 2:
-        return None
-    target = options.target
-    script = Path(target) if target.endswith(".py") else None
-    words = ("command", "train", target, *as_flags(resolved))
-    return start(
-        words, script, launched, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
-    )
-
-
-def refuse_second_launcher(place: Place, given: Collection[str]) -> None:
-    """`given`: options that say how many processes to start."""
     if place.size > 1 and given:
         flag = f"--{sorted(given)[0].replace('_', '-')}"
         message = f"{place.launcher} started {place.size} processes already"
         raise ConfigError([Problem(flag, message, None, "command line", remedy=f"leave it out, or {place.launcher}")])
+    if place.size > 1:
+        return None
+    config = resolved.config
+    hardware = detect(config.run.output_dir)
+    options = _with_devices(options, config)
+    if not given and _num_devices(options, config, hardware) < 2:
+        return None
+    script = Path(target) if target.endswith(".py") else None
+    every_word = ("command", command, target, *_flags(resolved), *words)
+    return start(
+        every_word, script, options, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
+    )
 
 
-def as_flags(resolved: Resolved) -> list[str]:
+def _flags(resolved: Resolved) -> list[str]:
     """The configuration as flags, wherever each value came from; workers get none of those about starting them."""
 
     def text(value: object) -> str:
@@ -72,7 +80,7 @@ def as_flags(resolved: Resolved) -> list[str]:
     return [f"--{name}={text(given.value)}" for name, given in resolved.origins.items()]
 
 
-def with_devices(options: LaunchOptions, config: Config) -> LaunchOptions:
+def _with_devices(options: LaunchOptions, config: Config) -> LaunchOptions:
     """The configuration may choose devices, too; workers read it themselves, counted from the same visible ones."""
     cpu = options.cpu or config.device.mode == "cpu" or config.device.device == "cpu"
     number = options.num_processes
@@ -81,7 +89,7 @@ def with_devices(options: LaunchOptions, config: Config) -> LaunchOptions:
     return options.model_copy(update={"cpu": cpu, "num_processes": number})
 
 
-def num_devices(options: LaunchOptions, config: Config, hardware: Hardware) -> int:
+def _num_devices(options: LaunchOptions, config: Config, hardware: Hardware) -> int:
     """How many processes are started where nobody says how many."""
     if options.cpu or hardware.accelerator not in ("cuda", "rocm") or config.device.mode == "single_gpu":
         return 1

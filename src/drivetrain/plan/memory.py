@@ -79,7 +79,7 @@ def next_size_to_measure(
     size = largest[-1].micro_batch
     if size >= at_most:
         return None
-    certain = _certain(largest, limit_bytes, at_most, held_bytes)
+    certain = bound_to_fit(largest, limit_bytes, at_most, held_bytes)
     if len(largest) == 1:
         return max(size + 1, min(certain, -(-at_most // 2)))
     aim = _unsettled(largest, limit_bytes, at_most, held_bytes)
@@ -97,13 +97,13 @@ def largest_that_fits(peaks: Sequence[Peak], limit_bytes: float, at_most: int, h
     """By the line where it is settled; else no more than the bound allows, or was seen to fit."""
     largest = _largest_per_size(peaks)
     if largest[-1].micro_batch < at_most and _unsettled(largest, limit_bytes, at_most, held_bytes) is not None:
-        return max(largest[-1].micro_batch, _certain(largest, limit_bytes, at_most, held_bytes))
+        return max(largest[-1].micro_batch, bound_to_fit(largest, limit_bytes, at_most, held_bytes))
     return MemoryModel.fitted(largest, held_bytes).largest(limit_bytes, at_most)
 
 
-def _certain(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float) -> int:
-    """The most samples that the bound allows."""
-    size, peak = largest[-1]
+def bound_to_fit(peaks: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float = 0.0) -> int:
+    """The most samples that the bound allows, by the largest step that was run."""
+    size, peak = max(peaks)
     return _count(_usable(limit_bytes) - held_bytes, max(0.0, peak - held_bytes) / size, at_most)
 
 

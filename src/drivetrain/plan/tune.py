@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.value import Value
-from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, largest_that_fits, next_size_to_measure
+from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, bound_to_fit, largest_that_fits, next_size_to_measure
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
@@ -266,19 +266,13 @@ class _Search:
             self._limit_budget(measured)
             if not measured.peak_bytes:
                 return True  # nobody counts memory here
-            if self._has_few_steps and self._is_bound_to_fit(way, at_most):
+            held = self._held(way)
+            if self._has_few_steps and held and bound_to_fit(self._peaks(way), limit, at_most, held) == at_most:
                 break  # good enough for a short job, however far from what it will take
             if len(peaks) >= MOST_SIZES and not self._has_few_steps and self._is_out_of_time():
                 break  # still on a floor: then the bound has to do
         self._forecast(way.but(micro_batch=at_most))
         return True
-
-    def _is_bound_to_fit(self, way: Way, size: int) -> bool:
-        """By the largest step that was run: what it held beyond the fixed part grows no faster than in proportion."""
-        peaks, held = self._peaks(way), self._held(way)
-        if not peaks or not held:
-            return False
-        return MemoryModel.fitted([max(peaks)], held).largest(self._scope.memory_limit_bytes, size) == size
 
     def _forecast(self, way: Way) -> None:
         """What is expected of its memory, if it was not measured yet; from two sizes, as one gives but a bound."""

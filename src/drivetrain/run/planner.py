@@ -98,7 +98,7 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
     if why_not:
-        is_closed = run.config.plan.file is not None or _num_left(run, steps_done, unknown=LEAST_STEPS) < LEAST_STEPS
+        is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
         return described(run, model, None, why=why_not, is_closed=is_closed)
     try:
         return measured(run, model, steps_done, on_probe, is_short_of_time=True)
@@ -118,13 +118,13 @@ def _why_not_measured(run: Setup, steps_done: int) -> str:
         return "by rule: sharded models are not measured yet"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
-    if _num_left(run, steps_done, unknown=0) < LEAST_STEPS:
+    if job.num_steps is None or _has_few_steps(run, steps_done):
         return f"by rule: fewer than {LEAST_STEPS} steps are not worth measuring for"
     return ""
 
 
-def _num_left(run: Setup, steps_done: int, *, unknown: int) -> int:
-    return unknown if run.job.num_steps is None else run.job.num_steps - steps_done
+def _has_few_steps(run: Setup, steps_done: int) -> bool:
+    return run.job.num_steps is not None and run.job.num_steps - steps_done < LEAST_STEPS
 
 
 def measured(
