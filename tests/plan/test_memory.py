@@ -127,6 +127,13 @@ def test_the_first_size_off_the_floor_settles_nothing() -> None:
     assert ran_out or allocator.peak(largest_that_fits(peaks, GB, 65536, allocator.held)) <= GB
 
 
+def test_a_line_that_is_still_open_is_not_believed() -> None:
+    """Where measuring ended early, on the floor: its line, with 0 bytes per sample, would have anything fit."""
+    on_the_floor = [Peak(1, 6 * GB), Peak(2, 6 * GB)]
+    assert MemoryModel.fitted(on_the_floor, GB).largest(10 * GB, 64) == 64
+    assert largest_that_fits(on_the_floor, 10 * GB, 64, GB) == 3  # 1 + 3 × 2.5 GB; 1 + 4 × 2.5 may be too much
+
+
 def test_one_size_is_enough_with_what_is_held() -> None:
     """For compiled steps, where each further size would be compiled anew: the most that it can be."""
     model = MemoryModel.fitted([Peak(16, 16 * GB)], held_bytes=2 * GB)

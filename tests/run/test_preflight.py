@@ -265,7 +265,10 @@ def endless(rank: int, number: int) -> Any:
 class Lazy(Mapping[str, Any]):
     """As a file of many samples: its values are read when they are asked for."""
 
+    read = 0
+
     def __getitem__(self, key: str) -> Any:
+        self.read += 1
         raise RuntimeError("the file is closed")
 
     def __iter__(self) -> Iterator[str]:
@@ -325,6 +328,12 @@ def test_what_may_differ_is_no_alarm(gloo_pool: GlooPool, tmp_path: Path, number
     for answer in gloo_pool.run(look, str(tmp_path), number, "alike", world=2):
         assert not isinstance(answer, str), answer
         assert answer["compared"] == ALIKE[number][1] or ALIKE[number][0] is Coins
+
+
+def test_what_a_data_set_holds_is_not_read_to_look_for_generators() -> None:
+    data = HoldsFiles()
+    assert set(alike.glance(KeyedItems(data, 0)).digests) >= {0, len(data) - 1}
+    assert data.file.read == 0
 
 
 def test_looking_at_a_large_item_takes_no_copies_of_it() -> None:
