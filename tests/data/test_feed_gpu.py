@@ -31,9 +31,10 @@ def pinned_numbers(count: int, size: int, first: int = 0) -> Any:
 
 def test_values_are_right_when_memory_would_be_used_again() -> None:
     """Each batch is dropped by the host while the device has yet to read it, and copies run far ahead of it."""
+    batches = list(pinned_numbers(30, 1 << 20))  # to pin takes time, and the host is to run far ahead
     feed = DeviceFeed(gpu())
     sums = []
-    for _, micro_batches in feed.steps(steps_of(pinned_numbers(30, 1 << 20))):
+    for _, micro_batches in feed.steps(steps_of(batches)):
         for micro in micro_batches:
             torch.cuda._sleep(CYCLES // 20)
             sums.append(micro.batch.sum())
@@ -44,10 +45,11 @@ def test_values_are_right_when_memory_would_be_used_again() -> None:
 def test_without_telling_the_allocator_values_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above is worth: the same with `record_stream` left out."""
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    batches = list(pinned_numbers(30, 1 << 20))
     feed = DeviceFeed(gpu())
     sums = []
     torch.cuda._sleep(CYCLES)  # the device is far behind, also where others use it
-    for _, micro_batches in feed.steps(steps_of(pinned_numbers(30, 1 << 20))):
+    for _, micro_batches in feed.steps(steps_of(batches)):
         for micro in micro_batches:
             torch.cuda._sleep(CYCLES // 20)
             sums.append(micro.batch.sum())
