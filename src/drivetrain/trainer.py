@@ -5,13 +5,15 @@ where somebody needs to know: before a hook, at the end. A checkpoint's state is
 counts once the record of that step was read.
 
 Where the device itself notes what short steps came to, the records of some milliseconds are read at once, after as many
-steps more were given to it. Then each has their mean for its seconds.
+steps more were given to it. Then each has their mean for its seconds. Of these steps, those that nobody waits for and
+that find their samples by themselves are given to the device one after the other, as a stretch: all that the host has
+to do for a step would take it as long as the device needs to run it.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +26,7 @@ from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecor
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
-from drivetrain.data.division import Place
+from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
@@ -43,21 +45,25 @@ class Begun(NamedTuple):
 
 
 class _Enqueued:
-    """A step that the device was given; its outcome may not be there yet."""
+    """A step, or a stretch of them, that the device was given; its outcome may not be there yet."""
 
-    __slots__ = ("began", "ended", "lr", "place", "reading")
+    __slots__ = ("began", "ended", "place", "rates", "reading")
 
-    def __init__(self, begun: Begun, reading: Reading) -> None:
-        self.place, self.lr, self.began = begun.place, begun.lr, begun.began
+    def __init__(self, first: Place, rates: Sequence[float], began: float, reading: Reading) -> None:
+        self.place, self.rates, self.began = first, rates, began
         self.reading = reading
         self.ended = math.nan  # for the host: when it began the next one
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.rates)
 
 
 # On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
 LAST_WAIT_SECONDS = 10.0
 # Of noted steps, for how long and how many at most are read at once. As many are under way meanwhile: so long may the
 # host be busy with something else, such as a line for the terminal, without the device noticing.
-TOGETHER_SECONDS, MOST_TOGETHER = 8e-3, 64
+TOGETHER_SECONDS, MOST_TOGETHER = 16e-3, 128
 
 
 class Trainer:
@@ -83,6 +89,8 @@ class Trainer:
         # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
         self._num_steps, self._save_every = job.num_steps, job.save_every
         self._hooks = [(hook, hook.every) for hook in ([validation] if validation else []) + [*job.hooks]]
+        everies = [self._save_every, *(every for _, every in self._hooks)]
+        self._everies = [every for every in everies if every != "epoch"]
         self._rounds_rates = are_rounded(optimizer)
         self._slots = PinnedSlots()
         self._ahead: deque[_Enqueued] = deque()
@@ -99,7 +107,7 @@ class Trainer:
         self.say: Callable[[str], None] = lambda text: None
         self.measure: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
         self.rehearsal: Rehearsal | None = None
-        self.before_step: Callable[[int], None] = lambda step: None  # with its number, from 1
+        self.before_step: Callable[[int], None] | None = None  # with its number, from 1
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
         # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
         self.snapshot: Callable[[int], Callable[[bool], None]] | None = None
@@ -115,6 +123,8 @@ class Trainer:
                 yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
                 if self.is_over:
                     return
+                if self._together > 1 and self._stepper.may_go_on:
+                    yield from self._go_on()
         except (Exception, KeyboardInterrupt):
             yield from self.last_words()
             raise
@@ -129,7 +139,8 @@ class Trainer:
         return self._loader.batches(self._first_step, self._job.max_steps, self._job.epochs)
 
     def begin(self, place: Place) -> Begun:
-        self.before_step(place.step + 1)
+        if self.before_step is not None:
+            self.before_step(place.step + 1)
         is_last, validation = self._is_last(place), self._validation
         hooks = [
             hook
@@ -146,7 +157,8 @@ class Trainer:
         place, ahead, clock = begun.place, self._ahead, self._stepper.clock
         if ahead:
             ahead[-1].ended = begun.began
-        ahead.append(_Enqueued(begun, Reading(outcome, self._world.device, self._slots)))
+        reading = Reading(outcome, self._world.device, self._slots)
+        ahead.append(_Enqueued(place, (begun.lr,), begun.began, reading))
         done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
         if done == self._first_step + 1:
             self.check_after_first_step()
@@ -180,6 +192,46 @@ class Trainer:
             clock.lap(CHECKPOINT)
         clock.next_step()
 
+    def _go_on(self) -> Iterator[StepRecord]:
+        """Steps behind the last one that nobody waits for: the device gets them one after the other."""
+        stepper, found = self._stepper, self._undisturbed()
+        if found is None or stepper.clock.measures_next:
+            return
+        began, rates = time.perf_counter(), list[float]()
+
+        def begins() -> Iterator[int]:
+            for step in range(found.first.step, found.first.step + found.num_steps):
+                if self.wants_stop:
+                    return
+                rates.append(self._set_lr(step, self._num_steps))
+                yield step
+
+        outcome = stepper.go_on(found, begins())
+        if not rates:
+            return
+        self._loader.pass_over(found.shortened(len(rates)))
+        self._ahead[-1].ended = began
+        self._ahead.append(_Enqueued(found.first, rates, began, Reading(outcome, self._world.device)))
+        num_due = self._num_due()
+        if num_due:
+            yield from self._records(num_due)
+        stepper.clock.lap(LOGGING)
+        stepper.clock.next_steps(len(rates))
+
+    def _undisturbed(self) -> Stretch | None:
+        """What comes next without a hook, a checkpoint, the job's end or anybody else that waits for a step."""
+        if self.before_step is not None or self._commit is not None or not self._ahead:
+            return None
+        stretch = self._loader.alike()
+        if stretch is None:
+            return None
+        done = stretch.first.step
+        free = [every - 1 - done % every for every in self._everies]
+        if self._job.max_steps is not None:
+            free.append(self._job.max_steps - 1 - done)
+        stretch = stretch.shortened(min(free, default=stretch.num_steps)).shortened(self._together)
+        return stretch if stretch.num_steps > 1 else None
+
     def outstanding(self, *, leaving: bool = False) -> Iterator[StepRecord]:
         """The records of the last steps, if they were not read yet. The host waits for them.
 
@@ -194,10 +246,10 @@ class Trainer:
             commit(leaving)
 
     def _num_due(self) -> int:
-        """How many steps to read now where nobody waits: all but the last, or some of those that were noted.
+        """How many of those ahead to read now where nobody waits: all but the last, or some of those that were noted.
 
-        Of these as many stay as are read, for the device to go on with. One step among them that was not noted, or
-        elsewhere, such as an epoch's last, changes nothing.
+        Of these as many steps stay as are read, for the device to go on with. One step among them that was not noted,
+        or elsewhere, such as an epoch's last, changes nothing.
         """
         ahead, together = self._ahead, self._together
         note, before = ahead[-1].reading.note, ahead[-2].reading.note if len(ahead) > 1 else None
@@ -208,14 +260,25 @@ class Trainer:
             return len(ahead) - 1
         if note.noted.num_unsent >= together:
             note.noted.send()
-        return len(ahead) - together if len(ahead) >= 2 * together else 0
+        left = sum(enqueued.num_steps for enqueued in ahead)
+        if left < 2 * together:
+            return 0
+        num_due = 0
+        for enqueued in ahead:
+            left -= enqueued.num_steps
+            # What travels with the last is not there before it.
+            if left < together or (enqueued.reading.note is not None and enqueued.reading.note.sent is note.sent):
+                break
+            num_due += 1
+        return num_due
 
     def _records(self, count: int) -> Iterator[StepRecord]:
-        """Of the steps that were given to the device first."""
+        """Of what was given to the device first."""
         taken = [self._ahead.popleft() for _ in range(count)]
-        seconds = sum(enqueued.ended - enqueued.began for enqueued in taken) / count
+        num_steps = sum(enqueued.num_steps for enqueued in taken)
+        seconds = sum(enqueued.ended - enqueued.began for enqueued in taken) / num_steps
         for enqueued in taken:
-            yield self._record(enqueued, seconds)
+            yield from self._read(enqueued, seconds)
         self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_SECONDS / seconds))) if seconds > 0 else MOST_TOGETHER
 
     def last_words(self) -> Iterator[StepRecord]:
@@ -229,7 +292,7 @@ class Trainer:
         try:
             if not last.reading.is_there(LAST_WAIT_SECONDS):
                 return
-            record = self._record(last, time.perf_counter() - last.began)
+            (record,) = self._read(last, time.perf_counter() - last.began)
         except Exception:  # noqa: BLE001  (a bad step, or a device that is gone: the first error is the news)
             return
         yield record
@@ -251,33 +314,26 @@ class Trainer:
             set_rate(group, rounded(lr) if self._rounds_rates else lr)
         return float(lr)
 
-    def _record(self, enqueued: _Enqueued, seconds: float) -> StepRecord:
-        """Reads the outcome. The host waits until that step is done on the device."""
-        place = enqueued.place
+    def _read(self, enqueued: _Enqueued, seconds: float) -> Iterator[StepRecord]:
+        """Reads the outcome. The host waits until those steps are done on the device."""
         asked = time.perf_counter()
-        total, count, stop, norm, skipped = enqueued.reading.values()
+        found = enqueued.reading.all_values()
         self._stepper.clock.waited(time.perf_counter() - asked)
-        supervision.step(place.step + 1)
-        self.stopped_early |= stop > 0
-        loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
-        if not math.isfinite(loss):
-            raise self._not_finite(place, loss)
-        self._last_loss = loss if count else math.nan
-        return StepRecord(
-            step=place.step + 1,
-            epoch=place.epoch,
-            samples=place.num_samples,
-            loss=loss,
-            num_items=count,
-            lr=enqueued.lr,
-            grad_norm=norm,
-            seconds=seconds,
-            skipped=skipped > 0,
-        )
+        first = enqueued.place
+        samples = first.num_samples
+        for number, (values, lr) in enumerate(zip(found, enqueued.rates, strict=True), start=first.step + 1):
+            total, count, stop, norm, skipped = values
+            loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
+            supervision.step(number)
+            self.stopped_early |= stop > 0
+            if not math.isfinite(loss):
+                raise self._not_finite(number, first.epoch, loss)
+            self._last_loss = loss if count else math.nan
+            yield StepRecord(number, first.epoch, samples, loss, count, lr, norm, seconds, skipped > 0)
 
-    def _not_finite(self, place: Place, loss: float) -> DrivetrainError:
-        where = f"the loss of step {place.step + 1} (epoch {place.epoch}) is {loss}"
-        if place.step == 0:
+    def _not_finite(self, step: int, epoch: int, loss: float) -> DrivetrainError:
+        where = f"the loss of step {step} (epoch {epoch}) is {loss}"
+        if step == 1:
             return DrivetrainError(
                 f"{where}: before anything was learnt, so the data or the first weights are to blame",
                 remedy="look for nan or infinite values in the first batch, and for a log or a division by zero in the "

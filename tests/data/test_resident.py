@@ -173,6 +173,60 @@ def test_numbers_ahead_are_those_of_the_stream(
             ahead.close()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 400),
+    global_batch=st.integers(1, 60),
+    micro_batch=st.integers(1, 60),
+    world=st.integers(1, 2),
+    first=st.integers(0, 30),
+    pieces=st.sampled_from([(1, 1), (50, 300), (8192, 65536)]),
+    wishes=st.lists(st.integers(0, 12), max_size=40),
+)
+def test_steps_that_are_passed_over(
+    size: int, global_batch: int, micro_batch: int, world: int, first: int, pieces: Any, wishes: list[int]
+) -> None:
+    """What is yielded and what is passed over are together all steps, with the samples of the stream, in order."""
+    data = torch.arange(size)
+    source, division = source_of(data), Division(size, global_batch, micro_batch, world)
+    stream, count = SampleStream(size, 5), 60
+    resident = resident_of(data)
+    wanted = iter(wishes)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("drivetrain.data.ahead.FIRST", pieces[0])
+        patched.setattr("drivetrain.data.ahead.FOLLOWING", pieces[1])
+        loader = Loader(source, division, 0, 5, default_collate, resident=resident)
+        assert isinstance(loader.feed, ResidentFeed)
+        loader.feed.gathers = False
+        following = first
+        for place, micro_batches in loader.batches(first, first + count):
+            assert place == division.place(following)
+            rows = [micro.batch for micro in micro_batches]
+            parts = division.micro_steps(place, 0)
+            expected = [stream.samples(place.epoch, part.start, part.stop).tolist() for part in parts]
+            assert [found.samples.tolist() for found in rows] == expected
+            following += 1
+            stretch = loader.alike()
+            if stretch is not None:
+                assert world == 1
+                assert len(rows) == 1
+                stretch = stretch.shortened(next(wanted, 3))
+            if stretch is None or not stretch.num_steps:
+                continue
+            after = rows[0].start + rows[0].count
+            for number in range(stretch.num_steps):
+                passed = division.place(following + number)
+                found = Rows(resident, None, rows[0].window, after + number * rows[0].count, rows[0].count)
+                assert found.samples.tolist() == stream.samples(passed.epoch, passed.start, passed.stop).tolist()
+                assert not passed.ends_epoch
+            assert (stretch.first, stretch.last) == (division.place(following), passed)
+            loader.pass_over(stretch)
+            following += stretch.num_steps
+            assert loader.position.step == following
+        assert following == first + count
+        loader.close()
+
+
 def test_another_samplers_order_and_keys_that_are_no_numbers() -> None:
     data = TensorDataset(torch.randn(20, 3), torch.arange(20))
     weighted = DataLoader(data, 6, sampler=WeightedRandomSampler([1.0] * 20, 33))

@@ -10,7 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.monitor.phases import BACKWARD, CHECKPOINT, DATA, FORWARD, PHASES, EventClock, HostClock, Laps, NoClock
+from drivetrain.monitor.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    FORWARD,
+    PHASES,
+    STEP,
+    EventClock,
+    HostClock,
+    Laps,
+    NoClock,
+)
 from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, make_job, run, vector_loss
@@ -143,6 +154,15 @@ def test_a_job_can_be_watched_twice(tmp_path: Path) -> None:
     assert set(laps.per_step()) == {"backward", "communication"}
 
 
+def test_steps_in_a_row_are_counted() -> None:
+    clock = HostClock()
+    clock.lap(STEP)
+    clock.next_steps(7)
+    clock.lap(STEP)
+    clock.next_step()
+    assert clock.take().steps == 8
+
+
 class FakeDevice:
     """Time passes on it as it is told to; its events are past once it has come to them."""
 
@@ -210,3 +230,29 @@ def test_events_of_a_device(
     assert found["checkpoint"] == pytest.approx(10 * 0.01)
     assert clock.lost == 0
     assert (num_events < num_steps / 2) == is_sampled
+
+
+def test_steps_in_a_row_are_stood_for_by_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is only begun where the next step is not to be measured, and so no lap of it takes an event."""
+    device = FakeDevice(monkeypatch)
+    clock = EventClock(torch.device("cuda"))
+    clock.start()
+    num_steps = num_rows = 0
+    while num_steps < 3000:
+        device.given += 1e-4
+        clock.lap(STEP)
+        clock.next_step()
+        num_steps += 1
+        device.now = device.given - 5e-3
+        if clock.measures_next:
+            continue
+        device.given += 40 * 1e-4
+        clock.lap(STEP)
+        clock.next_steps(40)
+        num_steps += 40
+        num_rows += 1
+    clock.finish()
+    laps = clock.take()
+    assert num_rows > 50
+    assert laps.steps == pytest.approx(num_steps, abs=100)
+    assert dict(zip(PHASES, laps.seconds, strict=True))["step"] == pytest.approx(1e-4 * laps.steps)

@@ -1,6 +1,7 @@
 """Captured runs are those without capture, bit for bit. Here a recorder that computes again stands in for CUDA's."""
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drivetrain import DrivetrainError, api, trainer
@@ -138,6 +141,110 @@ def test_steps_that_are_read_together(
     assert all(value > 0 for value in seconds)
     if together == 32:
         assert len(set(seconds)) < 45, "many were read together"
+
+
+class Sets:
+    """A hook that looks at the batch and takes down where it was called."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.seen: list[tuple[int, float, float]] = []
+
+    def __call__(self, context: StepContext) -> Verdict | None:
+        inputs, _ = context.batch()
+        self.seen.append((context.step, context.loss, float(inputs.sum())))
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    num_samples=st.integers(30, 500),
+    save_every=st.sampled_from([None, 7, 40]),
+    hook_every=st.sampled_from([3, 19, 1000]),
+    together=st.sampled_from([2, 10, 128]),
+    piece=st.sampled_from([64, 500, 65536]),
+    draws=st.booleans(),
+    average=st.booleans(),
+)
+def test_stretches_are_the_same_steps(
+    num_samples: int,
+    save_every: int | None,
+    hook_every: int,
+    together: int,
+    piece: int,
+    draws: bool,
+    average: bool,
+) -> None:
+    """Wherever epochs, windows, hooks and checkpoints cut them; with rates that change, masks, an average."""
+    variant = replace(
+        BASE, num_samples=num_samples, save_every=save_every, dropout=0.3 if draws else 0.0, steps=70, global_batch=8
+    )
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as name:
+        patched.setattr(trainer, "MOST_TOGETHER", together)
+        patched.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+        patched.setattr("drivetrain.data.ahead.FIRST", piece)
+        patched.setattr("drivetrain.data.ahead.FOLLOWING", piece)
+        captures, folder = Captures(patched), Path(name)
+        found = {}
+        for capture in ("off", "on"):
+            hook = Sets(hook_every)
+            changes: dict[str, Any] = {"settings": RESIDENT, "hooks": (hook,), "ema": 0.9 if average else None}
+            found[capture] = captures.run(folder / capture, variant, capture, **changes), hook.seen
+        assert_identical(found["on"][0], found["off"][0])
+        assert found["on"][0].rows == found["off"][0].rows
+        assert found["on"][1] == found["off"][1]
+        saved = {
+            capture: [event["step"] for event in events(folder / capture) if event["event"] == "checkpoint"]
+            for capture in found
+        }
+        assert saved["on"] == saved["off"]
+
+
+def test_the_host_does_little_for_most_steps(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr(trainer, "MOST_TOGETHER", 20)
+    begun: list[int] = []
+    begin = trainer.Trainer.begin
+
+    def counted(self: trainer.Trainer, place: Any) -> Any:
+        begun.append(place.step)
+        return begin(self, place)
+
+    monkeypatch.setattr(trainer.Trainer, "begin", counted)
+    num_at_once: list[int] = []
+    go_on, read = trainer.Trainer._go_on, trainer.Trainer._read
+
+    def going_on(self: trainer.Trainer) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(trainer.Trainer, "_read", reading)
+            yield from go_on(self)
+
+    def reading(self: trainer.Trainer, enqueued: Any, seconds: float) -> Any:
+        note = enqueued.reading.note  # none of the first, which were not replayed
+        assert note is None or note.sent is not self._ahead[-1].reading.note.sent
+        assert sum(ahead.num_steps for ahead in self._ahead) >= 20
+        num_at_once.append(enqueued.num_steps)
+        return read(self, enqueued, seconds)
+
+    monkeypatch.setattr(trainer.Trainer, "_go_on", going_on)
+    variant = replace(BASE, steps=200, num_samples=100 * 16, save_every=1000)  # two epochs
+    captures.run(tmp_path, variant, settings=RESIDENT)
+    assert len(rows(tmp_path)) == 200
+    assert captures.last.in_words() == "1 shape, 197 of 200 steps replayed"
+    # Three to warm up and those after which nothing is known of how long a step takes; the ends; one in 21.
+    assert len(begun) < 60
+    assert max(num_at_once) == 20
+    begun.clear()
+    captures.run(tmp_path / "profiled", variant, settings={**RESIDENT, "profile": "3:5"})
+    assert begun == [*range(200)], "a profiler is told of every step"
 
 
 def test_a_bad_step_among_those_read_together(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class Noted:
         ]
         self._chosen: Tensor | None = None
         self._unsent: list[Note] = []
+        self.num_unsent = 0  # replays
         self._free: list[_Slot] = []
 
     def keep(self, place: Tensor, outcome: StepOutcome) -> None:
@@ -66,24 +68,27 @@ class Noted:
         assert self._chosen is not None
         return self._chosen
 
-    def expect(self, place: int) -> "Note":
-        """Of the replay that comes next: asked for before it begins."""
-        if self._unsent and place <= self._unsent[-1].place:
+    def expect(self, place: int, count: int = 1, stride: int = 1) -> "Note":
+        """Of the replay that comes next, or of several whose places are so far apart: asked for before it begins."""
+        if self._unsent and place <= self._unsent[-1].last:
             self.send()  # the places are used anew: what is there is on its way before it is written over
-        note = Note(self, place)
+        note = Note(self, place, count, stride)
         self._unsent.append(note)
+        self.num_unsent += count
         return note
 
-    @property
-    def num_unsent(self) -> int:
-        return len(self._unsent)
+    def cut(self, note: "Note", count: int) -> None:
+        """The last that was expected: only so many of its replays were begun."""
+        fewer = note.count - count
+        note.count, note.last = count, note.last - fewer * note.stride
+        self.num_unsent -= fewer
 
     def send(self) -> None:
         """Begin to copy what is not on its way yet, behind the replays before."""
         if not self._unsent:
             return
-        notes, self._unsent = self._unsent, []
-        first, last = notes[0].place, notes[-1].place + 1
+        notes, self._unsent, self.num_unsent = self._unsent, [], 0
+        first, last = notes[0].place, notes[-1].last + 1
         rows = self._table[first:last]
         slot = None
         if rows.is_cuda:
@@ -116,10 +121,11 @@ class _Sent:
     def __init__(self, noted: Noted, slot: "_Slot | None", rows: Any, first: int, unread: int) -> None:
         self._noted, self._slot, self._rows, self._first, self._unread = noted, slot, rows, first, unread
 
-    def take(self, place: int) -> list[float]:
+    def take(self, note: "Note") -> list[list[float]]:
         if self._slot is not None:
             self._slot.event.synchronize()  # the host waits here for those steps
-        found: list[float] = self._rows[place - self._first].tolist()
+        first = note.place - self._first
+        found: list[list[float]] = self._rows[first : note.last - self._first + 1 : note.stride].tolist()
         self._unread -= 1
         if not self._unread and self._slot is not None:
             self._noted.give_back(self._slot)
@@ -130,16 +136,18 @@ class _Sent:
 
 
 class Note:
-    """One replay's numbers. To be read once."""
+    """The numbers of one replay, or of some that follow each other. To be read once."""
 
-    __slots__ = ("noted", "place", "sent")
+    __slots__ = ("count", "last", "noted", "place", "sent", "stride")
 
-    def __init__(self, noted: Noted, place: int) -> None:
-        self.noted, self.place = noted, place
+    def __init__(self, noted: Noted, place: int, count: int, stride: int) -> None:
+        self.noted, self.place, self.count, self.stride = noted, place, count, stride
+        self.last = place + (count - 1) * stride
         self.sent: _Sent | None = None
 
-    def take(self) -> list[float]:
-        return self._on_its_way().take(self.place)
+    def take(self) -> list[list[float]]:
+        """A row for each replay."""
+        return self._on_its_way().take(self)
 
     def is_there(self) -> bool:
         return self._on_its_way().is_there()
@@ -173,6 +181,16 @@ class PinnedSlots:
         self._free.setdefault(len(slot.host), []).append(slot)
 
 
+class Values(NamedTuple):
+    """An outcome's numbers, once they are there."""
+
+    total: float  # the sum of the losses
+    num_items: float
+    stop: float
+    grad_norm: float | None
+    skipped: float
+
+
 class Reading:
     """An outcome on its way to the host. `values` waits for that step alone, not for what the device was given since.
 
@@ -186,7 +204,7 @@ class Reading:
         self._outcome = outcome
         self._slot: _Slot | None = None
         self._slots = slots
-        self._values: tuple[float, float, float, float | None, float] | None = None
+        self._values: list[Values] | None = None
         if device.type == "cuda" and outcome.note is None:
             packed = outcome.pack() if outcome.packed is None else outcome.packed
             slot = self._slot = (slots or PinnedSlots()).take(len(packed))
@@ -197,28 +215,44 @@ class Reading:
     def note(self) -> Note | None:
         return self._outcome.note
 
-    def values(self) -> tuple[float, float, float, float | None, float]:
-        """Loss sum, number of items, stop flag, gradient norm, skipped."""
+    def values(self) -> Values:
+        """Of one step."""
+        (found,) = self.all_values()
+        return found
+
+    def all_values(self) -> list[Values]:
+        """Of each of the steps that a note is of."""
         if self._values is None:
             self._values = self._read()
         return self._values
 
-    def _read(self) -> tuple[float, float, float, float | None, float]:
+    def _read(self) -> list[Values]:
         losses, num_items, stop, norm, skipped, _, note = self._outcome
         if note is not None:
-            copied = iter(note.take())
-        elif self._slot is not None:
+            return self._from(note.take())
+        if self._slot is not None:
             self._slot.event.synchronize()  # the host waits here for that step
-            copied = iter(self._slot.host.tolist())
-        else:
-            total = sum(value.item() * factor for value, factor in losses)
-            return total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped)
-        on_host = [next(copied) if isinstance(part, Tensor) else part for part in self._outcome.parts()]
-        if self._slots is not None and self._slot is not None:
-            self._slots.give_back(self._slot)
-        self._slot = None
-        total = sum(value * factor for value, (_, factor) in zip(on_host[4:], losses, strict=True))
-        return total, on_host[0], on_host[1], None if norm is None else on_host[2], on_host[3]
+            found = self._from([self._slot.host.tolist()])
+            if self._slots is not None:
+                self._slots.give_back(self._slot)
+            self._slot = None
+            return found
+        total = sum(value.item() * factor for value, factor in losses)
+        return [Values(total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped))]
+
+    def _from(self, rows: list[list[float]]) -> list[Values]:
+        """Each row has what `pack` gives: the parts that are on the device, in order."""
+        parts: list[Any] = self._outcome.parts()
+        places = [number for number, part in enumerate(parts) if isinstance(part, Tensor)]
+        factors, has_norm = [factor for _, factor in self._outcome.losses], self._outcome.grad_norm is not None
+        found = []
+        for row in rows:
+            for place, value in zip(places, row, strict=True):
+                parts[place] = value
+            num_items, stop, norm, skipped, *losses = parts
+            total = sum(map(operator.mul, losses, factors))
+            found.append(Values(total, num_items, stop, norm if has_norm else None, skipped))
+        return found
 
     def is_there(self, within_seconds: float) -> bool:
         """Whether `values` does not have to wait. For whoever leaves after an error, when a step may never be done."""

@@ -135,7 +135,7 @@ class JsonLines:
     """
 
     FLUSH_SECONDS = 1.0
-    MOST_WAITING = 512  # more at once would hold up a loop of very short steps for longer than the device has work
+    MOST_WAITING = 128  # more at once would hold up a loop of very short steps for longer than the device has work
 
     def __init__(self, path: Path) -> None:
         self._path = path

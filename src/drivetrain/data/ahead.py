@@ -52,6 +52,14 @@ class NumbersAhead:
         self._taken = taken
         return found
 
+    def num_alike(self, count: int) -> int:
+        """How many steps of so many samples are at hand behind the one that was taken last."""
+        return (self._length - self._taken) // count
+
+    def pass_over(self, num_samples: int) -> None:
+        """They are at hand, and were found where they are."""
+        self._taken += num_samples
+
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -36,6 +36,23 @@ class Place(NamedTuple):
         return self.stop - self.start
 
 
+class Stretch(NamedTuple):
+    """Steps that follow each other in one epoch, each of as many samples as its first, and none the epoch's last."""
+
+    first: Place
+    num_steps: int
+
+    def shortened(self, num_steps: int) -> "Stretch":
+        return self if num_steps >= self.num_steps else Stretch(self.first, max(0, num_steps))
+
+    @property
+    def last(self) -> Place:
+        step, epoch, start, stop, _ = self.first
+        further = self.num_steps - 1
+        samples = further * (stop - start)
+        return Place(step + further, epoch, start + samples, stop + samples)
+
+
 class Position(NamedTuple):
     """Where a run stands between two steps: what is done, and so what comes next."""
 

@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.ahead import NumbersAhead
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
-from drivetrain.data.division import Division, MicroStep, Place, Position
+from drivetrain.data.division import Division, MicroStep, Place, Position, Stretch
 from drivetrain.data.feed import Feed, NoFeed, ResidentFeed
 from drivetrain.data.items import (
     Collate,
@@ -73,12 +73,13 @@ class RankSteps:
         by_epochs = None if self.last_epoch is None else self.last_epoch * self.division.steps_per_epoch
         return min((end for end in (self.last_step, by_epochs) if end is not None), default=None)
 
-    def without_contents(self) -> Iterator[RankStep]:
-        """Of our own order."""
-        division, rank, end = self.division, self.rank, self.end
-        for step in count(self.start.step) if end is None else range(self.start.step, end):
+    def without_contents(self, following: Callable[[], int] | None = None) -> Iterator[RankStep]:
+        """Of our own order. `following` says which step comes next, where some may have been passed over."""
+        division, rank, end, step = self.division, self.rank, self.end, self.start.step
+        while end is None or step < end:
             place = division.place(step)
             yield RankStep(place, division.micro_steps(place, rank), [])
+            step = max(step + 1, 0 if following is None else following())
 
     def _keyed(self, stream: SampleStream) -> Iterator[RankStep]:
         samples = stream.samples
@@ -189,6 +190,26 @@ class Loader:
             place.step + 1, place.epoch + place.ends_epoch, 0 if place.ends_epoch else place.stop
         )
 
+    def alike(self) -> Stretch | None:
+        """Steps behind the one that was yielded last that find their samples where its own end, if there are any."""
+        numbers, behind, division = self._numbers, self._behind, self.division
+        if numbers is None or behind is None or behind.place.ends_epoch or division.world_size > 1:
+            return None
+        first = division.place(behind.place.step + 1)
+        size = first.num_samples
+        if len(behind.parts) > 1 or size != behind.place.num_samples:
+            return None
+        # The epoch's last step is not among them, even where it is of the same size.
+        count = min(numbers.num_alike(size), (division.num_samples - first.start - 1) // size)
+        return Stretch(first, count) if count > 0 else None
+
+    def pass_over(self, stretch: Stretch) -> None:
+        """Of `alike`: these steps are under way, and are not yielded."""
+        assert self._numbers is not None
+        place = stretch.last
+        self._numbers.pass_over(stretch.num_steps * place.num_samples)
+        self._behind = RankStep(place, self.division.micro_steps(place, self.rank), [])
+
     def samples_of(self, place: Place) -> list[int]:
         """The samples of a whole step of our own order, all ranks together."""
         found: list[int] = self._stream.samples(place.epoch, place.start, place.stop).tolist()
@@ -270,7 +291,7 @@ class Loader:
             return
         numbers = NumbersAhead(steps.order, self.division, self.rank, steps.start.step, steps.end, resident)
         self._numbers = numbers
-        for step in steps.without_contents():
+        for step in steps.without_contents(lambda: self.position.step):
             parts = step.parts
             yield step, [_micro_batch(rows, parts, number) for number, rows in enumerate(numbers.take(parts))]
 

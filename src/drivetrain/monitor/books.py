@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,13 +91,12 @@ def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
 class NoBooks:
     """Of ranks that are not the main one: nothing is written."""
 
+    before_step: Callable[[int], None] | None = None  # wants to be called before each step, with its number
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
-
-    def before_step(self, step: int) -> None:
         pass
 
     def write(self, record: StepRecord) -> None:
@@ -229,7 +228,7 @@ class Books(NoBooks):
                 config.watch.profile, facts.path, facts.device, facts.resumed_from, facts.num_steps, report
             )
             if self._profiler is not None:
-                self.before_step = self._profiler.before_step  # type: ignore[method-assign]
+                self.before_step = self._profiler.before_step
         self._pass_messages_on()
 
     def __exit__(self, *error: Any) -> None:

@@ -64,6 +64,13 @@ class PhaseClock(Protocol):
     def next_step(self) -> None:
         """The step is over."""
 
+    def next_steps(self, count: int) -> None:
+        """So many are, that were given to the device in one go: not where the first of them is to be measured."""
+
+    @property
+    def measures_next(self) -> bool:
+        """Whether the step that comes next is to be measured, and others are not."""
+
     def take(self) -> Laps: ...
 
     def finish(self) -> None:
@@ -92,7 +99,14 @@ class NoClock:
         pass
 
     def next_step(self) -> None:
+        self.next_steps(1)
+
+    def next_steps(self, count: int) -> None:
         pass
+
+    @property
+    def measures_next(self) -> bool:
+        return False
 
     def take(self) -> Laps:
         return Laps(0, [0.0] * len(PHASES))
@@ -148,9 +162,9 @@ class HostClock(_Clock):
         self._all[phase] += now - self._last
         self._last = now
 
-    def next_step(self) -> None:
+    def next_steps(self, count: int) -> None:
         self._over = self._all.copy()
-        self._steps += 1
+        self._steps += count
 
     def take(self) -> Laps:
         laps = Laps(self._steps, list(map(sub, self._over, self._taken)))
@@ -234,12 +248,16 @@ class EventClock(_Clock):
         waited, self._waited = self._waited, 0.0
         return super().take()._replace(waited=waited)
 
-    def next_step(self) -> None:
+    def next_steps(self, count: int) -> None:
         last = self._put_by()
-        self._until_next -= 1
-        if not self._until_next:
+        self._until_next -= count
+        if self._until_next <= 0:
+            self._begin(self._stride - self._until_next, last)
             self._until_next = self._stride
-            self._begin(self._stride, last)
+
+    @property
+    def measures_next(self) -> bool:
+        return self._current is not None
 
     def _put_by(self) -> torch.cuda.Event | None:
         """The step that is over, to be read when it is past. Returns its last event."""

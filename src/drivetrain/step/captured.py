@@ -26,7 +26,7 @@ from torch import Tensor
 from drivetrain.core.records import Note, Noted, StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
-from drivetrain.data.division import Place
+from drivetrain.data.division import Place, Stretch
 from drivetrain.data.resident import Resident, Rows, Window
 from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.step.inputs import NotStaticError, signature, with_tensors
@@ -67,6 +67,15 @@ class _Passage(NamedTuple):
         note = self.noted.expect(start)
         self.window.go_to(start)
         self.window.passed(self.num_samples)
+        return note
+
+    def go_on(self, most: int, replays: Iterable[None]) -> Note:
+        """Replays behind another, each of the samples behind the ones before; `most` may begin."""
+        noted, size = self.noted, self.num_samples
+        note = noted.expect(self.window.expected, most, size)
+        count = sum(1 for _ in replays)
+        noted.cut(note, count)
+        self.window.passed(count * size)
         return note
 
 
@@ -129,6 +138,25 @@ class CapturedStep:
         outcome = self._outcome
         assert outcome is not None
         return outcome._replace(stop=stop, note=note) if stop or note is not None else outcome
+
+    @property
+    def finds_samples(self) -> bool:
+        """Whether it can be replayed again at once, for the samples that come next in their window."""
+        return self._passage is not None
+
+    def go_on(self, most: int, begins: Iterable[None]) -> StepOutcome:
+        """Replays behind another, as many as begin. The outcome is of all of them."""
+        assert self._passage is not None
+        assert self._outcome is not None
+        replay, follow = self._replay, self._strategy.follow
+
+        def replays() -> Iterator[None]:
+            for _ in begins:
+                replay()
+                follow()
+                yield
+
+        return self._outcome._replace(note=self._passage.go_on(most, replays()))
 
     def show_gradients(self) -> None:
         for parameter, gradient in self._gradients:
@@ -239,6 +267,7 @@ class CapturedStepper(Stepper):
         self._seen: dict[Hashable, int] = {}
         self._before: dict[Hashable, _Before] = {}  # the last batch of each shape
         self._shown: _Recorded | None = None  # whose gradients the parameters have
+        self._last: _Recorded | None = None  # that was replayed, if the last step was a replay
         self._state: State | None = None  # when the first step was recorded
         self._looks_again = False
 
@@ -298,11 +327,33 @@ class CapturedStepper(Stepper):
             recorded.step.show_gradients()
             self._shown = recorded
         self._num_replays += 1
+        self._last = recorded
+        self.clock.lap(STEP)
+        return outcome
+
+    @property
+    def may_go_on(self) -> bool:
+        last = self._last
+        return last is not None and last.step.finds_samples and not (self._looks_again or self.keeps_batch)
+
+    def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
+        assert self._last is not None
+        before = self._num_replays
+
+        def seeded() -> Iterator[None]:
+            for step in begins:
+                if self._seeds:
+                    self._seed_model(self._key_of(step, 0))
+                self._num_replays += 1
+                yield
+
+        outcome = self._last.step.go_on(stretch.num_steps, seeded())
+        self._num_steps += self._num_replays - before
         self.clock.lap(STEP)
         return outcome
 
     def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
-        self._shown = None
+        self._shown = self._last = None
         self.learn(batch, place, micro)
         return self.end(stop)
 
@@ -395,7 +446,7 @@ class CapturedStepper(Stepper):
     def _begin_again(self, place: Place, micro: MicroBatch) -> None:
         """The generators as at the beginning of the step."""
         if self._seeds:
-            self._seed_model(self._key_of(place, micro))
+            self._seed_model(self._key_of(place.step, micro.number))
 
     def _compare(self) -> None:
         """Hooks ran. What they changed in place is where a replay reads it; anything else needs a new recording."""

@@ -8,7 +8,7 @@ import torch
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
-from drivetrain.data.division import Place
+from drivetrain.data.division import Place, Stretch
 from drivetrain.data.items import DRAWS_FROM_ALL, Draws, seed_all
 from drivetrain.data.stream import key_of, mix
 from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
@@ -60,6 +60,15 @@ class Stepper:
         self.clock.lap(OPTIMIZER)
         return outcome
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether steps alike can follow the last one without being handed their batches."""
+        return False
+
+    def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
+        """Run the steps that `begins` yields, of a stretch behind the last step. The outcome is of all of them."""
+        raise NotImplementedError
+
     def look_again(self) -> None:
         """Somebody may have changed the model in Python since the last step."""
 
@@ -71,7 +80,7 @@ class Stepper:
         """The data of a micro-step, which the feed brought to the device; the generators are set for it."""
         self.clock.lap(self._arrives)
         if self._seeds:
-            self._seed_model(self._key_of(place, micro))
+            self._seed_model(self._key_of(place.step, micro.number))
         if self._before_micro_step is not None:
             self._before_micro_step(micro.batch)
         if self.keeps_batch and micro.weight:
@@ -103,8 +112,8 @@ class Stepper:
                 strategy.backward(objective)
                 clock.lap(BACKWARD)
 
-    def _key_of(self, place: Place, micro: MicroBatch) -> int:
-        return mix(self._key + place.step * _STEP + micro.number * _MICRO_STEP)
+    def _key_of(self, step: int, micro_step: int) -> int:
+        return mix(self._key + step * _STEP + micro_step * _MICRO_STEP)
 
     def _seed_model(self, key: int) -> None:
         if self._draws.python:
