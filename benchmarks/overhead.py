@@ -2,6 +2,9 @@
 
 A small network, data in memory, JSON lines on. Runs of the loops are interleaved, several rounds; what is kept is
 each run's median time per step, so that a busy moment of the machine does not count.
+
+Of captured steps, which the host only gives to a device, what is measured is the main thread's own time: with a replay
+that does nothing, since there is no device.
 """
 
 import json
@@ -10,22 +13,27 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Job
+from drivetrain import Job, api
 from drivetrain.api import train
 from drivetrain.config import configure
+from drivetrain.run import Setup
+from drivetrain.step import CapturedStepper
 
 ROUNDS = 7
 STEPS = 600
+CAPTURED_STEPS = 6_000
 BATCH = 128
 
 
@@ -40,11 +48,15 @@ def measure() -> dict[str, list[float]]:
             "drivetrain, steps.jsonl alone (µs per step)": partial(by_drivetrain, log_every=0, monitor_gpu=False),
             "drivetrain, with what is watched by default (µs per step)": by_drivetrain,
         }
+        loops |= {
+            "drivetrain, captured, in stretches (µs of the main thread per step)": captured,
+            "drivetrain, captured, step by step (µs of the main thread per step)": partial(captured, stretches=False),
+        }
         samples: dict[str, list[float]] = {name: [] for name in loops}
         for _ in range(ROUNDS):
             for name, loop in loops.items():
                 samples[name].append(loop(data) * 1e6)
-        indexed, loader, alone, watched = samples.values()
+        indexed, loader, alone, watched, *_ = samples.values()
         for name, against, ours in (
             ("overhead against indexing by hand, steps.jsonl alone", indexed, alone),
             ("overhead against indexing by hand, watched", indexed, watched),
@@ -129,15 +141,38 @@ def by_drivetrain(data: TensorDataset, **settings: Any) -> float:
         watch.mark()  # once per step, as there is one micro-batch
         return loss_of(network, batch)
 
+    _train(data, timed_loss, STEPS, **settings)
+    return watch.median()
+
+
+def captured(data: TensorDataset, *, stretches: bool = True) -> float:
+    begun: list[float] = []  # by the thread's own clock
+
+    def record(body: Callable[[], None]) -> Callable[[], None]:
+        body()
+        return lambda: begun.append(time.thread_time())
+
+    with ExitStack() as patches:
+        # What keeps steps from being captured on a CPU is that nothing there replays them.
+        patches.enter_context(mock.patch.object(Setup, "why_not_captured", return_value=""))
+        stepper = partial(CapturedStepper, make_recorder=lambda device: record)
+        patches.enter_context(mock.patch.object(api, "CapturedStepper", stepper))
+        if not stretches:
+            patches.enter_context(mock.patch.object(CapturedStepper, "may_go_on", False))
+        _train(data, loss_of, CAPTURED_STEPS, capture="on", resident="on", auto_optimize=False)
+    timed = begun[len(begun) // 4 :]
+    return (timed[-1] - timed[0]) / (len(timed) - 1)
+
+
+def _train(data: TensorDataset, loss: Callable[..., Tensor], steps: int, **settings: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             name="overhead",
             model=model,
             data=data,
-            loss=timed_loss,
+            loss=loss,
             optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3),
             global_batch=BATCH,
-            max_steps=STEPS,
+            max_steps=steps,
         )
         train(job, configure(output_dir=folder, gpu_mode="cpu", report=False, **settings), quiet=True)
-    return watch.median()

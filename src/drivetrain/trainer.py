@@ -94,6 +94,7 @@ class Trainer:
         self._rounds_rates = are_rounded(optimizer)
         self._slots = PinnedSlots()
         self._ahead: deque[_Enqueued] = deque()
+        self._steps_ahead = 0
         self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
         self._together = 1  # how many noted steps are read at once
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
@@ -155,10 +156,8 @@ class Trainer:
     def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
         """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
         place, ahead, clock = begun.place, self._ahead, self._stepper.clock
-        if ahead:
-            ahead[-1].ended = begun.began
         reading = Reading(outcome, self._world.device, self._slots)
-        ahead.append(_Enqueued(place, (begun.lr,), begun.began, reading))
+        self._enqueue(_Enqueued(place, (begun.lr,), begun.began, reading))
         done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
         if done == self._first_step + 1:
             self.check_after_first_step()
@@ -210,8 +209,7 @@ class Trainer:
         if not rates:
             return
         self._loader.pass_over(found.shortened(len(rates)))
-        self._ahead[-1].ended = began
-        self._ahead.append(_Enqueued(found.first, rates, began, Reading(outcome, self._world.device)))
+        self._enqueue(_Enqueued(found.first, rates, began, Reading(outcome, self._world.device)))
         num_due = self._num_due()
         if num_due:
             yield from self._records(num_due)
@@ -231,6 +229,12 @@ class Trainer:
             free.append(self._job.max_steps - 1 - done)
         stretch = stretch.shortened(min(free, default=stretch.num_steps)).shortened(self._together)
         return stretch if stretch.num_steps > 1 else None
+
+    def _enqueue(self, enqueued: _Enqueued) -> None:
+        if self._ahead:
+            self._ahead[-1].ended = enqueued.began
+        self._ahead.append(enqueued)
+        self._steps_ahead += enqueued.num_steps
 
     def outstanding(self, *, leaving: bool = False) -> Iterator[StepRecord]:
         """The records of the last steps, if they were not read yet. The host waits for them.
@@ -260,10 +264,9 @@ class Trainer:
             return len(ahead) - 1
         if note.noted.num_unsent >= together:
             note.noted.send()
-        left = sum(enqueued.num_steps for enqueued in ahead)
+        num_due, left = 0, self._steps_ahead
         if left < 2 * together:
             return 0
-        num_due = 0
         for enqueued in ahead:
             left -= enqueued.num_steps
             # What travels with the last is not there before it.
@@ -276,6 +279,7 @@ class Trainer:
         """Of what was given to the device first."""
         taken = [self._ahead.popleft() for _ in range(count)]
         num_steps = sum(enqueued.num_steps for enqueued in taken)
+        self._steps_ahead -= num_steps
         seconds = sum(enqueued.ended - enqueued.began for enqueued in taken) / num_steps
         for enqueued in taken:
             yield from self._read(enqueued, seconds)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.moe import MixtureOfExperts
+
 
 class Rerun:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -33,5 +35,8 @@ class Rerun:
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
         yield from self._model.buffers()
+        for module in self._model.modules():
+            if isinstance(module, MixtureOfExperts):
+                yield from module.tally.counts.values()
         for state in self._optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from drivetrain import DrivetrainError, api, trainer
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.records import Note
+from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import Setup
 from drivetrain.step import CapturedStepper
 from drivetrain.step import captured as captured_module
@@ -247,25 +248,49 @@ def test_the_host_does_little_for_most_steps(
     assert begun == [*range(200)], "a profiler is told of every step"
 
 
-def test_a_bad_step_among_those_read_together(
+def test_a_mixture_is_balanced_after_each_step_of_a_stretch(
     captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends the run; those before it are written, nothing after it is saved."""
+    """The bias on each expert's choice moves by the load of every step, and the next step is routed by it."""
     monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
-    variant = replace(BASE, steps=90, save_every=25)
+
+    def mixture() -> nn.Module:
+        torch.manual_seed(4)
+        balance = Balance(bias_rate=0.05, auxiliary=0.01)
+        return nn.Sequential(
+            nn.Linear(6, 8), MixtureOfExperts(8, 4, 16, k=2, balance=balance, way="dense"), nn.Linear(8, 4)
+        )
+
+    variant = replace(BASE, steps=90, save_every=40, num_samples=500)
+    changes: dict[str, Any] = {"settings": RESIDENT, "model": mixture}
+    plain = captures.run(tmp_path / "plain", variant, "off", **changes)
+    found = captures.run(tmp_path / "captured", variant, **changes)
+    assert captures.last.why_not == ""
+    assert found.rows == plain.rows
+    assert_identical(found, plain)
+    assert any(bool(value.any()) for name, value in found.weights.items() if name.endswith("router.bias"))
+
+
+@pytest.mark.parametrize("bad", [52, 61])
+def test_a_bad_step_among_those_read_together(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int
+) -> None:
+    """It ends the run; those before it are written and saved, also right before it, and nothing after it is."""
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    variant = replace(BASE, steps=90, save_every=25, num_samples=320)
 
     def spoilt(model: nn.Module, batch: Any) -> Tensor:
         model.calls += 1  # type: ignore[operator,assignment]
-        return vector_loss(model, batch) / (model.calls != 61)  # type: ignore[operator]
+        return vector_loss(model, batch) / (model.calls != bad)  # type: ignore[operator]
 
     def counting() -> nn.Module:
         model = make_model(variant)
         model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         return model
 
-    with pytest.raises(DrivetrainError, match="step 61 "):
+    with pytest.raises(DrivetrainError, match=f"step {bad} "):
         captures.run(tmp_path, variant, settings=RESIDENT, loss=spoilt, model=counting, clip_norm=None)
-    assert [row["step"] for row in rows(tmp_path)] == [*range(1, 61)]
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, bad)]
     saved = [event["step"] for event in events(tmp_path) if event["event"] == "checkpoint"]
     assert saved == [25, 50]
 
