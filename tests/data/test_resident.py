@@ -175,18 +175,27 @@ def test_numbers_ahead_are_those_of_the_stream(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    size=st.integers(1, 400),
-    global_batch=st.integers(1, 60),
+    whole_steps=st.integers(0, 20),
+    left_over=st.sampled_from([0, 0, 1, 7]),
+    global_batch=st.integers(1, 40),
     micro_batch=st.integers(1, 60),
-    world=st.integers(1, 2),
+    world=st.sampled_from([1, 1, 2]),
     first=st.integers(0, 30),
     pieces=st.sampled_from([(1, 1), (50, 300), (8192, 65536)]),
-    wishes=st.lists(st.integers(0, 12), max_size=40),
+    wishes=st.lists(st.integers(0, 30), max_size=40),
 )
 def test_steps_that_are_passed_over(
-    size: int, global_batch: int, micro_batch: int, world: int, first: int, pieces: Any, wishes: list[int]
+    whole_steps: int,
+    left_over: int,
+    global_batch: int,
+    micro_batch: int,
+    world: int,
+    first: int,
+    pieces: Any,
+    wishes: list[int],
 ) -> None:
     """What is yielded and what is passed over are together all steps, with the samples of the stream, in order."""
+    size = max(1, whole_steps * global_batch + left_over)
     data = torch.arange(size)
     source, division = source_of(data), Division(size, global_batch, micro_batch, world)
     stream, count = SampleStream(size, 5), 60
@@ -213,10 +222,10 @@ def test_steps_that_are_passed_over(
                 stretch = stretch.shortened(next(wanted, 3))
             if stretch is None or not stretch.num_steps:
                 continue
-            after = rows[0].start + rows[0].count
+            assert stretch.start == rows[0].start + rows[0].count
             for number in range(stretch.num_steps):
                 passed = division.place(following + number)
-                found = Rows(resident, None, rows[0].window, after + number * rows[0].count, rows[0].count)
+                found = Rows(resident, None, rows[0].window, stretch.start + number * rows[0].count, rows[0].count)
                 assert found.samples.tolist() == stream.samples(passed.epoch, passed.start, passed.stop).tolist()
                 assert not passed.ends_epoch
             assert (stretch.first, stretch.last) == (division.place(following), passed)

@@ -165,7 +165,7 @@ class Sets:
 
 @settings(max_examples=10, deadline=None)
 @given(
-    num_samples=st.integers(30, 500),
+    num_samples=st.sampled_from([160, 320, 320, 163, 499, 31]),
     save_every=st.sampled_from([None, 7, 40]),
     hook_every=st.sampled_from([3, 19, 1000]),
     together=st.sampled_from([2, 10, 128]),
@@ -307,12 +307,13 @@ def test_a_wish_to_stop_is_heard_at_once(captures: Captures, tmp_path: Path, mon
         return set_lr(self, step, num_steps)
 
     monkeypatch.setattr(trainer.Trainer, "_set_lr", asking)
-    variant = replace(BASE, steps=90, save_every=80)
+    variant = replace(BASE, steps=90, save_every=80, num_samples=1000)
     whole = captures.run(tmp_path / "plain", variant, "off", settings=RESIDENT)
     asked.clear()
     stopped = captures.run(tmp_path / "captured", variant, settings=RESIDENT)
-    assert [row["step"] for row in rows(tmp_path / "captured")][-1] == 42
-    assert stopped.rows == whole.rows[:42]
+    # It comes in a stretch, with the 41st step. The 42nd carries it, and is judged behind the 43rd.
+    assert [row["step"] for row in rows(tmp_path / "captured")][-1] == 43
+    assert stopped.rows == whole.rows[:43]
 
 
 @pytest.mark.parametrize(("most", "num_recorded"), [(0, 1), (1, 2)])
@@ -486,15 +487,24 @@ def other_dropout(model: nn.Module, step: int) -> None:
     model.layers[2].p = 0.3 / step  # type: ignore[index,union-attr]
 
 
+@pytest.mark.parametrize("resident", ["off", "on"])
 @pytest.mark.parametrize(
     ("change", "steps", "num_starts"), [(halve, 20, 1), (less_dropout_once, 20, 2), (other_dropout, 60, None)]
 )
 def test_hooks_between_steps(
-    captures: Captures, tmp_path: Path, change: Callable[[nn.Module, int], None], steps: int, num_starts: int | None
+    captures: Captures,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[nn.Module, int], None],
+    steps: int,
+    num_starts: int | None,
+    resident: str,
 ) -> None:
-    variant = replace(BASE, steps=steps, num_samples=64, save_every=60)  # one shape
-    plain = captures.run(tmp_path / "plain", variant, "off", hooks=[Often(change)])
-    trained = captures.run(tmp_path / "captured", variant, hooks=[Often(change)])
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    variant = replace(BASE, steps=steps, num_samples=160, save_every=60)  # one shape
+    settings = {"resident": resident}
+    plain = captures.run(tmp_path / "plain", variant, "off", hooks=[Often(change)], settings=settings)
+    trained = captures.run(tmp_path / "captured", variant, hooks=[Often(change)], settings=settings)
     assert_identical(trained, plain)
     if num_starts is None:
         assert "again and again" in captures.last.why_not

@@ -52,9 +52,9 @@ class NumbersAhead:
         self._taken = taken
         return found
 
-    def num_alike(self, count: int) -> int:
-        """How many steps of so many samples are at hand behind the one that was taken last."""
-        return (self._length - self._taken) // count
+    def at_hand(self) -> tuple[int, int]:
+        """Where in the window the samples behind those that were taken last begin, and how many there are."""
+        return self._taken, self._length - self._taken
 
     def pass_over(self, num_samples: int) -> None:
         """They are at hand, and were found where they are."""

@@ -41,9 +41,10 @@ class Stretch(NamedTuple):
 
     first: Place
     num_steps: int
+    start: int  # of its samples, in the window of numbers at hand
 
     def shortened(self, num_steps: int) -> "Stretch":
-        return self if num_steps >= self.num_steps else Stretch(self.first, max(0, num_steps))
+        return self if num_steps >= self.num_steps else self._replace(num_steps=max(0, num_steps))
 
     @property
     def last(self) -> Place:

@@ -200,8 +200,9 @@ class Loader:
         if len(behind.parts) > 1 or size != behind.place.num_samples:
             return None
         # The epoch's last step is not among them, even where it is of the same size.
-        count = min(numbers.num_alike(size), (division.num_samples - first.start - 1) // size)
-        return Stretch(first, count) if count > 0 else None
+        start, at_hand = numbers.at_hand()
+        count = min(at_hand, division.num_samples - first.start - 1) // size
+        return Stretch(first, count, start) if count > 0 else None
 
     def pass_over(self, stretch: Stretch) -> None:
         """Of `alike`: these steps are under way, and are not yielded."""

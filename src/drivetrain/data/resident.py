@@ -167,12 +167,6 @@ class Window:
         """With others; what was given to the device before still gets the old ones."""
         self.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
-    @property
-    def expected(self) -> int:
-        """The place that the device will have come to."""
-        assert self._place is not None
-        return self._place
-
     def go_to(self, start: int) -> None:
         if self._place != start:
             self.place.fill_(start)

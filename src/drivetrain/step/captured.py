@@ -69,10 +69,11 @@ class _Passage(NamedTuple):
         self.window.passed(self.num_samples)
         return note
 
-    def go_on(self, most: int, replays: Iterable[None]) -> Note:
-        """Replays behind another, each of the samples behind the ones before; `most` may begin."""
+    def go_on(self, start: int, most: int, replays: Iterable[None]) -> Note:
+        """Replays, each of the samples behind those of the one before; `most` may begin."""
         noted, size = self.noted, self.num_samples
-        note = noted.expect(self.window.expected, most, size)
+        note = noted.expect(start, most, size)
+        self.window.go_to(start)
         count = sum(1 for _ in replays)
         noted.cut(note, count)
         self.window.passed(count * size)
@@ -144,7 +145,7 @@ class CapturedStep:
         """Whether it can be replayed again at once, for the samples that come next in their window."""
         return self._passage is not None
 
-    def go_on(self, most: int, begins: Iterable[None]) -> StepOutcome:
+    def go_on(self, start: int, most: int, begins: Iterable[None]) -> StepOutcome:
         """Replays behind another, as many as begin. The outcome is of all of them."""
         assert self._passage is not None
         assert self._outcome is not None
@@ -156,7 +157,7 @@ class CapturedStep:
                 follow()
                 yield
 
-        return self._outcome._replace(note=self._passage.go_on(most, replays()))
+        return self._outcome._replace(note=self._passage.go_on(start, most, replays()))
 
     def show_gradients(self) -> None:
         for parameter, gradient in self._gradients:
@@ -347,7 +348,7 @@ class CapturedStepper(Stepper):
                 self._num_replays += 1
                 yield
 
-        outcome = self._last.step.go_on(stretch.num_steps, seeded())
+        outcome = self._last.step.go_on(stretch.start, stretch.num_steps, seeded())
         self._num_steps += self._num_replays - before
         self.clock.lap(STEP)
         return outcome
