@@ -218,7 +218,7 @@ class Trainer:
 
     def _undisturbed(self) -> Stretch | None:
         """What comes next without a hook, a checkpoint, the job's end or anybody else that waits for a step."""
-        if self.before_step is not None or self._commit is not None or not self._ahead:
+        if self.before_step is not None or self._commit is not None:
             return None
         stretch = self._loader.alike()
         if stretch is None:

@@ -207,11 +207,8 @@ def test_stretches_are_the_same_steps(
         assert saved["on"] == saved["off"]
 
 
-def test_the_host_does_little_for_most_steps(
-    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
-    monkeypatch.setattr(trainer, "MOST_TOGETHER", 20)
+def steps_alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those that are not part of a stretch, once they are begun."""
     begun: list[int] = []
     begin = trainer.Trainer.begin
 
@@ -220,6 +217,15 @@ def test_the_host_does_little_for_most_steps(
         return begin(self, place)
 
     monkeypatch.setattr(trainer.Trainer, "begin", counted)
+    return begun
+
+
+def test_the_host_does_little_for_most_steps(
+    captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr(trainer, "MOST_TOGETHER", 20)
+    begun = steps_alone(monkeypatch)
     num_at_once: list[int] = []
     go_on, read = trainer.Trainer._go_on, trainer.Trainer._read
 
@@ -504,8 +510,10 @@ def test_hooks_between_steps(
     variant = replace(BASE, steps=steps, num_samples=160, save_every=60)  # one shape
     settings = {"resident": resident}
     plain = captures.run(tmp_path / "plain", variant, "off", hooks=[Often(change)], settings=settings)
+    begun = steps_alone(monkeypatch)
     trained = captures.run(tmp_path / "captured", variant, hooks=[Often(change)], settings=settings)
     assert_identical(trained, plain)
+    assert {*range(0, steps, 3)} <= {*begun}, "what a hook may have changed is looked at before anything is replayed"
     if num_starts is None:
         assert "again and again" in captures.last.why_not
         assert "model.layers.2.p" in captures.last.why_not

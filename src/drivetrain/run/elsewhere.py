@@ -13,6 +13,7 @@ from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 from drivetrain.plan.fitting import Layout, Needs, does_not_fit, first_that_fits, in_words, layouts
 from drivetrain.plan.plan import Forecast, Plan
+from drivetrain.run.making import make_model
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import needs_of
 
@@ -41,7 +42,7 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
     share = -(-global_batch // num_gpus)
     fraction = config.memory.gpu_fraction
     limit = machine.gpus()[0].memory_free_bytes * fraction
-    model = _model(job)
+    model = _model(job, here)
     needs = needs_of(job, model, settings.precision.value, share, limit)
     layout, micro_batch, why = _laid_out(needs, limit, num_gpus, share, settings, config, model)
     if layout is None:
@@ -70,11 +71,9 @@ def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:
     return choose_settings(there, Pins(**pins))
 
 
-def _model(job: Job) -> nn.Module:
+def _model(job: Job, here: Hardware) -> nn.Module:
     torch.manual_seed(job.seed)
-    made = job.model if isinstance(job.model, nn.Module) else job.model()
-    if not isinstance(made, nn.Module):
-        raise DrivetrainError(f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module")
+    made = job.model if isinstance(job.model, nn.Module) else make_model(job.model, here.memory.free_bytes)
     return made.train()
 
 

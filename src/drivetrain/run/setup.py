@@ -33,6 +33,7 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
+from drivetrain.run.making import checked, make_model
 from drivetrain.run.needs import explained
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
@@ -523,12 +524,9 @@ class Setup:
         given = self.job.model
         if isinstance(given, nn.Module):
             return given
-        made: Any = build(given, self.world) if self._cuts(self.config.distributed.strategy) else given()
-        if not isinstance(made, nn.Module):
-            raise DrivetrainError(
-                f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module"
-            )
-        return made
+        if self._cuts(self.config.distributed.strategy):
+            return checked(build(given, self.world))
+        return make_model(given, self.hardware.memory.free_bytes)
 
     def _shard_options(self) -> ShardOptions:
         config = self.config
