@@ -141,6 +141,33 @@ def test_what_runs_out_of_memory_here_is_explained(tmp_path: Path, is_followed: 
     assert ("activations are not known" in told) is not is_followed
 
 
+def test_a_model_that_is_too_large_for_this_machine() -> None:
+    """It is made of shapes; one that has to be made in full is refused before it fills the memory."""
+    width = 100_000  # squared, in float32: 40 GB
+    data = torch.randn(16, 1).expand(16, width)
+    found = planned(16, 80, make_job(model=lambda: nn.Linear(width, width), data=data, global_batch=16))
+    assert values(found)["distributed.strategy"] == "fsdp"
+    assert found.forecast.memory.parameters == pytest.approx(40e9 / 16, rel=0.01)
+
+    def looks_at_values() -> nn.Module:
+        assert nn.Linear(2, 2).weight.sum().item() < 10
+        return nn.Linear(width, width)
+
+    small = make_job(model=looks_at_values, data=data, global_batch=16)
+    memory = HERE.memory.model_copy(update={"free_bytes": 8 * 10**9})
+    with pytest.raises(DrivetrainError, match=r"8\.00 GB are free, and its weights take 40\.00 GB"):
+        plan_elsewhere(small, configure(), machine_of_memory(16, 80), HERE.model_copy(update={"memory": memory}))
+
+
+@pytest.mark.parametrize("as_shapes", [True, False])
+def test_shapes_need_what_the_real_model_needs(as_shapes: bool) -> None:
+    def factory() -> nn.Module:
+        assert as_shapes or torch.empty(()).item() is not None  # no value can be asked for of a shape
+        return Stack()
+
+    assert planned(2, 24, make_job(model=factory)).forecast == planned(2, 24, make_job(model=Stack())).forecast
+
+
 def test_what_is_pinned_holds() -> None:
     assert values(planned(2, 24, batch_size=4))["batch.size"] == 4
     assert values(planned(2, 24, accumulation_steps=4))["batch.size"] == 8

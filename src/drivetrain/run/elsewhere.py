@@ -1,5 +1,6 @@
 """A plan for a machine that is not here: by the rules and the memory of a step that was followed, nothing measured."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -7,13 +8,14 @@ from torch import nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.precision_name import PrecisionName
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 from drivetrain.plan.fitting import Layout, Needs, does_not_fit, first_that_fits, in_words, layouts
 from drivetrain.plan.plan import Forecast, Plan
-from drivetrain.run.making import make_model
+from drivetrain.run.making import checked, make_model
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import needs_of
 
@@ -42,8 +44,7 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
     share = -(-global_batch // num_gpus)
     fraction = config.memory.gpu_fraction
     limit = machine.gpus()[0].memory_free_bytes * fraction
-    model = _model(job, here)
-    needs = needs_of(job, model, settings.precision.value, share, limit)
+    model, needs = _model_and_needs(job, here, settings.precision.value, share, limit)
     layout, micro_batch, why = _laid_out(needs, limit, num_gpus, share, settings, config, model)
     if layout is None:
         free = machine.gpus()[0].memory_free_bytes
@@ -71,10 +72,20 @@ def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:
     return choose_settings(there, Pins(**pins))
 
 
-def _model(job: Job, here: Hardware) -> nn.Module:
-    torch.manual_seed(job.seed)
-    made = job.model if isinstance(job.model, nn.Module) else make_model(job.model, here.memory.free_bytes)
-    return made.train()
+def _model_and_needs(
+    job: Job, here: Hardware, precision: PrecisionName, at_most: int, limit_bytes: float
+) -> tuple[nn.Module, Needs]:
+    """Of shapes alone, where the model can be made of them: it may be too large for this machine."""
+    made = job.model
+    if not isinstance(made, nn.Module):
+        with suppress(Exception):  # whatever it is that looks at values
+            with torch.device("meta"):
+                model = checked(made()).train()
+            return model, needs_of(job, model, precision, at_most, limit_bytes)
+        torch.manual_seed(job.seed)
+        made = make_model(made, here.memory.free_bytes)
+    model = made.train()
+    return model, needs_of(job, model, precision, at_most, limit_bytes)
 
 
 def _laid_out(

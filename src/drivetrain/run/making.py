@@ -11,6 +11,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.fitting import in_words
 
+MOST = 0.9  # of the free memory: the process itself, and others, need some too
+
 
 def make_model(factory: Callable[[], Any], free_bytes: int) -> nn.Module:
     """`free_bytes` is the host's memory; 0: not known."""
@@ -41,7 +43,7 @@ def _within(free_bytes: int) -> Iterator[None]:
             return
         counted[id(weight)] = weakref.finalize(weight, forget, id(weight), weight.nbytes)
         total += weight.nbytes
-        if total > free_bytes:
+        if total > MOST * free_bytes:
             shape = " × ".join(map(str, weight.shape))
             raise DrivetrainError(
                 f"the model does not fit in this machine's memory: {in_words(free_bytes)} are free, and its weights "
