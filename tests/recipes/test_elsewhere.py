@@ -143,15 +143,19 @@ def test_what_runs_out_of_memory_here_is_explained(tmp_path: Path, is_followed: 
 
 def test_a_model_that_is_too_large_for_this_machine() -> None:
     """It is made of shapes; one that has to be made in full is refused before it fills the memory."""
-    width = 100_000  # squared, in float32: 40 GB
+    width = 20_000  # squared, in float32: 1.6 GB
+
+    def layers() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
+
     data = torch.randn(16, 1).expand(16, width)
-    found = planned(16, 80, make_job(model=lambda: nn.Linear(width, width), data=data, global_batch=16))
+    found = planned(16, 80, make_job(model=layers, data=data, global_batch=16))
     assert values(found)["distributed.strategy"] == "fsdp"
     assert found.forecast.memory.parameters == pytest.approx(40e9 / 16, rel=0.01)
 
     def looks_at_values() -> nn.Module:
         assert nn.Linear(2, 2).weight.sum().item() < 10
-        return nn.Linear(width, width)
+        return nn.Linear(5 * width, 5 * width)
 
     small = make_job(model=looks_at_values, data=data, global_batch=16)
     memory = HERE.memory.model_copy(update={"free_bytes": 8 * 10**9})
