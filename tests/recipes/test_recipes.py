@@ -150,6 +150,30 @@ def test_a_script_alone_by_drivetrain_and_as_a_function(tmp_path: Path, monkeypa
     assert losses(tmp_path / "third" / "mine") == losses(tmp_path / "runs" / "mine")
 
 
+@pytest.mark.parametrize("target", ["mine.py", "budgets:make_job"])
+def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys, target: str) -> None:
+    """As the command line says, whatever the job does; what only recipes read is refused, not passed over."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "budgets.py").write_text(SCRIPT)
+    for flags, steps in (
+        (("--epochs", "2"), 8),
+        (("--max-steps", "21"), 21),
+        (("--epochs", "3", "--max-steps", "5"), 5),
+    ):
+        folder = tmp_path / "-".join(flags)
+        assert train(folder, target, *flags) == 0
+        assert len(losses(folder / "mine")) == steps
+    assert main(["plan", target, "--epochs", "2"]) == 0
+    assert "8 steps" in capsys.readouterr().out
+    assert train(tmp_path / "refused", target, "--learning-rate", "0.1", "--experts", "3", "--seed", "4") == 2
+    said = capsys.readouterr().err
+    assert all(
+        f"{flag} (command line): it is for recipes" in said for flag in ("--learning-rate", "--experts", "--seed")
+    )
+    assert not (tmp_path / "refused").exists()
+
+
 @pytest.mark.parametrize(
     ("target", "code", "words"),
     [

@@ -143,7 +143,7 @@ class BudgetSection(Section):
     """When training ends: at whichever comes first."""
 
     epochs: Annotated[int | None, Flag("epochs")] = Field(
-        None, ge=1, description="passes over the data (auto: the recipe's)"
+        None, ge=1, description="passes over the data (auto: the job's)"
     )
     max_steps: Annotated[int | None, Flag("max-steps")] = Field(
         None, ge=1, description="optimizer steps at most (auto: no limit)"

@@ -50,8 +50,13 @@ class Options(BaseModel):
     )
 
 
+# Of a job of one's own nobody reads these: it says them itself.
+FOR_RECIPES = ("run.seed", "optimizer.learning_rate", "moe.experts", "data.path")
+
+
 def run(options: Options, resolved: Resolved) -> int:
     target, config = options.target, resolved.config
+    _refuse_unread(target, resolved)
     with configured(config, str(Path(target).absolute()) if target.endswith(".py") else target):
         return _run(target, config)
 
@@ -73,6 +78,24 @@ def _run(target: str, config: Config) -> int:
     return _exit_code(train(_job_of(target)))
 
 
+def _refuse_unread(target: str, resolved: Resolved) -> None:
+    if target in RECIPES:
+        return
+    given = [resolved.origins[name] for name in FOR_RECIPES if name in resolved.origins]
+    problems = [
+        Problem(
+            value.spelled,
+            f"it is for recipes; the job of {target} says this itself",
+            source=value.source,
+            remedy="set it in the job, and leave this out",
+        )
+        for value in given
+        if value.source == "command line"
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def _exit_code(result: Result) -> int:
     """A run that was stopped can go on, and is not a failure; but it is not done."""
     return 0 if result.finished else STOPPED
@@ -90,7 +113,8 @@ def with_job(target: str, config: Config, action: Callable[[Job], T]) -> T:
     if target in RECIPES:
         return action(RECIPES[target].job(config))
     if not target.endswith(".py"):
-        return action(_job_of(target))
+        with configured(config, target):
+            return action(_job_of(target))
 
     def instead(job: Job) -> NoReturn:
         raise _Done(action(job))

@@ -241,7 +241,11 @@ class Setup:
         return f"CPU with {self.hardware.cpu.num_usable} cores"
 
     def _settled(self, job: Job) -> Job:
-        """The job with its global batch and what the configuration says of saving."""
+        """The job with its global batch and what the configuration says of its length and of saving."""
+        budget, target = self.config.budget, _target.get()
+        # Recipes have read it already, and perhaps mean something else by an epoch.
+        if (budget.epochs or budget.max_steps) and (":" in target or target.endswith(".py")):
+            job = replace(job, epochs=budget.epochs, max_steps=budget.max_steps)
         job = replace(
             job,
             global_batch=job.global_batch or self.world.agree(self._global_batch(job) if self.world.is_main else None),
