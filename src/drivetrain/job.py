@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.hook import Hook
+from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.loss import LossSum
 from drivetrain.core.metrics import MetricFunction, MetricObject
 from drivetrain.data.orders import is_iterator
@@ -253,6 +253,11 @@ class Job:
         yield from self._validation_problems(problem)
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield problem("clip_norm", self.clip_norm, f"got {self.clip_norm!r}", "clip_norm=1.0", "a number above 0")
+        for hook in self.hooks:
+            every = getattr(hook, "every", None)
+            if not is_period(every):
+                message = f"{type(hook).__name__}.every is {every!r}"
+                yield problem("hooks", every, message, "for example every=100", PERIODS)
 
     def _valid_set_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         kind = type(self.valid).__name__

@@ -62,6 +62,13 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
     fails(tmp_path, "that the model does not have", optimizer=lambda groups: torch.optim.SGD([torch.zeros(3)], lr=0.1))
 
 
+class Every:
+    """A user's own hook."""
+
+    def __init__(self, every: Any) -> None:
+        self.every = every
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -75,6 +82,10 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
         ({"clip_norm": -1}, "got -1"),
         ({"data": 3}, "no length or no items"),
         ({"keep_last": 0}, "got 0"),
+        ({"hooks": [Every(0)]}, "Every.every is 0"),
+        ({"hooks": [Every(-4)]}, "Every.every is -4"),
+        ({"hooks": [Every("step")]}, "Every.every is 'step'"),
+        ({"hooks": [print]}, "every is None"),
     ],
 )
 def test_a_job_that_cannot_be(changes: dict[str, Any], words: str) -> None:

@@ -82,6 +82,14 @@ class ChecksFirst(Protocol):
         """On every rank alike, with the model as it is trained."""
 
 
+PERIODS = "a whole number of steps from 1, or 'epoch'"
+
+
+def is_period(every: object) -> bool:
+    """Whether a hook can be called every so often: one of `PERIODS`."""
+    return every == "epoch" or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
+
+
 @runtime_checkable
 class Hook(Protocol):
     """`every` is a number of steps, or `epoch`. What `state_dict` returns is saved with every checkpoint: JSON only."""
