@@ -265,6 +265,10 @@ def test_it_survives_copying_saving_and_other_types() -> None:
         ({"scores": "best"}, "best"),
         ({"way": "fast"}, "fast"),
         ({"kind": "square"}, "square"),
+        ({"num_experts": 2.5}, "num_experts is 2.5\n"),
+        ({"hidden": 2.5}, "hidden is"),
+        ({"k": 0, "noise": -1}, "k is 0, noise is -1"),
+        ({"noise": math.nan}, "noise is nan"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(change: dict[str, Any], words: str) -> None:

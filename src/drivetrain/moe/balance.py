@@ -8,13 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext
+from drivetrain.moe.allowed import check_every
 from drivetrain.moe.layer import MixtureOfExperts
 
 
 def mixtures_in(model: nn.Module) -> dict[str, MixtureOfExperts]:
     """The layers of a model that are mixtures of experts, by name; a layer with two names once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+
+
+def refuse_too_many(max_experts: int | None, model: nn.Module, of: str) -> None:
+    """More than any mixture of the model has slots for."""
+    slots = max((layer.num_slots for layer in mixtures_in(model).values()), default=0)
+    if max_experts is not None and 0 < slots < max_experts:
+        raise DrivetrainError(
+            f"{of}: max_experts is {max_experts}, and the model's mixtures have room for {slots}",
+            remedy=f"give max_experts up to {slots}, or the MixtureOfExperts num_slots={max_experts}",
+        )
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor | None:
@@ -97,6 +109,7 @@ class LoadReport:
     """
 
     def __init__(self, every: int = 100) -> None:
+        check_every("LoadReport", every)
         self.every = every
 
     def __call__(self, context: StepContext) -> None:

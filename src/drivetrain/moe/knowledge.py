@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.hook import StepContext
+from drivetrain.moe.allowed import check_every
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.clusters import Clusters
 from drivetrain.moe.graph import KnowledgeGraph, Limits
@@ -46,6 +47,7 @@ class Knowledge:
         names: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> None:
+        check_every("Knowledge", every)
         self.every, self._labels, self._limits = every, labels, limits or Limits()
         given = dict(enumerate(names))
         self._names = [given.get(number, f"label {number}") for number in range(self._limits.max_concepts)]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from drivetrain.core.hook import StepContext
+from drivetrain.moe.allowed import check_every
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.knowledge import Knowledge
 from drivetrain.moe.layer import MixtureOfExperts
@@ -17,6 +18,7 @@ class KnowledgeFiles:
     """`knowledge/epoch_0003.json` at the end of the third epoch, or `step_…` where it is written by steps."""
 
     def __init__(self, knowledge: Knowledge, every: int | Literal["epoch"] = "epoch") -> None:
+        check_every("KnowledgeFiles", every)
         self.every, self._knowledge = every, knowledge
         self._uses: dict[str, dict[str, int]] = {}  # by layer and expert, when it was written last
 

@@ -1,6 +1,6 @@
 """The layer: router, experts, what brings one to the other, and the books of who was chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.moe.allowed import Allowed, Number, Whole, refuse_others
 from drivetrain.moe.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.experts import Experts, Kind
 from drivetrain.moe.load import LoadFigures, Tally, count, figures_of, is_recomputing
@@ -28,6 +29,9 @@ class Balance:
     bias_rate: float = 1e-3
     auxiliary: float = 0.0
     z: float = 0.0
+
+    def __post_init__(self) -> None:
+        refuse_others("Balance", vars(self), dict.fromkeys(("bias_rate", "auxiliary", "z"), Number(0, finite=True)))
 
 
 BALANCE = Balance()
@@ -67,9 +71,11 @@ class MixtureOfExperts(nn.Module):
         way: Literal["auto"] | WayName = "auto",
     ) -> None:
         super().__init__()
-        widths = [hidden] * num_experts if isinstance(hidden, int) else list(hidden)
+        values = {"num_inputs": num_inputs, "num_experts": num_experts, "k": k, "num_slots": num_slots, "noise": noise}
+        refuse_others("MixtureOfExperts", values, _ALLOWED)
         slots = num_experts if num_slots is None else num_slots
-        _check(num_inputs, num_experts, widths, k, slots)
+        widths = list(hidden) if isinstance(hidden, Iterable) else [hidden] * num_experts
+        _check(num_experts, widths, k, slots)
         check_way(way)
         gated = kind == "gated"
         self.num_slots, self.k, self.balance = slots, k, balance
@@ -162,13 +168,18 @@ class MixtureOfExperts(nn.Module):
         return f"k={self.k}, slots={self.num_slots}, {kind} of width {wide}"
 
 
-def _check(num_inputs: int, num_experts: int, widths: Sequence[int], k: int, slots: int) -> None:
+_ALLOWED: dict[str, Allowed] = {
+    **dict.fromkeys(("num_inputs", "num_experts", "k"), Whole(1)),
+    "num_slots": Whole(1, or_none=True),
+    "noise": Number(0, finite=True),
+}
+
+
+def _check(num_experts: int, widths: Sequence[int], k: int, slots: int) -> None:
     problems = [
-        (num_inputs < 1, f"num_inputs is {num_inputs}", "a whole number from 1"),
-        (num_experts < 1, f"num_experts is {num_experts}", "a whole number from 1"),
-        (not 1 <= k <= num_experts, f"k is {k}", f"from 1 to the {num_experts} experts there are"),
+        (k > num_experts, f"k is {k}", f"from 1 to the {num_experts} experts there are"),
         (len(widths) != num_experts, f"hidden has {len(widths)} widths", f"one for each of {num_experts} experts"),
-        (any(width < 1 for width in widths), f"hidden is {list(widths)}", "widths from 1"),
+        (not all(map(Whole(1).has, widths)), f"hidden is {list(widths)}", "widths that are whole numbers from 1"),
         (slots < num_experts, f"num_slots is {slots}", f"at least the {num_experts} experts there are"),
     ]
     for is_wrong, what, allowed in problems:

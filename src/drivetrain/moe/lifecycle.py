@@ -16,7 +16,8 @@ from torch import Tensor
 
 from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
-from drivetrain.moe.balance import mixtures_in
+from drivetrain.moe.allowed import Allowed, Number, Whole, check_every, refuse_others
+from drivetrain.moe.balance import mixtures_in, refuse_too_many
 from drivetrain.moe.knowledge import Knowledge, Seen
 from drivetrain.moe.layer import MixtureOfExperts
 from drivetrain.moe.placement import exchanges
@@ -56,6 +57,27 @@ class Rules:
         20  # between two rearrangements, where experts live on several ranks and a graph says who works with whom
     )
 
+    def __post_init__(self) -> None:
+        refuse_others("Rules", vars(self), _ALLOWED)
+
+
+_ALLOWED: dict[str, Allowed] = {
+    "max_experts": Whole(1, or_none=True),
+    "min_experts": Whole(0),
+    "far": Number(0),
+    "memory": Number(0, 1),
+    "new_share": Number(0, 1),
+    "high_loss": Number(1),
+    "patience": Whole(1),
+    "cooldown": Whole(0),
+    "noise": Number(0, finite=True),
+    "idle_share": Number(),
+    "idle_looks": Whole(1),
+    "agreement": Number(),
+    "harm": Number(0),
+    "move_looks": Whole(1),
+}
+
 
 # One line for the terminal; an expert that was grown takes part from the next look on, which is not told again.
 _WORDS = {
@@ -91,12 +113,14 @@ class Lifecycle:
     def __init__(
         self, every: int = 100, rules: Rules | None = None, seed: int = 0, knowledge: Knowledge | None = None
     ) -> None:
+        check_every("Lifecycle", every)
         self.every, self._rules, self._seed, self.knowledge = every, rules or Rules(), seed, knowledge
         self._stories: dict[str, _Story] = {}
         self.far_factor = 1.0  # of what counts as new: whoever adapts it keeps it, and sets it again after a resume
         self.history: list[dict[str, Any]] = []  # all that happened, in words and numbers
 
     def check(self, context: StepContext) -> None:
+        refuse_too_many(self._rules.max_experts, context.model, "Rules")
         if not any(layer.can_grow for layer in mixtures_in(context.model).values()):
             context.say(
                 "Lifecycle has nothing to do: the model has no MixtureOfExperts with more slots than experts "

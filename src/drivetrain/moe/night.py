@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Rehearsal, StepContext
+from drivetrain.moe.allowed import Allowed, Number, Whole, refuse_others
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.moe.layer import MixtureOfExperts
 from drivetrain.moe.probing import agreements
@@ -46,6 +48,35 @@ class SleepRules:
     min_experts: int = 2
     max_experts: int | None = None  # None: as many as there are slots
     tolerance: float = 0.01  # by how much anything but replay may raise the loss, relative
+
+    def __post_init__(self) -> None:
+        refuse_others("SleepRules", vars(self), _ALLOWED)
+        if not self.shortest <= self.interval <= self.longest:
+            raise DrivetrainError(
+                f"SleepRules: interval is {self.interval}, shortest {self.shortest} and longest {self.longest}",
+                remedy="give an interval from the shortest to the longest",
+            )
+
+
+_ALLOWED: dict[str, Allowed] = {
+    "interval": Whole(1),
+    "shortest": Whole(1),
+    "longest": Whole(1),
+    "reservoir": Whole(1),
+    "replay_steps": Whole(0),
+    "replay_batch": Whole(1),
+    "micro_batch": Whole(1),
+    "rate": Number(0, finite=True),
+    "specialise_steps": Whole(0),
+    "specialise_weight": Number(0, finite=True),
+    "agreement": Number(),
+    "idle_share": Number(),
+    "busy_share": Number(),
+    "focus": Number(),
+    "min_experts": Whole(0),
+    "max_experts": Whole(1, or_none=True),
+    "tolerance": Number(),
+}
 
 
 @dataclass(frozen=True)

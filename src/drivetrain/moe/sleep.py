@@ -11,7 +11,8 @@ from typing import Any
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.state import is_distributed
-from drivetrain.moe.balance import mixtures_in
+from drivetrain.moe.allowed import check_every
+from drivetrain.moe.balance import mixtures_in, refuse_too_many
 from drivetrain.moe.lifecycle import Lifecycle
 from drivetrain.moe.night import Night, SleepRules, Stage
 from drivetrain.moe.reservoir import Reservoir
@@ -42,6 +43,7 @@ class Sleep:
         lifecycle: Lifecycle | None = None,
         seed: int = 0,
     ) -> None:
+        check_every("Sleep", every)
         self.every, self.rules = every, rules or SleepRules()
         self._label_of, self._task_of = label_of or second_of, task_of
         self._lifecycle, self._seed = lifecycle, seed
@@ -55,6 +57,7 @@ class Sleep:
         self._ids: list[dict[str, int]] = []  # by layer: the next expert's number at the start, and at each sleep
 
     def check(self, context: StepContext) -> None:
+        refuse_too_many(self.rules.max_experts, context.model, "SleepRules")
         if context.rehearsal is None:
             raise DrivetrainError(
                 "sleep replays samples by their number, and this run has none: its data can only be iterated, or its "
