@@ -129,6 +129,25 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
         load_pictures("mnist", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("train-labels-idx1-ubyte", torch.arange(40), r"labels from 0 to 39.* 0 to 9"),
+        ("t10k-labels-idx1-ubyte", torch.full((10,), 10), r"labels from 10 to 10.* 0 to 9"),
+        ("t10k-images-idx3-ubyte", torch.zeros(10, 20, 20), r"pictures of 20 × 20.* 28 × 28"),
+        ("train-images-idx3-ubyte", torch.zeros(40, 28, 20), r"pictures of 28 × 20.* as high as they are wide"),
+    ],
+)
+def test_labels_and_sizes_that_cannot_be_learnt_are_found_when_read(
+    tmp_path: Path, file: str, content: torch.Tensor, words: str
+) -> None:
+    write(tmp_path)
+    (tmp_path / f"{file}.gz").write_bytes(gzip.compress(idx(content)))
+    with pytest.raises(DrivetrainError, match=f"{file}.gz has {words}") as caught:
+        load_pictures("mnist", tmp_path)
+    assert caught.value.remedy
+
+
 def test_classes_have_the_names_of_what_is_to_be_seen(tmp_path: Path) -> None:
     write(tmp_path)
     clothes = load_pictures("fashion-mnist", tmp_path)

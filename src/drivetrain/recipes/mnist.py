@@ -80,16 +80,36 @@ def load_pictures(name: Name, folder: Path | None = None) -> Pictures:
         return _split(train.tensors[0], train.tensors[1], images, labels)
     if name not in PUBLISHED:
         raise ConfigError([Problem("--data", "there is no such data", name, allowed=", ".join(NAMES))])
-    found = [read_idx(path) for path in _files(name, folder)]
-    images, labels, test_images, test_labels = found
+    paths = _files(name, folder)
+    images, labels, test_images, test_labels = found = [read_idx(path) for path in paths]
     for pictures, their_labels in ((images, labels), (test_images, test_labels)):
         if pictures.dim() != 3 or their_labels.dim() != 1 or len(pictures) != len(their_labels):
             raise DrivetrainError(
                 f"{tuple(pictures.shape)} images and {tuple(their_labels.shape)} labels do not belong together",
                 remedy="each file has to be under its own name: train-images-idx3-ubyte and so on",
             )
+    _check_content(dict(zip(paths, found, strict=True)))
     split = _split(_scaled(images), labels.long(), _scaled(test_images), test_labels.long())
     return replace(split, classes=_CLOTHES) if name == "fashion-mnist" else split
+
+
+def _check_content(found: Mapping[Path, Tensor]) -> None:
+    """What training would only find by a failure: labels that are no class, pictures of another size."""
+    size: int | None = None  # that of the first
+    for path, array in found.items():
+        if array.dim() == 1:
+            if len(array) and not 0 <= array.min() <= array.max() < len(_DIGITS):
+                what = f"labels from {array.min():g} to {array.max():g}, and classes are 0 to {len(_DIGITS) - 1}"
+                raise DrivetrainError(f"{path} has {what}", remedy="bring files with ten classes, counted from 0")
+            continue
+        height, width = array.shape[1:]
+        size = size or height
+        if height != width or height != size:
+            wanted = "they have to be as high as they are wide" if height != width else f"others have {size} × {size}"
+            raise DrivetrainError(
+                f"{path} has pictures of {height} × {width}, and {wanted}",
+                remedy="bring training and test pictures of one data set, all of one size",
+            )
 
 
 def _scaled(images: Tensor) -> Tensor:
