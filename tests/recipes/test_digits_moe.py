@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.config import configure
+from drivetrain.recipes import digits_moe
 from drivetrain.recipes.digits_moe import accuracy_of, mixture_job, show_mixture
 from drivetrain.recipes.mnist import load_pictures
 from tests.recipes.test_mnist import write
@@ -57,7 +59,9 @@ def settings(name: str, **changes: Any) -> Any:
     return configure(**{**given, **changes})
 
 
-def test_the_same_seed_gives_the_same_experts(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_experts_and_the_test_pictures_wait_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import drivetrain as dt
 
     pictures = load_pictures("digits")
@@ -72,6 +76,12 @@ def test_the_same_seed_gives_the_same_experts(tmp_path: Path) -> None:
 
     assert what("one") == what("other") != []
     show_mixture(result, pictures)
+    assert "test pictures are read correctly" in capsys.readouterr().out
+    monkeypatch.setattr(digits_moe, "accuracy_of", None)
+    show_mixture(replace(result, finished=False), pictures)
+    said = capsys.readouterr().out
+    assert "read once, when the run is at its end" in said, "a run that was stopped leaves them alone"
+    assert "read correctly" not in said
 
 
 @pytest.fixture(scope="module")

@@ -121,8 +121,11 @@ def show_mixture(result: Result, pictures: Pictures) -> None:
     seconds = sum(night["seconds"] for night in nights)
     experts = data.told("load")[-1]["loads"] if data.told("load") else {}
     started = len(experts) - many["grown"] - many["split"] + many["merged"] + many["pruned"]
-    found = accuracy_of(result, pictures, started or NUM_EXPERTS)
-    print(f"\n{found:.2%} of the {len(pictures.test):,} test pictures are read correctly; the run never saw them.")
+    if result.finished:
+        found = accuracy_of(result, pictures, started or NUM_EXPERTS)
+        print(f"\n{found:.2%} of the {len(pictures.test):,} test pictures are read correctly; the run never saw them.")
+    else:
+        print("\nThe test pictures are read once, when the run is at its end; run it again to go on.")
     print(
         f"Experts: {started} at first, {len(experts)} at the end ({words}). "
         f"Slept {'once' if len(nights) == 1 else f'{len(nights)} times'}, {seconds:.1f} s."
