@@ -118,3 +118,15 @@ def test_of_many_epochs_some_are_drawn(tmp_path: Path, count: int, expected: lis
     for epoch in range(1, count + 1):
         (tmp_path / "knowledge" / f"epoch_{epoch:04d}.json").touch()
     assert _epochs(tmp_path) == expected
+
+
+def test_graphs_of_epochs_that_are_drawn_no_more_go(tmp_path: Path) -> None:
+    """After a resume other epochs are the ones between; where nothing is known of any, what is there stays."""
+    old = tmp_path / "knowledge_graph_epoch_3.png"
+    old.touch()
+    write_report(tmp_path)
+    assert old.exists()
+    (tmp_path / "knowledge").mkdir()
+    (tmp_path / "knowledge" / "epoch_0001.json").write_text('{"step": 1, "epoch": 1, "layers": {}}')
+    write_report(tmp_path)
+    assert not old.exists()

@@ -33,6 +33,7 @@ def write_report(folder: Path) -> list[str]:
 
     Never raises: returns what went wrong, in words.
     """
+    epochs = {f"knowledge_graph_epoch_{epoch}.png": partial(draw_knowledge, epoch=epoch) for epoch in _epochs(folder)}
     makers: dict[str, Callable[[RunData], bytes | None]] = {
         SUMMARY: lambda data: summary(data).encode(),
         PICTURE: draw,
@@ -41,10 +42,14 @@ def write_report(folder: Path) -> list[str]:
         "knowledge_graph.png": draw_knowledge,
         "expert_device_distribution.png": draw_devices,
         "expert_placement.png": draw_places,
-        **{f"knowledge_graph_epoch_{epoch}.png": partial(draw_knowledge, epoch=epoch) for epoch in _epochs(folder)},
+        **epochs,
         PAGE: lambda data: page(data, summary(data), PICTURES).encode(),
     }
     problems = []
+    for old in folder.glob("knowledge_graph_epoch_*.png") if epochs else ():
+        if old.name not in epochs:  # of an epoch that was among the few before the run went on
+            with contextlib.suppress(OSError):
+                old.unlink()
     for name, make in makers.items():
         temporary = folder / f".{name}.tmp"
         try:
