@@ -159,6 +159,7 @@ def test_a_replay_that_does_harm_is_taken_back(rate: float, is_kept: bool) -> No
     averages = [average.clone() for average in awake.averages.values()]
     (stage,) = awake.night(SleepRules(**{**vars(CALM), "replay_steps": 8, "rate": rate})).run()
     assert (stage.what, stage.kept) == ("replay", is_kept)
+    assert stage.words == "8 × 16 samples of 4 groups replayed", "a class may be in several tasks"
     assert (stage.loss[1] < stage.loss[0]) == is_kept
     same = [torch.equal(p, old) for p, old in zip(awake.model.parameters(), before, strict=True)]
     same += [torch.equal(a, old) for a, old in zip(awake.averages.values(), averages, strict=True)]

@@ -158,7 +158,7 @@ class Night:
         with self._replay.learning(rules.rate):
             for number in range(rules.replay_steps):
                 self._replay.step(self._reservoir.draw(rules.replay_batch, self._cycle, number))
-        words = f"{rules.replay_steps} × {rules.replay_batch} samples of {len(self._groups)} classes replayed"
+        words = f"{rules.replay_steps} × {rules.replay_batch} samples of {len(self._groups)} groups replayed"
         self._judge("replay", self._remembered_loss, before, put_back, words, harm=0.0)
 
     def _specialise(self) -> None:
