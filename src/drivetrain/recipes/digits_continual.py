@@ -10,6 +10,7 @@ from statistics import fmean
 from drivetrain.api import Result
 from drivetrain.config import Config
 from drivetrain.job import Job
+from drivetrain.moe import LoadReport
 from drivetrain.recipes.continual.data import load_images
 from drivetrain.recipes.continual.methods import METHODS, make_job
 from drivetrain.recipes.continual.scores import scores_of
@@ -33,7 +34,7 @@ def job(config: Config) -> Job:
     seed = config.run.seed
     tasks = make_tasks("rotated", train, test, NUM_TASKS, seed)
     made, _ = make_job("digits-continual", METHODS[METHOD], tasks, scale, settings, seed)
-    return replace(made, max_steps=config.budget.max_steps)
+    return replace(made, max_steps=config.budget.max_steps, hooks=[*made.hooks, LoadReport(scale.look)])
 
 
 def show(result: Result) -> None:
