@@ -12,6 +12,7 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.config import configure
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.recipes import digits_moe
 from drivetrain.recipes.digits_moe import accuracy_of, mixture_job, show_mixture
 from drivetrain.recipes.mnist import load_pictures
@@ -82,6 +83,25 @@ def test_the_same_seed_gives_the_same_experts_and_the_test_pictures_wait_for_the
     said = capsys.readouterr().out
     assert "read once, when the run is at its end" in said, "a run that was stopped leaves them alone"
     assert "read correctly" not in said
+
+
+def test_a_run_does_not_go_on_with_another_number_of_experts(tmp_path: Path) -> None:
+    """Its checkpoint says how many there are: what is asked for would be passed over in silence."""
+    import drivetrain as dt
+
+    pictures = load_pictures("digits")
+
+    def go_on(**changes: Any) -> Any:
+        config = settings("mine", output_dir=tmp_path, max_steps=3, **changes)
+        return dt.train(mixture_job("digits-moe", pictures, config, epochs=9, global_batch=32), config, quiet=True)
+
+    go_on()
+    (tmp_path / "mine" / "finished.json").unlink()  # as if it had been stopped
+    assert go_on().resumed_from == 3
+    (tmp_path / "mine" / "finished.json").unlink()
+    with pytest.raises(DrivetrainError, match="experts is 5 now and was None") as caught:
+        go_on(experts=5)
+    assert "--name" in caught.value.remedy
 
 
 @pytest.fixture(scope="module")

@@ -306,7 +306,9 @@ class Setup:
         folder, answer = None, None
         if self.world.is_main:
             try:
-                folder = RunFolder.claim(self.config.run.output_dir, self.name, self.job.identity())
+                # A checkpoint brings its own experts, whatever number is asked for.
+                experts = {} if self.config.moe.experts is None else {"experts": self.config.moe.experts}
+                folder = RunFolder.claim(self.config.run.output_dir, self.name, self.job.identity() | experts)
                 folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
                 answer = {"path": str(folder.path.absolute())}
             except DrivetrainError as error:
