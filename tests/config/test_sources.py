@@ -134,12 +134,13 @@ def written_plan() -> str:
 
 def test_a_plan_is_refused_wherever_it_was_cut(tmp_path: Path) -> None:
     text = written_plan()
-    given, problems = from_plan(write(tmp_path, text, "plan.yaml"))
+    given, problems, global_batch = from_plan(write(tmp_path, text, "plan.yaml"))
     assert problems == []
+    assert global_batch == 8
     assert {entry.name: entry.value for entry in given} == {"precision.dtype": "fp32", "batch.size": 8}
     assert {entry.source for entry in given} == {"plan.yaml line 9", "plan.yaml line 12"}
     for length in range(len(text.rstrip())):
-        given, problems = from_plan(write(tmp_path, text[:length], "plan.yaml"))
+        given, problems, _ = from_plan(write(tmp_path, text[:length], "plan.yaml"))
         assert given == []
         assert len(problems) == 1, text[:length]
         whole_enough = length > text.index("planned:") + len("planned")
@@ -147,15 +148,15 @@ def test_a_plan_is_refused_wherever_it_was_cut(tmp_path: Path) -> None:
 
 
 def test_a_plan_by_hand_needs_no_more_than_choices(tmp_path: Path) -> None:
-    given, problems = from_plan(write(tmp_path, "choices:\n  batch.size: {value: 8}\n", "mine.yaml"))
+    given, problems, _ = from_plan(write(tmp_path, "choices:\n  batch.size: {value: 8}\n", "mine.yaml"))
     assert problems == []
     assert [(entry.name, entry.value) for entry in given] == [("batch.size", 8)]
 
 
 def test_a_plan_by_hand_may_merge_what_stands_elsewhere(tmp_path: Path) -> None:
-    text = "base: &base {batch.size: {value: 8}}\nchoices:\n  <<: *base\n  seed: {value: 3}\n"
-    given, problems = from_plan(write(tmp_path, text, "mine.yaml"))
-    assert {entry.name: entry.value for entry in given} == {"batch.size": 8, "run.seed": 3}
+    text = "base: &base {batch.size: {value: 8}}\nchoices:\n  <<: *base\n  compile: {value: true}\n"
+    given, problems, _ = from_plan(write(tmp_path, text, "mine.yaml"))
+    assert {entry.name: entry.value for entry in given} == {"batch.size": 8, "compile.enabled": True}
     assert not problems
 
 
@@ -170,7 +171,7 @@ def test_what_is_wrong_in_a_plan_is_told_by_file_line_and_key(tmp_path: Path) ->
     text = (
         "choices:\n  batch.size:\n    value: lots\n  precision.dtype:\n    why: so\n  bach.accumulation: {value: 1}\n"
     )
-    text += "  kernels.capture: {value: 2024-13-45}\n  data.pin_memory: {value: maybe}\n"
+    text += "  kernels.capture: {value: 2024-13-45}\n  compile.enabled: {value: maybe}\n"
     with pytest.raises(ConfigError) as caught:
         configure(plan=write(tmp_path, text, "mine.yaml"))
     found = {problem.key: problem for problem in caught.value.problems}
@@ -185,3 +186,24 @@ def test_what_is_wrong_in_a_plan_is_told_by_file_line_and_key(tmp_path: Path) ->
         "for example gpu_memory_fraction: 0.9",
         "for example seed=0",
     ]
+
+
+def test_a_plan_holds_nothing_but_choices_of_a_plan(tmp_path: Path) -> None:
+    text = "global_batch: many\nchoices:\n  epochs: {value: 3}\n  batch.size: {value: 8}\n  run.seed: {value: 1}\n"
+    with pytest.raises(ConfigError) as caught:
+        configure(plan=write(tmp_path, text, "mine.yaml"))
+    problems = caught.value.problems
+    assert [(problem.key, problem.source) for problem in problems] == [
+        ("global_batch", "mine.yaml line 1"), ("epochs", "mine.yaml line 3"), ("run.seed", "mine.yaml line 5")
+    ]  # fmt: skip
+    assert problems[1].message == "this is not a choice of a plan"
+    assert "--epochs" in problems[1].remedy
+
+
+def test_a_flag_for_the_batch_leaves_nothing_of_what_a_plan_says_of_it(tmp_path: Path) -> None:
+    file = write(tmp_path, "choices:\n  batch.size: {value: 8}\n  batch.accumulation: {value: 4}\n", "mine.yaml")
+    pinned = configure(plan=file)
+    assert (pinned.batch.size, pinned.batch.accumulation, pinned.batch_asked.is_set) == (8, 4, False)
+    asked = configure(plan=file, batch_size=16)
+    assert (asked.batch.size, asked.batch.accumulation) == (16, None)
+    assert asked.batch_asked.is_set

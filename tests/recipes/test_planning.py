@@ -1,8 +1,10 @@
 """`drivetrain plan`: what it says, that it changes nothing, and that what it writes pins what it says."""
 
+import inspect
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain import DrivetrainError
 from drivetrain.cli import main
 from drivetrain.config import configure
+from drivetrain.config.sources import PLAN_CHOICES
 from drivetrain.core.launchers import Place
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
@@ -26,8 +30,9 @@ from drivetrain.launch import training as launching
 from drivetrain.launch.layout import make_layout
 from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
 from drivetrain.planning import plan
+from drivetrain.recipes import RECIPES
 from drivetrain.recipes import planning as showing
-from drivetrain.run import planner
+from drivetrain.run import elsewhere, planner
 from drivetrain.run.measure import Journal, Probe
 from tests.gloo_pool import GlooPool
 from tests.hardware_fixtures import load
@@ -266,3 +271,71 @@ def test_a_script_is_planned_and_not_trained(tmp_path: Path, capsys: Any) -> Non
     assert found["job"] == "mine"
     assert found["num_steps"] == 4
     assert not (tmp_path / "runs").exists()
+
+
+def steps_of(folder: Path, name: str) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / name / "steps.jsonl").read_text().splitlines()]
+    return [(row["samples"], row["loss"]) for row in rows]
+
+
+def recorded(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((folder / name / "plan.yaml").read_text())
+    return found
+
+
+@pytest.mark.parametrize("choice", ["batch.size: {value: 8}", "batch.accumulation: {value: 3}"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plan_leaves_the_global_batch_of_a_recipe_alone(tmp_path: Path, recipe: str, choice: str) -> None:
+    file, text = tmp_path / "a.yaml", tmp_path / "book.txt"
+    text.write_text("What is said three times is true. " * 400)
+    file.write_text(f"choices:\n  {choice}\n")
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--no-report", "--quiet", "--max-steps", "3"]
+    flags += ["--data", str(text)] if recipe == "gpt" else []
+    assert main(["train", recipe, "--name", "plain", *flags]) == 0
+    assert main(["train", recipe, "--name", "planned", "--plan", str(file), *flags]) == 0
+    plain, planned = steps_of(tmp_path, "plain"), steps_of(tmp_path, "planned")
+    assert [samples for samples, _ in planned] == [samples for samples, _ in plain]
+    assert planned[0][1] == pytest.approx(plain[0][1], rel=1e-3)
+    assert recorded(tmp_path, "planned")["micro_batch"] < recorded(tmp_path, "plain")["micro_batch"]
+
+
+SCRIPT = (
+    "import torch, drivetrain as dt\n"
+    "from torch.utils.data import TensorDataset\n"
+    "job = dt.Job(name='mine', model=lambda: torch.nn.Linear(3, 2), data=TensorDataset(torch.randn(32, 3)),\n"
+    "             loss=lambda m, b: m(b[0]).square().mean(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
+    "             global_batch={}, epochs=1)\n"
+    "dt.train(job)\n"
+)
+
+
+def test_a_plan_for_steps_of_another_size_is_refused(tmp_path: Path, capsys: Any) -> None:
+    file, script = tmp_path / "a.yaml", tmp_path / "mine.py"
+    script.write_text(SCRIPT.format(8))
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--max-steps", "2"]
+    assert main(["plan", "digits", "--batch-size", "16", "--out", str(file), *flags]) == 0
+    for target, own in (("digits", 64), (str(script), 8)):
+        assert main(["train", target, "--plan", str(file), *flags]) == 2
+        said = capsys.readouterr().err
+        assert f"{file}: it is a plan for steps of 16 samples, and a step of this job has {own}" in said
+        assert f"drivetrain plan TARGET --out {file}" in said
+    assert main(["plan", "digits", "--plan", str(file), "--for", "4xL4", *flags]) == 2
+    assert main(["train", "digits", "--plan", str(file), "--batch-size", "16", *flags]) == 0
+    assert [samples for samples, _ in steps_of(tmp_path, "digits")] == [16, 16]
+
+
+def test_a_job_without_a_global_batch_takes_the_plans(tmp_path: Path) -> None:
+    file, script = tmp_path / "a.yaml", tmp_path / "mine.py"
+    script.write_text(SCRIPT.format(None))
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--no-report"]
+    file.write_text("global_batch: 10\nchoices:\n  batch.size: {value: 4}\n")
+    assert main(["train", str(script), "--plan", str(file), *flags]) == 0
+    assert [samples for samples, _ in steps_of(tmp_path, "mine")] == [10, 10, 10, 2]
+
+
+def test_every_choice_that_is_written_can_be_read(tmp_path: Path) -> None:
+    assert set(planned(tmp_path, measure=True).choices) <= PLAN_CHOICES
+    source = inspect.getsource(planner) + inspect.getsource(elsewhere)
+    written = set(re.findall(r'"((?:\w+)\.(?:\w+))": (?:Choice|_strategy|settings|workers)', source))
+    written |= set(re.findall(r'choices\["([\w.]+)"\] = ', source))
+    assert written == PLAN_CHOICES

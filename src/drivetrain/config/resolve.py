@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.contradictions import find_contradictions
-from drivetrain.config.schema import Config
+from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
 from drivetrain.config.sources import Given, from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.hardware import Hardware
+
+_DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,14 @@ def resolve(
     checked: dict[str, Any] = {}
     unusable: set[str] = set()
     plan = next((given.value for source in reversed(sources) for given in source if given.name == "plan.file"), None)
+    pinned: list[Given] = []
+    global_batch = None
     if isinstance(plan, (str, Path)) and str(plan) != "auto":
-        pinned, more = from_plan(Path(plan))
+        pinned, more, global_batch = from_plan(Path(plan))
+        names = {given.name for source in sources for given in source}
+        if names & _DIVIDE_A_STEP:  # one of them says all that the plan says with both
+            names |= _DIVIDE_A_STEP
+        pinned = [given for given in pinned if given.name not in names]
         sources, found = [pinned, *sources], [*found, *more]
     for source in sources:
         found += _same_field_twice(source)
@@ -64,7 +72,8 @@ def resolve(
             unusable.add(name)
             found.append(value_problem(BY_DOTTED[name], given, str(error)))
 
-    config = _build(checked)
+    lines = {given.name: given.source for given in pinned}
+    config = _build(checked).with_plan_pins(PlanPins(lines, global_batch))
     usable = {name: given for name, given in origins.items() if name not in unusable}
     found += find_contradictions(config, usable, unusable, hardware)
     if found:

@@ -3,10 +3,12 @@
 A field may only be added together with the code that obeys it: `tests/config/test_flags_frozen.py` holds the list.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from drivetrain.core.precision_name import PrecisionName
 
@@ -137,6 +139,10 @@ class BatchSection(Section):
     accumulation: Annotated[int | None, Flag("accumulation-steps")] = Field(
         None, ge=1, description="micro-steps per optimizer step (auto: by memory, or the recipe's)"
     )
+
+    @property
+    def is_set(self) -> bool:
+        return self.size is not None or self.accumulation is not None
 
 
 class BudgetSection(Section):
@@ -378,6 +384,14 @@ class WatchSection(Section):
     quiet: Annotated[bool, Flag("quiet")] = Field(False, description="show nothing but errors on the terminal")
 
 
+@dataclass(frozen=True)
+class PlanPins:
+    """What of a configuration comes from a plan's file."""
+
+    lines: Mapping[str, str] = field(default_factory=dict)  # by setting, where in the file it stands: `a.yaml line 3`
+    global_batch: int | None = None  # of the job that was planned; None: the file does not say
+
+
 class Config(Section):
     """Everything a user can set. `configure()` makes one from names, files and values, with every error at once."""
 
@@ -398,6 +412,22 @@ class Config(Section):
     distributed: DistributedSection = DistributedSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     watch: WatchSection = WatchSection()
+    _plan_pins: PlanPins = PrivateAttr(PlanPins())
+
+    @property
+    def plan_pins(self) -> PlanPins:
+        return self._plan_pins
+
+    def with_plan_pins(self, pins: PlanPins) -> Self:
+        changed = self.model_copy()
+        changed._plan_pins = pins
+        return changed
+
+    @property
+    def batch_asked(self) -> BatchSection:
+        """What the user says of the global batch. A plan's file says nothing of it: it only divides a step."""
+        of_plan = {name: None for name in BatchSection.model_fields if f"batch.{name}" in self._plan_pins.lines}
+        return self.batch.model_copy(update=of_plan)
 
     def pins(self) -> dict[str, Any]:
         """What it fixes of a plan, in the planner's words. `plan` stands beside `config` and does not know it."""
@@ -409,8 +439,8 @@ class Config(Section):
             "mixed": self.precision.mixed,
             "activations": self.memory.activations,
             "strategy": self.distributed.strategy,
-            "micro_batch": self.batch.size,
-            "accumulation": self.batch.accumulation,
+            "micro_batch": self.batch_asked.size,
+            "accumulation": self.batch_asked.accumulation,
             "num_workers": None if self.data.num_workers == -1 else self.data.num_workers,
             "pin_memory": self.data.pin_memory,
             "prefetch_factor": self.data.prefetch_factor,

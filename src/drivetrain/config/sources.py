@@ -70,25 +70,50 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
         return [], [_file_problem(path, f"it does not parse as YAML: {error}", "mend the file")]
 
 
-def from_plan(path: Path) -> tuple[list[Given], list[Problem]]:
-    """The choices of a plan that was written: their values, not their reasons. By hand, `choices` is all it needs."""
+# What a plan decides. Nothing else may stand in one: it would change what the job means.
+PLAN_CHOICES = frozenset({
+    "distributed.strategy", "distributed.expert_rest", "deepspeed.offload_optimizer", "precision.dtype", "batch.size",
+    "batch.accumulation", "compile.enabled", "compile.mode", "kernels.capture", "kernels.num_threads",
+    "memory.activations", "data.channels_last", "data.resident", "data.num_workers", "data.prefetch_factor",
+})  # fmt: skip
+
+
+def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:
+    """The choices of a plan that was written, their values, not their reasons; and its global batch, if it says that.
+
+    By hand, `choices` is all it needs.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if _is_cut(text):
-            return [], [_plan_problem(path, "it is cut off: it does not end with the line `...` any more", _CUT)]
+            return [], [_plan_problem(path, "it is cut off: it does not end with the line `...` any more", _CUT)], None
         loader = yaml.SafeLoader(text)
-        choices = _below(loader, loader.get_single_node(), "choices")
+        root = loader.get_single_node()
+        choices, batch_node = _below(loader, root, "choices"), _below(loader, root, "global_batch")
         entries = None if choices is None else _entries(loader, choices)
     except OSError as error:
-        return [], [_plan_problem(path, error.strerror or "it cannot be read")]
+        return [], [_plan_problem(path, error.strerror or "it cannot be read")], None
     except (yaml.YAMLError, ValueError, RecursionError):
-        entries = None
+        entries = batch_node = None
     if entries is None:
-        return [], [_plan_problem(path, "it holds no plan")]
+        return [], [_plan_problem(path, "it holds no plan")], None
     given: list[Given] = []
     problems: list[Problem] = []
+    global_batch = None
+    if batch_node is not None:
+        if isinstance(batch_node, yaml.ScalarNode) and re.fullmatch("[1-9][0-9]*", batch_node.value):
+            global_batch = int(batch_node.value)
+        else:
+            source = f"{path.name} line {batch_node.start_mark.line + 1}"
+            allowed, remedy = "a whole number, at least 1", "take it out, or plan anew"
+            problems.append(Problem("global_batch", "this is no number of samples", None, source, allowed, remedy))
     for key_node, choice in entries:
         key, source = str(key_node.value), f"{path.name} line {key_node.start_mark.line + 1}"
+        setting = BY_NAME.get(normal(key))
+        if setting is not None and setting.name not in PLAN_CHOICES:
+            remedy = f"take it out, and give {setting.flag} to the run"
+            problems.append(Problem(key, "this is not a choice of a plan", source=source, remedy=remedy))
+            continue
         value_node = _below(loader, choice, "value")
         if value_node is None:
             remedy = "write `value: …` in a line below it, or take it out"
@@ -100,7 +125,7 @@ def from_plan(path: Path) -> tuple[list[Given], list[Problem]]:
             value = value_node.value
         if value != "auto":
             _take(key, value, source, given, problems)
-    return given, problems
+    return given, problems, global_batch
 
 
 _CUT = "take a whole copy, or write it anew: `drivetrain plan TARGET --out plan.yaml`; if it is whole, add that line"

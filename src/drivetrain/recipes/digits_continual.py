@@ -24,8 +24,8 @@ METHOD = "growing+sleep"
 def job(config: Config) -> Job:
     train, test = load_images("digits", None)
     scale, settings = SCALES["digits"], tuned("digits", "rotated", METHOD)
-    if config.batch.size or config.batch.accumulation:
-        scale = replace(scale, batch=(config.batch.size or scale.batch) * (config.batch.accumulation or 1))
+    asked = config.batch_asked
+    scale = replace(scale, batch=(asked.size or scale.batch) * (asked.accumulation or 1))
     if config.budget.epochs:  # of each task, up to a whole number of looks
         steps = config.budget.epochs * len(train.labels) / scale.batch
         scale = replace(scale, steps_per_task=max(1, round(steps / scale.look)) * scale.look)

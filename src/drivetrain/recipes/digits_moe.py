@@ -38,7 +38,8 @@ def job(config: Config) -> Job:
 def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, global_batch: int) -> Job:
     """The times of growing and sleeping follow from the number of steps there are."""
     epochs = config.budget.epochs or epochs
-    batch = (config.batch.size or global_batch) * (config.batch.accumulation or 1)
+    asked = config.batch_asked
+    batch = (asked.size or global_batch) * (asked.accumulation or 1)
     num_steps = min(config.budget.max_steps or 10**9, epochs * -(-len(pictures.train) // batch))
     look = max(2, num_steps // 50)
     seed, num_experts = config.run.seed, config.moe.experts or NUM_EXPERTS
@@ -57,7 +58,7 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
         data=pictures.train,
         loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
-        global_batch=None if config.batch.size or config.batch.accumulation else global_batch,
+        global_batch=None if asked.is_set else global_batch,
         epochs=epochs,
         max_steps=config.budget.max_steps,
         seed=seed,

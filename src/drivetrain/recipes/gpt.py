@@ -29,7 +29,7 @@ def job(config: Config) -> Job:
         valid=Windows(held_out) if held_out else None,
         loss=next_byte_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
-        global_batch=None if config.batch.size or config.batch.accumulation else min(32, len(Windows(text))),
+        global_batch=None if config.batch_asked.is_set else min(32, len(Windows(text))),
         epochs=config.budget.epochs or 1,
         max_steps=config.budget.max_steps,
         seed=config.run.seed,

@@ -18,6 +18,7 @@ from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.making import checked, make_model
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import needs_of
+from drivetrain.run.pinned import refuse_other_batch
 
 ACCURACY = (
     "memory is that of an eager step, by counting its tensors on shapes alone; compiled steps take less, and what "
@@ -40,7 +41,9 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
             f"{strategy.value} on {machine} is not planned for another machine: no memory model knows it",
             remedy="leave --parallel-strategy out, or plan on that machine",
         )
-    global_batch = job.global_batch or min(settings.effective_batch, job.num_samples)
+    planned = None if config.batch_asked.is_set else config.plan_pins.global_batch
+    global_batch = job.global_batch or planned or min(settings.effective_batch, job.num_samples)
+    refuse_other_batch(config, global_batch)
     share = -(-global_batch // num_gpus)
     fraction = config.memory.gpu_fraction
     limit = machine.gpus()[0].memory_free_bytes * fraction

@@ -35,6 +35,7 @@ from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.making import checked, make_model
 from drivetrain.run.needs import explained
+from drivetrain.run.pinned import plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy, strategy_for
@@ -256,15 +257,21 @@ class Setup:
             valid_every=self.config.validation.every or job.valid_every,
             early_stopping=self._early_stopping(job),
         )
+        refuse_other_batch(self.config, job.global_batch or 0)
         size, accumulation = self.config.batch.size, self.config.batch.accumulation
         if size and accumulation and size * accumulation * self.num_devices < (job.global_batch or 0):
+            source = self.config.plan_pins.lines.get("batch.size", "")
+            remedy = "leave --accumulation-steps out: it follows from the others"
+            if source:
+                remedy = f"take batch.accumulation out: it follows from the others; or {plan_anew(self.config)}"
             raise ConfigError([
                 Problem(
-                    "--batch-size",
+                    "batch.size" if source else "--batch-size",
                     f"{size} × {accumulation} × {self.num_devices} devices do not hold the {job.global_batch} samples "
                     "that a step of this job has",
                     size,
-                    remedy="leave --accumulation-steps out: it follows from the others",
+                    source,
+                    remedy=remedy,
                 )
             ])  # fmt: skip
         return job
@@ -278,11 +285,17 @@ class Setup:
         )
 
     def _global_batch(self, job: Job) -> int:
-        """Micro-batch × accumulation × devices at the first start; afterwards what was recorded then."""
+        """What was recorded at the first start. Then: as asked for, as planned in a file, or by rule.
+
+        Asked for and by rule, it is micro-batch × accumulation × devices.
+        """
         recorded = read_job(self.config.run.output_dir / self.name).get("global_batch")
         if recorded and not is_finished(self.config.run.output_dir / self.name):
             return int(recorded)
-        size, accumulation = self.config.batch.size, self.config.batch.accumulation
+        asked, planned = self.config.batch_asked, self.config.plan_pins.global_batch
+        if planned is not None and not asked.is_set:
+            return planned
+        size, accumulation = asked.size, asked.accumulation
         micro = size or self.settings.micro_batch.value
         product = micro * (accumulation or (1 if size else self.settings.accumulation.value)) * self.num_devices
         return min(product, job.num_samples or product) if size is None and accumulation is None else product
