@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.division import Division
-from drivetrain.data.items import Columns, KeyedItems
+from drivetrain.data.items import Collated, Columns, KeyedItems
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import source_of
 from tests.data.shapes import Counting, Numbers, Unequal
@@ -192,6 +192,16 @@ def test_a_collate_function_that_raises(num_workers: int) -> None:
     with pytest.raises(DrivetrainError, match="default_collate could not make a batch of 4 items") as caught:
         first_batch(unequal, num_workers=num_workers)
     assert "remedy: items of unequal shapes" in str(caught.value)
+    assert "torch/utils/data/_utils/collate.py" not in str(caught.value), "what torch did inside tells nobody anything"
+
+
+def test_a_collate_function_of_ones_own_shows_where_it_raised() -> None:
+    def broken(items: list[Any]) -> Any:
+        raise KeyError("here")
+
+    with pytest.raises(DrivetrainError, match="broken could not make a batch of 4 items") as caught:
+        Collated(broken)([1, 2, 3, 4])
+    assert 'raise KeyError("here")' in str(caught.value)
 
 
 def test_a_list_of_items_is_a_data_set() -> None:

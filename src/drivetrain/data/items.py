@@ -155,15 +155,17 @@ class Collated:
             return self.collate(items)
         except DrivetrainError:
             raise
-        except Exception as error:
-            trace = "".join(traceback.format_exception(error)).rstrip()
+        except Exception as error:  # noqa: BLE001  (told below, as one of ours)
+            # Of torch's own function a traceback says nothing that the error does not.
+            is_own = self.collate is not default_collate
+            trace = "\n" + "".join(traceback.format_exception(error)).rstrip() if is_own else ""
             name = getattr(self.collate, "__name__", type(self.collate).__name__)
             kinds = ", ".join(sorted({type(item).__name__ for item in items}))
             raise ItemError(
                 f"{name} could not make a batch of {len(items)} items ({kinds}): {type(error).__name__}: {error}\n"
-                "  remedy: items of unequal shapes or kinds need a collate function of your own: Job(collate=...)\n"
+                "  remedy: items of unequal shapes or kinds need a collate function of your own: Job(collate=...)"
                 f"{trace}"
-            ) from error
+            ) from (error if is_own else None)
 
 
 class Columns(Dataset[dict[str, Tensor]]):
