@@ -143,6 +143,30 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     assert plan_of(pinned)["choices"]["batch.size"] == {"value": 4, "why": "asked for"}
 
 
+def test_a_resumed_run_says_what_was_pinned_and_what_was_kept(tmp_path: Path) -> None:
+    def note(name: str, **settings: Any) -> str:
+        calls = [0]
+
+        def dying(model: nn.Module, batch: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > 12:
+                raise KeyError("gone")
+            return functional.cross_entropy(model(batch[0]), batch[1])
+
+        with pytest.raises(KeyError):
+            run(tmp_path / name, make_job(VARIANT, loss=dying), batch_size=10, num_threads=2, auto_optimize=False)
+        return str(plan_of(run(tmp_path / name, make_job(VARIANT), **settings))["notes"][0])
+
+    file = tmp_path / "b.yaml"
+    file.write_text("choices:\n  batch.size: {value: 5}\n  kernels.num_threads: {value: 2}\n")
+    assert note("kept", batch_size=10).startswith("as in the checkpoint of step ")
+    assert note("asked", batch_size=5, num_threads=1).startswith(
+        "micro-batch, threads as asked for; else as in the checkpoint of step "
+    )
+    both = note("both", plan=file, num_threads=1)
+    assert both.startswith("micro-batch pinned by b.yaml; threads as asked for; else as in the checkpoint of step ")
+
+
 def counted_probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds: list[float] = []
     original = Probe.__call__

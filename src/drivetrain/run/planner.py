@@ -93,7 +93,7 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
         if recorded is not None:
             run.follow(recorded)
             run.follow_data(checkpoint.meta["plan"].get("data"))
-            why = f"as in the checkpoint of step {checkpoint.step}"
+            why = _why_resumed(run, checkpoint)
             return described(run, model, None, why=why, is_closed=True)
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
@@ -104,6 +104,33 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
         return measured(run, model, steps_done, on_probe, is_short_of_time=True)
     except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
         return described(run, model, None, why=f"by rule: {error.message}")
+
+
+def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
+    """What was kept, and what this start changed."""
+    kept = f"as in the checkpoint of step {checkpoint.step}"
+    before = Way.model_validate(checkpoint.meta["plan"]["way"])
+    changed = {name for name in run.pinned() if getattr(before, name) != getattr(run.way, name)}
+    if not changed:
+        return kept
+    file, lines = run.config.plan.file, run.config.plan_pins.lines
+    by_plan = [words for name, (words, settings) in _PINS.items() if name in changed and lines.keys() & settings]
+    asked = [words for name, (words, settings) in _PINS.items() if name in changed and not lines.keys() & settings]
+    told = [f"{', '.join(by_plan)} pinned by {file.name}"] if file is not None and by_plan else []
+    told += [f"{', '.join(asked)} as asked for"] if asked else []
+    return f"{'; '.join(told)}; else {kept}"
+
+
+# What pins a part of a way: that part in words, and the settings.
+_PINS = {
+    "micro_batch": ("micro-batch", {"batch.size", "batch.accumulation"}),
+    "precision": ("precision", {"precision.dtype"}),
+    "compile_mode": ("compiling", {"compile.enabled", "compile.mode"}),
+    "channels_last": ("memory format", {"data.channels_last"}),
+    "recompute": ("activations", {"memory.activations"}),
+    "capture": ("capturing", {"kernels.capture"}),
+    "num_threads": ("threads", {"kernels.num_threads"}),
+}
 
 
 def _why_not_measured(run: Setup, steps_done: int) -> str:
