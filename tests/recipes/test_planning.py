@@ -339,3 +339,23 @@ def test_every_choice_that_is_written_can_be_read(tmp_path: Path) -> None:
     written = set(re.findall(r'"((?:\w+)\.(?:\w+))": (?:Choice|_strategy|settings|workers)', source))
     written |= set(re.findall(r'choices\["([\w.]+)"\] = ', source))
     assert written == PLAN_CHOICES
+
+
+def test_a_strategy_of_a_plan_that_does_not_fit_is_told_by_file_and_line(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "l4.yaml"
+    file.write_text("choices:\n  batch.size: {value: 16}\n  distributed.strategy: {value: ddp}\n")
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path)]
+    assert main(["train", "digits", "--plan", str(file), *flags]) == 2
+    said = capsys.readouterr().err
+    assert "distributed.strategy (l4.yaml line 3): ddp is several processes, and this is the only one" in said
+    assert "--parallel-strategy" not in said
+    assert f"drivetrain plan TARGET --out {file}" in said
+
+
+def test_a_plan_that_does_not_hold_the_step_is_told_by_file_and_line(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("choices:\n  batch.size: {value: 16}\n  batch.accumulation: {value: 2}\n")
+    assert main(["train", "digits", "--plan", str(file), "--gpu-mode", "cpu", "--output-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "batch.size (a.yaml line 2): 16 × 2 × 1 devices do not hold the 64 samples" in said
+    assert "--accumulation-steps" not in said

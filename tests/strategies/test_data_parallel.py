@@ -308,5 +308,5 @@ def test_a_pinned_batch_size_is_per_device(tmp_path: Path) -> None:
 
 
 def test_auto_never_contradicts() -> None:
-    refuse_strategy("auto", World(), [CPU])
-    refuse_strategy("single", World(), [CPU])
+    refuse_strategy(configure(), World(), [CPU])
+    refuse_strategy(configure(parallel_strategy="single"), World(), [CPU])

@@ -167,7 +167,7 @@ class Setup:
         quiet: bool,
     ) -> None:
         self.config, self.hardware, self.world, self.quiet = config, hardware, world, quiet
-        refuse_strategy(config.distributed.strategy, world, devices)
+        refuse_strategy(config, world, devices)
         shares = config.distributed.strategy == "data_parallel"
         self.devices = devices if shares else [world.device]  # of this process
         self.settings = choose_settings(hardware, Pins(**config.pins()))

@@ -6,25 +6,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.held import forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
+from drivetrain.run.pinned import plan_anew
 from drivetrain.strategies.deepspeed import DeepSpeedStrategy, refuse_without_deepspeed
 
 _FLAG = "--parallel-strategy"
+_LEAVE_OUT = f"leave {_FLAG} out"
 
 
-def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -> None:
+def refuse_strategy(config: Config, world: World, devices: Sequence[torch.device]) -> None:
     """Raises what contradicts the launcher or the machine. `auto` never does."""
+    asked = config.distributed.strategy
     if asked == DeepSpeedStrategy.name:
         refuse_without_deepspeed()
     if world.size > 1 and asked in ("single", "data_parallel"):
         message = f"{asked} is one process, and a launcher started {world.size}"
         raise _problem(
-            asked,
+            config,
             message,
             "auto, ddp, fsdp, expert_parallel, deepspeed here",
             "use ddp, or start the script with plain python",
@@ -33,12 +37,12 @@ def refuse_strategy(asked: str, world: World, devices: Sequence[torch.device]) -
         message = f"{asked} is several processes, and this is the only one"
         remedy = (
             "start several: drivetrain train TARGET --num-processes 2 (and --cpu where there is no GPU), torchrun or "
-            "srun; or leave --parallel-strategy out"
+            f"srun; or {_LEAVE_OUT}"
         )
-        raise _problem(asked, message, "auto, single, data_parallel, fsdp, deepspeed here", remedy)
+        raise _problem(config, message, "auto, single, data_parallel, fsdp, deepspeed here", remedy)
     if asked == "data_parallel" and len(devices) < 2:
         message = f"data_parallel shares batches between GPUs, and there is only {devices[0]} to use"
-        raise _problem(asked, message, "auto, single here", "leave --parallel-strategy out")
+        raise _problem(config, message, "auto, single here", _LEAVE_OUT)
 
 
 def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice[str]:
@@ -73,5 +77,10 @@ def _held_bytes(model: nn.Module, job: Job) -> int | None:
     return None if held is None else held.total
 
 
-def _problem(asked: str, message: str, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(_FLAG, message, asked, allowed=allowed, remedy=remedy)])
+def _problem(config: Config, message: str, allowed: str, remedy: str) -> ConfigError:
+    name, asked = "distributed.strategy", config.distributed.strategy
+    line = config.plan_pins.lines.get(name)
+    if line is None:
+        return ConfigError([Problem(_FLAG, message, asked, allowed=allowed, remedy=remedy)])
+    remedy = remedy.replace(_LEAVE_OUT, f"take it out of the plan; or {plan_anew(config)}")
+    return ConfigError([Problem(name, message, asked, line, allowed, remedy)])
