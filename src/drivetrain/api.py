@@ -140,6 +140,10 @@ class _Run(Setup):
         why_not_captured = self.why_not_captured(optimizer, draws, division)
         if not why_not_captured:
             make_capturable(optimizer)
+        wants_capture = self.way.capture
+        if wants_capture and why_not_captured:  # known before the first step, so the plan says what is done
+            self.follow(self.way.but(capture=False))
+            plan = plan.not_captured(why_not_captured)
         resumed_from = 0
         if checkpoint is not None:
             strategy.load(checkpoint)
@@ -158,7 +162,7 @@ class _Run(Setup):
             stepper: Stepper = captured
         else:
             stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
-            stepper.why_not = why_not_captured if self.way.capture else ""
+            stepper.why_not = why_not_captured if wants_capture else ""
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
             tell_notes(loader, books)
             tell_capture(stepper, books)

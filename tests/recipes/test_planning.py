@@ -359,3 +359,20 @@ def test_a_plan_that_does_not_hold_the_step_is_told_by_file_and_line(tmp_path: P
     said = capsys.readouterr().err
     assert "batch.size (a.yaml line 2): 16 × 2 × 1 devices do not hold the 64 samples" in said
     assert "--accumulation-steps" not in said
+
+
+def test_steps_that_cannot_be_captured_are_not_called_captured(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text('choices:\n  kernels.capture: {value: "on"}\n')
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--no-report", "--max-steps", "2"]
+    assert main(["train", "digits", "--plan", str(file), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "eager, captured" not in said
+    assert "not captured: only CUDA devices" in " ".join(said.split())
+    found = recorded(tmp_path, "digits")
+    assert "captured" not in found["way"]
+    choice = found["choices"]["kernels.capture"]
+    assert (choice["value"], choice["why"]) == (
+        "off",
+        "asked for, but only CUDA devices replay a step, and this run is on cpu",
+    )

@@ -3,7 +3,7 @@
 As text it is YAML, in a run's folder and from `drivetrain plan --out`; `drivetrain train X --plan FILE` pins all of it.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -73,6 +73,13 @@ class Plan(Value):
                 for tried in self.tried
             ],
         }
+
+    def not_captured(self, why: str) -> Self:
+        """The same plan, where it turned out that steps cannot be captured."""
+        name = "kernels.capture"
+        asked = self.choices[name]
+        choice = asked.model_copy(update={"value": "off", "reason": f"{asked.reason}, but {why}"})
+        return self.model_copy(update={"choices": {**self.choices, name: choice}})
 
     def _how(self) -> str:
         if self.machine:
