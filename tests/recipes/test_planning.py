@@ -376,3 +376,12 @@ def test_steps_that_cannot_be_captured_are_not_called_captured(tmp_path: Path, c
         "off",
         "asked for, but only CUDA devices replay a step, and this run is on cpu",
     )
+
+
+def test_a_budget_without_measuring_is_refused(tmp_path: Path, capsys: Any) -> None:
+    flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path)]
+    assert main(["plan", "digits", "--budget", "5", *flags]) == 2
+    assert "nothing is measured without --measure" in capsys.readouterr().err
+    file = tmp_path / "train.yaml"
+    file.write_text("plan: {budget_seconds: 5}\n")
+    assert main(["plan", "digits", "--config", str(file), *flags]) == 0, "of a file that is for training, too"

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from drivetrain.config import Allowed, Flag, Positional, Resolved
+from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.training import started
@@ -56,6 +57,11 @@ def run(options: Options, resolved: Resolved) -> int | None:
     if there and given:
         flag = "--cpu" if options.num_processes is None else "--num-processes"
         raise ConfigError([Problem(flag, f"{there} plans for a machine that is not here", remedy="keep one of them")])
+    budget = resolved.origins.get("plan.budget_seconds")
+    if budget is not None and budget.source == COMMAND_LINE and not options.measure:
+        remedy = "leave it out" if there else "add --measure, or leave it out"
+        message = "it is for measuring, and nothing is measured without --measure"
+        raise ConfigError([Problem(budget.spelled, message, budget.value, budget.source, remedy=remedy)])
     if there:
         return None
     own = {"measure": options.measure, "out": options.out, "json": options.as_json}
