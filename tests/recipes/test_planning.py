@@ -25,6 +25,7 @@ from drivetrain.core.launchers import Place
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
+from drivetrain.hardware.catalogue import machine_named
 from drivetrain.job import Job
 from drivetrain.launch import training as launching
 from drivetrain.launch.layout import make_layout
@@ -385,3 +386,23 @@ def test_a_budget_without_measuring_is_refused(tmp_path: Path, capsys: Any) -> N
     file = tmp_path / "train.yaml"
     file.write_text("plan: {budget_seconds: 5}\n")
     assert main(["plan", "digits", "--config", str(file), *flags]) == 0, "of a file that is for training, too"
+
+
+def test_lazy_modules_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    job = make_job(VARIANT, model=lambda: nn.Sequential(nn.LazyLinear(4)))
+    for action in (
+        lambda: planned(tmp_path, job),
+        lambda: elsewhere.plan_elsewhere(job, configure(), machine_named("4xL4"), load("4x-l4")),
+    ):
+        with pytest.raises(DrivetrainError, match=r"0\.weight of the model has no shape yet") as caught:
+            action()
+        assert "run one batch through the model" in caught.value.remedy
+
+
+def test_lazy_modules_that_saw_a_batch_are_planned(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.LazyLinear(4))
+        made(torch.zeros(1, 6))
+        return made
+
+    assert planned(tmp_path, make_job(VARIANT, model=model)).forecast.memory.parameters == 4 * 7 * 4

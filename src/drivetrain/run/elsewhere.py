@@ -15,7 +15,7 @@ from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 from drivetrain.plan.fitting import Layout, Needs, does_not_fit, first_that_fits, in_words, layouts
 from drivetrain.plan.plan import Forecast, Plan
-from drivetrain.run.making import checked, make_model
+from drivetrain.run.making import checked, make_model, refuse_lazy
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import needs_of
 from drivetrain.run.pinned import refuse_other_batch
@@ -87,6 +87,7 @@ def _model_and_needs(
             return model, needs_of(job, model, precision, at_most, limit_bytes)
         torch.manual_seed(job.seed)
         made = make_model(made, here.memory.free_bytes)
+    refuse_lazy(made)
     model = made.train()
     return model, needs_of(job, model, precision, at_most, limit_bytes)
 

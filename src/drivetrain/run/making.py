@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.fitting import in_words
@@ -24,6 +25,16 @@ def checked(made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise DrivetrainError(f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module")
     return made
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises where shapes of weights or buffers follow from a first batch, which nothing has seen yet."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise DrivetrainError(
+                f"{name} of the model has no shape yet: a lazy module takes it from the first batch",
+                remedy="run one batch through the model inside the model function, before it is returned",
+            )
 
 
 @contextmanager

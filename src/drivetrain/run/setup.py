@@ -33,7 +33,7 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
-from drivetrain.run.making import checked, make_model
+from drivetrain.run.making import checked, make_model, refuse_lazy
 from drivetrain.run.needs import explained
 from drivetrain.run.pinned import plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
@@ -461,6 +461,7 @@ class Setup:
         """The model as the user made it, on its device unless it is going to be sharded."""
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
         made = self._made()
+        refuse_lazy(made)
         self._num_weights = sum(parameter.numel() for parameter in made.parameters())
         self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
         if self.shards:
