@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from drivetrain.api import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
+from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
 from drivetrain.recipes import digits, digits_continual, digits_moe, gpt
@@ -90,7 +91,7 @@ def _refuse_unread(target: str, resolved: Resolved) -> None:
             remedy="set it in the job, and leave this out",
         )
         for value in given
-        if value.source == "command line"
+        if value.source == COMMAND_LINE
     ]
     if problems:
         raise ConfigError(problems)
