@@ -48,24 +48,29 @@ def measure() -> dict[str, list[float]]:
             "drivetrain, steps.jsonl alone (µs per step)": partial(by_drivetrain, log_every=0, monitor_gpu=False),
             "drivetrain, with what is watched by default (µs per step)": by_drivetrain,
         }
-        loops |= {
-            "drivetrain, captured, in stretches (µs of the main thread per step)": captured,
-            "drivetrain, captured, step by step (µs of the main thread per step)": partial(captured, stretches=False),
-        }
-        samples: dict[str, list[float]] = {name: [] for name in loops}
-        for _ in range(ROUNDS):
-            for name, loop in loops.items():
-                samples[name].append(loop(data) * 1e6)
-        indexed, loader, alone, watched, *_ = samples.values()
+        samples = _rounds(loops, data)
+        indexed, loader, alone, watched = samples.values()
         for name, against, ours in (
             ("overhead against indexing by hand, steps.jsonl alone", indexed, alone),
             ("overhead against indexing by hand, watched", indexed, watched),
             ("overhead against a DataLoader by hand, watched", loader, watched),
         ):
             samples[f"{name} (µs per step)"] = [b - a for a, b in zip(against, ours, strict=True)]
-        return samples
+        only_given: dict[str, Callable[[TensorDataset], float]] = {
+            "drivetrain, captured, in stretches (µs of the main thread per step)": captured,
+            "drivetrain, captured, step by step (µs of the main thread per step)": partial(captured, stretches=False),
+        }
+        return samples | _rounds(only_given, data)
     finally:
         torch.set_num_threads(threads)
+
+
+def _rounds(loops: dict[str, Callable[[TensorDataset], float]], data: TensorDataset) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(ROUNDS):
+        for name, loop in loops.items():
+            samples[name].append(loop(data) * 1e6)
+    return samples
 
 
 def model() -> nn.Module:

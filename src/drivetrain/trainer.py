@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, Hook, Rehearsal, StepContext, Verdict
-from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord
+from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord, Values
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
@@ -47,16 +47,12 @@ class Begun(NamedTuple):
 class _Enqueued:
     """A step, or a stretch of them, that the device was given; its outcome may not be there yet."""
 
-    __slots__ = ("began", "ended", "place", "rates", "reading")
+    __slots__ = ("began", "ended", "num_steps", "place", "rates", "reading")
 
     def __init__(self, first: Place, rates: Sequence[float], began: float, reading: Reading) -> None:
-        self.place, self.rates, self.began = first, rates, began
+        self.place, self.rates, self.num_steps, self.began = first, rates, len(rates), began
         self.reading = reading
         self.ended = math.nan  # for the host: when it began the next one
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.rates)
 
 
 # On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
@@ -281,8 +277,13 @@ class Trainer:
         num_steps = sum(enqueued.num_steps for enqueued in taken)
         self._steps_ahead -= num_steps
         seconds = sum(enqueued.ended - enqueued.began for enqueued in taken) / num_steps
+        clock = self._stepper.clock
         for enqueued in taken:
-            yield from self._read(enqueued, seconds)
+            asked = time.perf_counter()
+            found = enqueued.reading.all_values()  # the host waits until those steps are done on the device
+            clock.waited(time.perf_counter() - asked)
+            for number, values in enumerate(found):
+                yield self._record(enqueued, number, values, seconds)
         self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_SECONDS / seconds))) if seconds > 0 else MOST_TOGETHER
 
     def last_words(self) -> Iterator[StepRecord]:
@@ -296,7 +297,7 @@ class Trainer:
         try:
             if not last.reading.is_there(LAST_WAIT_SECONDS):
                 return
-            (record,) = self._read(last, time.perf_counter() - last.began)
+            record = self._record(last, 0, last.reading.values(), time.perf_counter() - last.began)
         except Exception:  # noqa: BLE001  (a bad step, or a device that is gone: the first error is the news)
             return
         yield record
@@ -318,22 +319,19 @@ class Trainer:
             set_rate(group, rounded(lr) if self._rounds_rates else lr)
         return float(lr)
 
-    def _read(self, enqueued: _Enqueued, seconds: float) -> Iterator[StepRecord]:
-        """Reads the outcome. The host waits until those steps are done on the device."""
-        asked = time.perf_counter()
-        found = enqueued.reading.all_values()
-        self._stepper.clock.waited(time.perf_counter() - asked)
-        first = enqueued.place
-        samples = first.num_samples
-        for number, (values, lr) in enumerate(zip(found, enqueued.rates, strict=True), start=first.step + 1):
-            total, count, stop, norm, skipped = values
-            loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
-            supervision.step(number)
-            self.stopped_early |= stop > 0
-            if not math.isfinite(loss):
-                raise self._not_finite(number, first.epoch, loss)
-            self._last_loss = loss if count else math.nan
-            yield StepRecord(number, first.epoch, samples, loss, count, lr, norm, seconds, skipped > 0)
+    def _record(self, enqueued: _Enqueued, number: int, values: Values, seconds: float) -> StepRecord:
+        """Of one of its steps, from 0."""
+        place = enqueued.place
+        step = place.step + 1 + number
+        total, count, stop, norm, skipped = values
+        supervision.step(step)
+        self.stopped_early |= stop > 0
+        loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
+        if not math.isfinite(loss):
+            raise self._not_finite(step, place.epoch, loss)
+        self._last_loss = loss if count else math.nan
+        lr = enqueued.rates[number]
+        return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0)
 
     def _not_finite(self, step: int, epoch: int, loss: float) -> DrivetrainError:
         where = f"the loss of step {step} (epoch {epoch}) is {loss}"

@@ -227,19 +227,20 @@ def test_the_host_does_little_for_most_steps(
     monkeypatch.setattr(trainer, "MOST_TOGETHER", 20)
     begun = steps_alone(monkeypatch)
     num_at_once: list[int] = []
-    go_on, read = trainer.Trainer._go_on, trainer.Trainer._read
+    go_on, records = trainer.Trainer._go_on, trainer.Trainer._records
 
     def going_on(self: trainer.Trainer) -> Any:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(trainer.Trainer, "_read", reading)
+            patched.setattr(trainer.Trainer, "_records", reading)
             yield from go_on(self)
 
-    def reading(self: trainer.Trainer, enqueued: Any, seconds: float) -> Any:
-        note = enqueued.reading.note  # none of the first, which were not replayed
-        assert note is None or note.sent is not self._ahead[-1].reading.note.sent
-        assert sum(ahead.num_steps for ahead in self._ahead) >= 20
-        num_at_once.append(enqueued.num_steps)
-        return read(self, enqueued, seconds)
+    def reading(self: trainer.Trainer, count: int) -> Any:
+        read, left = [*self._ahead][:count], [*self._ahead][count:]
+        notes = [enqueued.reading.note for enqueued in read]  # none of the first, which were not replayed
+        assert all(note is None or note.sent is not left[-1].reading.note.sent for note in notes)
+        assert sum(enqueued.num_steps for enqueued in left) >= 20
+        num_at_once.extend(enqueued.num_steps for enqueued in read)
+        return records(self, count)
 
     monkeypatch.setattr(trainer.Trainer, "_go_on", going_on)
     variant = replace(BASE, steps=200, num_samples=100 * 16, save_every=1000)  # two epochs

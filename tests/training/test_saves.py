@@ -70,17 +70,10 @@ def test_the_state_is_copied_before_and_counts_after_its_step_is_judged(tmp_path
     def told(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **options: Any) -> Any:
             result = original(self, *args, **options)
-            seen.append(f"{name} {args[0] if args else ''}".strip())
+            seen.append(f"{name} {result.step if name == 'record' else args[0] if args else ''}".strip())
             return result
 
         return call
-
-    read = Trainer._read
-
-    def reading(self: Trainer, *args: Any) -> Any:
-        for record in read(self, *args):
-            seen.append(f"record {record.step}")
-            yield record
 
     def loss(model: Any, batch: Any) -> Tensor:
         seen.append("step")
@@ -88,7 +81,7 @@ def test_the_state_is_copied_before_and_counts_after_its_step_is_judged(tmp_path
 
     variant = replace(BASE, steps=4, save_every=2, num_samples=64)
     with (
-        mock.patch.object(Trainer, "_read", reading),
+        mock.patch.object(Trainer, "_record", told("record", Trainer._record)),
         mock.patch.object(BackgroundSaver, "begin", told("copy", BackgroundSaver.begin)),
         mock.patch.object(BackgroundSaver, "judged", told("judged", BackgroundSaver.judged)),
     ):

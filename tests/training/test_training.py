@@ -94,15 +94,15 @@ def test_a_record_comes_after_the_next_step_was_given_to_the_device(tmp_path: Pa
         events.append("step")
         return vector_loss(model, batch)
 
-    read = Trainer._read
+    original = Trainer._record
 
-    def reading(self: Trainer, *args: Any) -> Any:
-        for record in read(self, *args):
-            events.append(f"record {record.step}")
-            yield record
+    def record(self: Trainer, *args: Any) -> Any:
+        found = original(self, *args)
+        events.append(f"record {found.step}")
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_read", reading)
+        patch.setattr(Trainer, "_record", record)
         run(str(tmp_path), SMALL, loss=loss)
     assert events[1:] == [
         "step", "step", "record 1", "step", "record 2", "step", "record 3", "step", "record 4", "step", "record 5",
