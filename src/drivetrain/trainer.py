@@ -59,7 +59,7 @@ class _Enqueued:
 LAST_WAIT_SECONDS = 10.0
 # Of noted steps, for how long and how many at most are read at once. As many are under way meanwhile: so long may the
 # host be busy with something else, such as a line for the terminal, without the device noticing.
-TOGETHER_SECONDS, MOST_TOGETHER = 16e-3, 128
+TOGETHER_SECONDS, MOST_TOGETHER = 8e-3, 64
 
 
 class Trainer:
