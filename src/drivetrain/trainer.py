@@ -190,7 +190,7 @@ class Trainer:
     def _go_on(self) -> Iterator[StepRecord]:
         """Steps behind the last one that nobody waits for: the device gets them one after the other."""
         stepper, found = self._stepper, self._undisturbed()
-        if found is None or stepper.clock.measures_next:
+        if found is None or self.wants_stop or stepper.clock.measures_next:
             return
         began, rates = time.perf_counter(), list[float]()
 

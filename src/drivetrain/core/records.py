@@ -82,6 +82,8 @@ class Noted:
         fewer = note.count - count
         note.count, note.last = count, note.last - fewer * note.stride
         self.num_unsent -= fewer
+        if not count:
+            self._unsent.pop()
 
     def send(self) -> None:
         """Begin to copy what is not on its way yet, behind the replays before."""
