@@ -158,8 +158,8 @@ def test_a_model_that_is_too_large_for_this_machine() -> None:
         return nn.Linear(5 * width, 5 * width)
 
     small = make_job(model=looks_at_values, data=data, global_batch=16)
-    memory = HERE.memory.model_copy(update={"free_bytes": 8 * 10**9})
-    with pytest.raises(DrivetrainError, match=r"8\.00 GB are free, and its weights take 40\.00 GB"):
+    memory = HERE.memory.model_copy(update={"total_bytes": 8 * 10**9})
+    with pytest.raises(DrivetrainError, match=r"it has 8\.00 GB, and the weights take 40\.00 GB"):
         plan_elsewhere(small, configure(), machine_of_memory(16, 80), HERE.model_copy(update={"memory": memory}))
 
 

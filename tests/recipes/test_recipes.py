@@ -158,7 +158,7 @@ def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys,
     (tmp_path / "budgets.py").write_text(SCRIPT)
     for flags, steps in (
         (("--epochs", "2"), 8),
-        (("--max-steps", "21"), 21),
+        (("--max-steps", "7"), 7),
         (("--epochs", "3", "--max-steps", "5"), 5),
     ):
         folder = tmp_path / "-".join(flags)

@@ -14,7 +14,7 @@ MANY = 10**9
 def test_weights_without_end_are_refused_before_they_are_filled() -> None:
     with pytest.raises(DrivetrainError) as caught:
         make_model(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(HUGE, HUGE)), MANY)
-    words = "1.00 GB are free, and its weights take 160.00 GB up to weight (200000 × 200000) of a Linear"
+    words = "it has 1.00 GB, and the weights take 160.00 GB up to weight (200000 × 200000) of a Linear"
     assert words in str(caught.value)
     assert "fsdp" in caught.value.remedy
     assert nn.Linear(2, 2).weight.shape == (2, 2), "models made afterwards are not watched"
@@ -24,8 +24,8 @@ def test_weights_without_end_are_refused_before_they_are_filled() -> None:
 
 def test_many_small_ones_count_too() -> None:
     with pytest.raises(DrivetrainError, match="does not fit"):
-        make_model(lambda: nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(23))), 1_000_000)
-    make_model(lambda: nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(22))), 1_000_000)
+        make_model(lambda: nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(24))), 1_000_000)
+    make_model(lambda: nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(23))), 1_000_000)
 
 
 def test_shared_and_dropped_weights_count_once() -> None:
@@ -37,6 +37,18 @@ def test_shared_and_dropped_weights_count_once() -> None:
         return nn.Sequential(first, second, *(nn.Linear(100, 100, bias=False) for _ in range(2)))
 
     assert len([*make_model(factory, 140_000).parameters()]) == 3
+
+
+def test_weights_that_became_smaller_count_as_they_are() -> None:
+    def factory() -> nn.Module:
+        halves = nn.Sequential(*(nn.Linear(100, 100, bias=False).bfloat16() for _ in range(4)))
+        twin = nn.Linear(100, 100, bias=False).bfloat16()
+        twin.weight = nn.Parameter(halves[0].weight.detach())  # of the same memory
+        return nn.Sequential(halves, twin)
+
+    assert make_model(factory, 140_000) is not None
+    with pytest.raises(DrivetrainError, match="does not fit"):
+        make_model(factory, 100_000)
 
 
 def test_what_is_not_known_or_elsewhere_is_not_refused() -> None:

@@ -86,7 +86,7 @@ def _model_and_needs(
                 model = checked(made()).train()
             return model, needs_of(job, model, precision, at_most, limit_bytes)
         torch.manual_seed(job.seed)
-        made = make_model(made, here.memory.free_bytes)
+        made = make_model(made, here.memory.total_bytes)
     refuse_lazy(made)
     model = made.train()
     return model, needs_of(job, model, precision, at_most, limit_bytes)

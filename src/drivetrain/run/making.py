@@ -11,13 +11,17 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.fitting import in_words
+from drivetrain.plan.held import num_bytes
 
-MOST = 0.9  # of the free memory: the process itself, and others, need some too
+MOST = 0.95  # of the memory: the process itself needs some, too
 
 
-def make_model(factory: Callable[[], Any], free_bytes: int) -> nn.Module:
-    """`free_bytes` is the host's memory; 0: not known."""
-    with _within(free_bytes):
+def make_model(factory: Callable[[], Any], total_bytes: int) -> nn.Module:
+    """`total_bytes` is all that the process may use of the host's memory; 0: not known.
+
+    Not what is free of it: the kernel gives up more for it than it calls free, and only what is sure is refused.
+    """
+    with _within(total_bytes):
         return checked(factory())
 
 
@@ -38,36 +42,37 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 @contextmanager
-def _within(free_bytes: int) -> Iterator[None]:
+def _within(total_bytes: int) -> Iterator[None]:
     """Weights are counted when a module gets them, before they are filled: until then they take no memory."""
-    total = 0
-    counted: dict[int, Any] = {}
+    taken = 0
+    weights: list[weakref.ref[nn.Parameter]] = []
 
-    def forget(key: int, size: int) -> None:
-        nonlocal total
-        total -= size
-        del counted[key]
+    def held() -> int:
+        """Now: some are gone since, or became smaller, or are on a device. What two share counts once."""
+        live = [weight for ref in weights if (weight := ref()) is not None and weight.device.type == "cpu"]
+        return num_bytes(live)
 
     def count(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
-        nonlocal total
-        if weight is None or weight.device.type != "cpu" or id(weight) in counted:
+        nonlocal taken
+        if weight is None or weight.device.type != "cpu":
             return
-        counted[id(weight)] = weakref.finalize(weight, forget, id(weight), weight.nbytes)
-        total += weight.nbytes
-        if total > MOST * free_bytes:
+        weights.append(weakref.ref(weight))
+        taken += weight.nbytes
+        if taken <= MOST * total_bytes:
+            return
+        taken = held()
+        if taken > MOST * total_bytes:
             shape = " × ".join(map(str, weight.shape))
             raise DrivetrainError(
-                f"the model does not fit in this machine's memory: {in_words(free_bytes)} are free, and its weights "
-                f"take {in_words(total)} up to {name} ({shape}) of a {type(module).__name__}",
+                f"the model does not fit in this machine's memory: it has {in_words(total_bytes)}, and the weights "
+                f"take {in_words(taken)} up to {name} ({shape}) of a {type(module).__name__}",
                 remedy="a machine with more memory, or a smaller model; with --parallel-strategy fsdp no process makes "
                 "all of it",
             )
 
-    handle = register_module_parameter_registration_hook(count) if free_bytes else None
+    handle = register_module_parameter_registration_hook(count) if total_bytes else None
     try:
         yield
     finally:
         if handle is not None:
             handle.remove()
-        for finalizer in counted.values():
-            finalizer.detach()

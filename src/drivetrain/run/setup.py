@@ -246,7 +246,7 @@ class Setup:
         budget, target = self.config.budget, _target.get()
         # Recipes have read it already, and perhaps mean something else by an epoch.
         if (budget.epochs or budget.max_steps) and (":" in target or target.endswith(".py")):
-            job = replace(job, epochs=budget.epochs, max_steps=budget.max_steps)
+            job = replace(job, epochs=budget.epochs or job.epochs, max_steps=budget.max_steps or job.max_steps)
         job = replace(
             job,
             global_batch=job.global_batch or self.world.agree(self._global_batch(job) if self.world.is_main else None),
@@ -546,7 +546,7 @@ class Setup:
             return given
         if self._cuts(self.config.distributed.strategy):
             return checked(build(given, self.world))
-        return make_model(given, self.hardware.memory.free_bytes)
+        return make_model(given, self.hardware.memory.total_bytes)
 
     def _shard_options(self) -> ShardOptions:
         config = self.config
