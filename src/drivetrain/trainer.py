@@ -52,14 +52,15 @@ class _Enqueued:
     def __init__(self, first: Place, rates: Sequence[float], began: float, reading: Reading) -> None:
         self.place, self.rates, self.num_steps, self.began = first, rates, len(rates), began
         self.reading = reading
-        self.ended = math.nan  # for the host: when it began the next one
+        self.ended = math.nan  # for the host: when it began the next one, if it did
 
 
 # On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
 LAST_WAIT_SECONDS = 10.0
-# Of noted steps, for how long and how many at most are read at once. As many are under way meanwhile: so long may the
-# host be busy with something else, such as a line for the terminal, without the device noticing.
+# Of noted steps, for how long and how many at most are read at once, and are under way meanwhile: so long may the host
+# be busy with something else, such as a line for the terminal, or held up by others, without the device noticing.
 TOGETHER_SECONDS, MOST_TOGETHER = 8e-3, 64
+UNDER_WAY_SECONDS, MOST_UNDER_WAY = 32e-3, 256
 
 
 class Trainer:
@@ -91,8 +92,9 @@ class Trainer:
         self._slots = PinnedSlots()
         self._ahead: deque[_Enqueued] = deque()
         self._steps_ahead = 0
+        self._read_until = -math.inf  # up to when time was given to steps whose records were read
         self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
-        self._together = 1  # how many noted steps are read at once
+        self._together = self._under_way = 1  # how many noted steps are read at once, and how many stay
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
         self.stopped_early = False  # somebody asked to stop; the run can go on later
@@ -240,7 +242,6 @@ class Trainer:
         ahead = self._ahead
         commit, self._commit = self._commit, None
         if ahead:
-            ahead[-1].ended = time.perf_counter()
             yield from self._records(len(ahead))
         if commit is not None:
             commit(leaving)
@@ -248,10 +249,10 @@ class Trainer:
     def _num_due(self) -> int:
         """How many of those ahead to read now where nobody waits: all but the last, or some of those that were noted.
 
-        Of these as many steps stay as are read, for the device to go on with. One step among them that was not noted,
-        or elsewhere, such as an epoch's last, changes nothing.
+        Of these some stay, for the device to go on with. One step among them that was not noted, or elsewhere, such as
+        an epoch's last, changes nothing.
         """
-        ahead, together = self._ahead, self._together
+        ahead, together, under_way = self._ahead, self._together, self._under_way
         note, before = ahead[-1].reading.note, ahead[-2].reading.note if len(ahead) > 1 else None
         if before is not None and note is not None and before.noted is not note.noted:
             before.noted.send()  # now, behind that step: whoever reads it would wait for all that came after it, too
@@ -261,12 +262,12 @@ class Trainer:
         if note.noted.num_unsent >= together:
             note.noted.send()
         num_due, left = 0, self._steps_ahead
-        if left < 2 * together:
+        if left < under_way + together:
             return 0
         for enqueued in ahead:
             left -= enqueued.num_steps
             # What travels with the last is not there before it.
-            if left < together or (enqueued.reading.note is not None and enqueued.reading.note.sent is note.sent):
+            if left < under_way or (enqueued.reading.note is not None and enqueued.reading.note.sent is note.sent):
                 break
             num_due += 1
         return num_due
@@ -276,15 +277,21 @@ class Trainer:
         taken = [self._ahead.popleft() for _ in range(count)]
         num_steps = sum(enqueued.num_steps for enqueued in taken)
         self._steps_ahead -= num_steps
-        seconds = sum(enqueued.ended - enqueued.began for enqueued in taken) / num_steps
-        clock = self._stepper.clock
-        for enqueued in taken:
-            asked = time.perf_counter()
-            found = enqueued.reading.all_values()  # the host waits until those steps are done on the device
-            clock.waited(time.perf_counter() - asked)
-            for number, values in enumerate(found):
-                yield self._record(enqueued, number, values, seconds)
-        self._together = max(1, min(MOST_TOGETHER, int(TOGETHER_SECONDS / seconds))) if seconds > 0 else MOST_TOGETHER
+        asked = time.perf_counter()
+        found = [enqueued.reading.all_values() for enqueued in taken]  # the host waits until the device has done them
+        now = time.perf_counter()
+        self._stepper.clock.waited(now - asked)
+        # Where the host is far ahead, when it gave a step to the device says nothing of how long the step took.
+        began, ended = max(taken[0].began, self._read_until), taken[-1].ended
+        if not ended > began or any(enqueued.reading.note is not None for enqueued in taken):
+            ended = now
+        self._read_until = ended
+        seconds = (ended - began) / num_steps
+        for enqueued, values in zip(taken, found, strict=True):
+            for number, step_values in enumerate(values):
+                yield self._record(enqueued, number, step_values, seconds)
+        self._together = _num_within(TOGETHER_SECONDS, seconds, MOST_TOGETHER)
+        self._under_way = _num_within(UNDER_WAY_SECONDS, seconds, MOST_UNDER_WAY)
 
     def last_words(self) -> Iterator[StepRecord]:
         """After an error: the record of the step before, if its state was copied and only its judgement is missing."""
@@ -388,3 +395,8 @@ class Trainer:
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:
     """Whether something that happens every so often happens after this step."""
     return place.ends_epoch if every == "epoch" else (place.step + 1) % every == 0
+
+
+def _num_within(span: float, seconds: float, most: int) -> int:
+    """How many steps of so many seconds go into a span of time: one at least."""
+    return max(1, min(most, int(span / seconds))) if seconds > 0 else most

@@ -233,26 +233,34 @@ def test_events_of_a_device(
 
 
 def test_steps_in_a_row_are_stood_for_by_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is only begun where the next step is not to be measured, and so no lap of it takes an event."""
+    """A row is only begun where the next step is not to be measured, and so no lap of it takes an event.
+
+    What the device waits for between a row and what comes next it waits for once, and not as often as a row has steps.
+    """
     device = FakeDevice(monkeypatch)
     clock = EventClock(torch.device("cuda"))
     clock.start()
-    num_steps = num_rows = 0
-    while num_steps < 3000:
-        device.given += 1e-4
+    num_steps = num_rows = num_seams = 0
+
+    def give(count: int) -> None:
+        nonlocal num_steps, num_seams
+        device.given += 2e-4
+        clock.lap(DATA)
+        device.given += count * 1e-4
         clock.lap(STEP)
-        clock.next_step()
-        num_steps += 1
+        clock.next_steps(count)
+        num_steps, num_seams = num_steps + count, num_seams + 1
         device.now = device.given - 5e-3
-        if clock.measures_next:
-            continue
-        device.given += 40 * 1e-4
-        clock.lap(STEP)
-        clock.next_steps(40)
-        num_steps += 40
-        num_rows += 1
+
+    while num_steps < 3000:
+        give(1)
+        if not clock.measures_next:
+            give(40)
+            num_rows += 1
     clock.finish()
     laps = clock.take()
     assert num_rows > 50
-    assert laps.steps == pytest.approx(num_steps, abs=100)
-    assert dict(zip(PHASES, laps.seconds, strict=True))["step"] == pytest.approx(1e-4 * laps.steps)
+    assert laps.steps == pytest.approx(num_steps, abs=50)
+    found = dict(zip(PHASES, laps.seconds, strict=True))
+    assert found["step"] == pytest.approx(1e-4 * laps.steps)
+    assert found["data"] == pytest.approx(2e-4 * num_seams, rel=0.03)

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from drivetrain import DrivetrainError, api, trainer
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.core.records import Note
+from drivetrain.core.records import Note, Noted, _Sent
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import Setup
 from drivetrain.step import CapturedStepper
@@ -169,6 +170,7 @@ class Sets:
     save_every=st.sampled_from([None, 7, 40]),
     hook_every=st.sampled_from([3, 19, 1000]),
     together=st.sampled_from([2, 10, 128]),
+    under_way=st.sampled_from([1, 10, 300]),
     piece=st.sampled_from([64, 500, 65536]),
     draws=st.booleans(),
     average=st.booleans(),
@@ -178,6 +180,7 @@ def test_stretches_are_the_same_steps(
     save_every: int | None,
     hook_every: int,
     together: int,
+    under_way: int,
     piece: int,
     draws: bool,
     average: bool,
@@ -189,6 +192,8 @@ def test_stretches_are_the_same_steps(
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as name:
         patched.setattr(trainer, "MOST_TOGETHER", together)
         patched.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+        patched.setattr(trainer, "MOST_UNDER_WAY", under_way)
+        patched.setattr(trainer, "UNDER_WAY_SECONDS", 1e9)
         patched.setattr("drivetrain.data.ahead.FIRST", piece)
         patched.setattr("drivetrain.data.ahead.FOLLOWING", piece)
         captures, folder = Captures(patched), Path(name)
@@ -225,6 +230,8 @@ def test_the_host_does_little_for_most_steps(
 ) -> None:
     monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
     monkeypatch.setattr(trainer, "MOST_TOGETHER", 20)
+    monkeypatch.setattr(trainer, "UNDER_WAY_SECONDS", 1e9)
+    monkeypatch.setattr(trainer, "MOST_UNDER_WAY", 50)
     begun = steps_alone(monkeypatch)
     num_at_once: list[int] = []
     go_on, records = trainer.Trainer._go_on, trainer.Trainer._records
@@ -238,7 +245,7 @@ def test_the_host_does_little_for_most_steps(
         read, left = [*self._ahead][:count], [*self._ahead][count:]
         notes = [enqueued.reading.note for enqueued in read]  # none of the first, which were not replayed
         assert all(note is None or note.sent is not left[-1].reading.note.sent for note in notes)
-        assert sum(enqueued.num_steps for enqueued in left) >= 20
+        assert sum(enqueued.num_steps for enqueued in left) >= 50
         num_at_once.extend(enqueued.num_steps for enqueued in read)
         return records(self, count)
 
@@ -276,6 +283,45 @@ def test_a_mixture_is_balanced_after_each_step_of_a_stretch(
     assert found.rows == plain.rows
     assert_identical(found, plain)
     assert any(bool(value.any()) for name, value in found.weights.items() if name.endswith("router.bias"))
+
+
+def test_seconds_are_those_of_the_device(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes 4 ms a step, however many it was given ahead."""
+    monkeypatch.setattr(trainer, "TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr(trainer, "MOST_TOGETHER", 10)
+    monkeypatch.setattr(trainer, "UNDER_WAY_SECONDS", 1e9)
+    monkeypatch.setattr(trainer, "MOST_UNDER_WAY", 60)
+    expect, take, done = Noted.expect, _Sent.take, 0.0
+
+    class Given(Rerun):
+        """To the device: the host goes on at once."""
+
+        def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+            super().__call__(body)
+            return lambda: None
+
+    captures.recorder = Given
+
+    def expecting(noted: Noted, *which: int) -> Note:
+        nonlocal done
+        done = done or time.perf_counter()
+        return expect(noted, *which)
+
+    def taking(sent: _Sent, note: Note) -> Any:
+        nonlocal done
+        done += 4e-3 * note.count
+        time.sleep(max(0.0, done - time.perf_counter()))
+        return take(sent, note)
+
+    monkeypatch.setattr(Noted, "expect", expecting)
+    monkeypatch.setattr(_Sent, "take", taking)
+    began = time.perf_counter()
+    captures.run(tmp_path, replace(BASE, steps=160, num_samples=2000, save_every=1000), settings=RESIDENT)
+    took = time.perf_counter() - began
+    seconds = [row["seconds"] for row in rows(tmp_path)]
+    assert sum(seconds) < took
+    assert sum(seconds[20:]) == pytest.approx(140 * 4e-3, rel=0.2)
+    assert sum(seconds[20:70]) == pytest.approx(50 * 4e-3, rel=0.2), "those that were given to it at once, too"
 
 
 @pytest.mark.parametrize("bad", [52, 61])

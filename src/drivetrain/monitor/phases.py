@@ -4,7 +4,8 @@ Laps leave no gap, so the phases of a step add up to its time. On a CPU the cloc
 device's: a lap is an event in its stream, read steps later, when it is long past, so that nobody waits for it. There a
 phase is what the device spent on it, and what it spent idle before the next was given to it. Events take microseconds
 of the device's time, and of the host's: of steps that take less than some milliseconds only some are measured, and each
-stands for those between. What does not happen in every step is measured whenever it does.
+stands for those before it; of those that were given to the device in one go, only the steps themselves. What does not
+happen in every step is measured whenever it does.
 """
 
 from collections import deque
@@ -179,7 +180,7 @@ class HostClock(_Clock):
 class _StepLaps:
     """The events of one step. Kept and used again: making one costs more than recording it."""
 
-    __slots__ = ("before", "begin", "events", "phases", "stands_for", "used")
+    __slots__ = ("before", "begin", "events", "num_seams", "phases", "stands_for", "used")
 
     def __init__(self) -> None:
         self.begin: torch.cuda.Event | None = None  # of its own, where the step before was not measured
@@ -188,6 +189,7 @@ class _StepLaps:
         self.phases: list[int] = []
         self.used = 0
         self.stands_for = 1  # steps; 0: only a part of one was measured
+        self.num_seams = 1  # how often the host came back between these steps: not behind each, where it gives several
 
 
 class EventClock(_Clock):
@@ -208,6 +210,7 @@ class EventClock(_Clock):
         # This device's, always: an event without a stream would be recorded on whichever device is current.
         self._stream = torch.cuda.current_stream(device)
         self._stride, self._until_next = 1, 1
+        self._num_passed = self._num_seams = 0  # steps, and returns of the host, since one was begun that is measured
         self._current: _StepLaps | None = None  # None: this step is not measured
         self._pending: deque[_StepLaps] = deque()
         self._free: list[_StepLaps] = []
@@ -222,7 +225,7 @@ class EventClock(_Clock):
 
     def _begin(self, stands_for: int, before: torch.cuda.Event | None = None) -> None:
         step = self._current = self._free.pop() if self._free else _StepLaps()
-        step.used, step.stands_for = 0, stands_for
+        step.used, step.stands_for, step.num_seams = 0, stands_for, max(1, self._num_seams)
         if before is None:
             if step.begin is None:
                 step.begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -250,10 +253,11 @@ class EventClock(_Clock):
 
     def next_steps(self, count: int) -> None:
         last = self._put_by()
-        self._until_next -= count
-        if self._until_next <= 0:
-            self._begin(self._stride - self._until_next, last)
-            self._until_next = self._stride
+        self._num_passed += count
+        self._num_seams += 1
+        if self._num_passed >= self._until_next:
+            self._begin(self._num_passed, last)
+            self._until_next, self._num_passed, self._num_seams = self._stride, 0, 0
 
     @property
     def measures_next(self) -> bool:
@@ -284,7 +288,7 @@ class EventClock(_Clock):
             if phase in RARE or not step.stands_for:
                 self._sums[phase] += elapsed
             else:
-                self._sums[phase] += elapsed * step.stands_for
+                self._sums[phase] += elapsed * (step.stands_for if phase == STEP else step.num_seams)
                 seconds += elapsed
         self._steps += step.stands_for
         if step.stands_for:

@@ -62,22 +62,16 @@ class _Passage(NamedTuple):
         self.window.place.add_(self.num_samples)
         return outcome
 
-    def begin(self, start: int) -> Note:
-        """Before a replay whose samples are there."""
-        note = self.noted.expect(start)
+    def begin(self, start: int, most: int = 1) -> Note:
+        """Before replays, each of the samples behind those of the one before."""
+        note = self.noted.expect(start, most, self.num_samples)
         self.window.go_to(start)
-        self.window.passed(self.num_samples)
         return note
 
-    def go_on(self, start: int, most: int, replays: Iterable[None]) -> Note:
-        """Replays, each of the samples behind those of the one before; `most` may begin."""
-        noted, size = self.noted, self.num_samples
-        note = noted.expect(start, most, size)
-        self.window.go_to(start)
-        count = sum(1 for _ in replays)
-        noted.cut(note, count)
-        self.window.passed(count * size)
-        return note
+    def end(self, note: Note, count: int) -> None:
+        """So many of them were given to the device."""
+        self.noted.cut(note, count)
+        self.window.passed(count * self.num_samples)
 
 
 def _passage_of(batch: Any) -> _Passage | None:
@@ -133,31 +127,32 @@ class CapturedStep:
 
     def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
         """`start`: where in their window its samples are, if they are in one."""
-        note = None if self._passage is None else self._passage.begin(start)
+        passage = self._passage
+        if passage is not None:
+            return self.go_on(start, 1, (None,))._replace(stop=stop)
         self._replay()
         self._strategy.follow()
         outcome = self._outcome
         assert outcome is not None
-        return outcome._replace(stop=stop, note=note) if stop or note is not None else outcome
+        return outcome._replace(stop=stop) if stop else outcome
 
     @property
     def finds_samples(self) -> bool:
         """Whether it can be replayed again at once, for the samples that come next in their window."""
         return self._passage is not None
 
-    def go_on(self, start: int, most: int, begins: Iterable[None]) -> StepOutcome:
-        """Replays behind another, as many as begin. The outcome is of all of them."""
-        assert self._passage is not None
+    def go_on(self, start: int, most: int, begins: Iterable[Any]) -> StepOutcome:
+        """A replay for each that begins, `most` at most. The outcome is of all of them."""
+        passage, replay, follow, count = self._passage, self._replay, self._strategy.follow, 0
+        assert passage is not None
         assert self._outcome is not None
-        replay, follow = self._replay, self._strategy.follow
-
-        def replays() -> Iterator[None]:
-            for _ in begins:
-                replay()
-                follow()
-                yield
-
-        return self._outcome._replace(note=self._passage.go_on(start, most, replays()))
+        note = passage.begin(start, most)
+        for _ in begins:
+            replay()
+            follow()
+            count += 1
+        passage.end(note, count)
+        return self._outcome._replace(note=note)
 
     def show_gradients(self) -> None:
         for parameter, gradient in self._gradients:
@@ -339,19 +334,23 @@ class CapturedStepper(Stepper):
 
     def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
         assert self._last is not None
-        before = self._num_replays
-
-        def seeded() -> Iterator[None]:
-            for step in begins:
-                if self._seeds:
-                    self._seed_model(self._key_of(step, 0))
-                self._num_replays += 1
-                yield
-
-        outcome = self._last.step.go_on(stretch.start, stretch.num_steps, seeded())
-        self._num_steps += self._num_replays - before
+        outcome = self._last.step.go_on(stretch.start, stretch.num_steps, self._seeded(begins))
+        assert outcome.note is not None
+        self._num_replays += outcome.note.count
+        self._num_steps += outcome.note.count
         self.clock.lap(STEP)
         return outcome
+
+    def _seeded(self, begins: Iterable[int]) -> Iterable[int]:
+        if not self._seeds:
+            return begins
+
+        def seeded() -> Iterator[int]:
+            for step in begins:
+                self._seed_model(self._key_of(step, 0))
+                yield step
+
+        return seeded()
 
     def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
         self._shown = self._last = None
