@@ -379,6 +379,14 @@ def test_steps_that_cannot_be_captured_are_not_called_captured(tmp_path: Path, c
     )
 
 
+def test_a_plan_says_what_cannot_be_captured(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "a.yaml"
+    assert main(["plan", "digits", "--gpu-mode", "cpu", "--capture", "on", "--out", str(file)]) == 0
+    choice = yaml.safe_load(file.read_text())["choices"]["kernels.capture"]
+    assert choice["value"] == "off"
+    assert choice["why"].startswith("asked for, but only CUDA devices")
+
+
 def test_a_budget_without_measuring_is_refused(tmp_path: Path, capsys: Any) -> None:
     flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path)]
     assert main(["plan", "digits", "--budget", "5", *flags]) == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
@@ -166,11 +167,21 @@ def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys,
         assert len(losses(folder / "mine")) == steps
     assert main(["plan", target, "--epochs", "2"]) == 0
     assert "8 steps" in capsys.readouterr().out
+    assert main(["plan", target, "--epochs", "2", "--for", "1xL4", "--out", "there.yaml"]) == 0
+    assert yaml.safe_load(Path("there.yaml").read_text())["num_steps"] == 8
+    capsys.readouterr()
     assert train(tmp_path / "refused", target, "--learning-rate", "0.1", "--experts", "3", "--seed", "4") == 2
     said = capsys.readouterr().err
     assert all(
         f"{flag} (command line): it is for recipes" in said for flag in ("--learning-rate", "--experts", "--seed")
     )
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_recipe_refuses_what_it_does_not_use(tmp_path: Path, capsys) -> None:
+    assert train(tmp_path / "refused", "digits", "--experts", "3", "--data", "a.txt") == 2
+    said = capsys.readouterr().err
+    assert all(f"{flag} (command line): the recipe digits does not use it" in said for flag in ("--experts", "--data"))
     assert not (tmp_path / "refused").exists()
 
 

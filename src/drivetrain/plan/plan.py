@@ -78,6 +78,8 @@ class Plan(Value):
         """The same plan, where it turned out that steps cannot be captured."""
         name = "kernels.capture"
         asked = self.choices[name]
+        if asked.value == "off":
+            return self
         choice = asked.model_copy(update={"value": "off", "reason": f"{asked.reason}, but {why}"})
         return self.model_copy(update={"choices": {**self.choices, name: choice}})
 

@@ -31,17 +31,23 @@ class Recipe:
     job: Callable[[Config], Job]
     about: str
     show: Callable[[Result], None] | None = None
+    unread: tuple[str, ...] = ("moe.experts", "data.path")  # of what is for recipes
 
 
 RECIPES = {
     "digits": Recipe(digits.job, "a small network on handwritten digits", digits.show),
-    "digits-moe": Recipe(digits_moe.job, "a mixture of experts that grows and sleeps, on digits", digits_moe.show),
+    "digits-moe": Recipe(
+        digits_moe.job,
+        "a mixture of experts that grows and sleeps, on digits",
+        digits_moe.show,
+        unread=("data.path",),
+    ),
     "digits-continual": Recipe(
         digits_continual.job,
         "digits, turned further task by task, by experts that come as needed",
         digits_continual.show,
     ),
-    "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
+    "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show, unread=("moe.experts",)),
 }
 
 
@@ -80,16 +86,16 @@ def _run(target: str, config: Config) -> int:
 
 
 def _refuse_unread(target: str, resolved: Resolved) -> None:
-    if target in RECIPES:
-        return
-    given = [resolved.origins[name] for name in FOR_RECIPES if name in resolved.origins]
+    recipe = RECIPES.get(target)
+    names = FOR_RECIPES if recipe is None else recipe.unread
+    message = f"it is for recipes; the job of {target} says this itself"
+    remedy = "set it in the job, and leave this out"
+    if recipe is not None:
+        message = f"the recipe {target} does not use it"
+        remedy = "leave it out"
+    given = [resolved.origins[name] for name in names if name in resolved.origins]
     problems = [
-        Problem(
-            value.spelled,
-            f"it is for recipes; the job of {target} says this itself",
-            source=value.source,
-            remedy="set it in the job, and leave this out",
-        )
+        Problem(value.spelled, message, source=value.source, remedy=remedy)
         for value in given
         if value.source == COMMAND_LINE
     ]

@@ -34,7 +34,8 @@ def job(config: Config) -> Job:
     seed = config.run.seed
     tasks = make_tasks("rotated", train, test, NUM_TASKS, seed)
     made, _ = make_job("digits-continual", METHODS[METHOD], tasks, scale, settings, seed)
-    return replace(made, max_steps=config.budget.max_steps, hooks=[*made.hooks, LoadReport(scale.look)])
+    hooks = [*made.hooks, LoadReport(scale.look)]
+    return replace(made, max_steps=config.budget.max_steps, length_is_read=True, hooks=hooks)
 
 
 def show(result: Result) -> None:

@@ -18,7 +18,7 @@ from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.making import checked, make_model, refuse_lazy
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import needs_of
-from drivetrain.run.pinned import refuse_other_batch
+from drivetrain.run.pinned import of_asked_length, refuse_other_batch
 
 ACCURACY = (
     "memory is that of an eager step, by counting its tensors on shapes alone; compiled steps take less, and what "
@@ -28,6 +28,7 @@ ACCURACY = (
 
 def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -> Plan:
     """How the job would be run on so many GPUs of a kind, each choice with its reason."""
+    job = of_asked_length(job, config)
     if job.num_samples is None:
         raise DrivetrainError(
             "data that can only be iterated cannot be planned for: its items would be used up",

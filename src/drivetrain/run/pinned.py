@@ -1,7 +1,18 @@
-"""What a plan's file pins has to fit the job that it is given to."""
+"""What a configuration says of a job: its length, and what a plan's file pins, which has to fit the job."""
+
+from dataclasses import replace
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.job import Job
+
+
+def of_asked_length(job: Job, config: Config) -> Job:
+    """The job, as long as `epochs` and `max_steps` say; of what they do not say, the job's own."""
+    budget = config.budget
+    if job.length_is_read or not (budget.epochs or budget.max_steps):
+        return job
+    return replace(job, epochs=budget.epochs or job.epochs, max_steps=budget.max_steps or job.max_steps)
 
 
 def refuse_other_batch(config: Config, global_batch: int) -> None:

@@ -328,8 +328,10 @@ def _other_precisions(run: Setup) -> tuple[Any, ...]:
 
 def _why_not_captured(run: Setup) -> str:
     """As far as that can be told without an optimizer; the probe knows more, and the run itself most."""
-    if "capture" in run.pinned():
-        return "asked for"
+    return "asked for" if "capture" in run.pinned() else _why_not_captured_here(run)
+
+
+def _why_not_captured_here(run: Setup) -> str:
     return why_not_here(run.world, asserts=run.config.device.assertions)
 
 
@@ -458,7 +460,7 @@ def described(
     step_seconds = chosen.sample_seconds * share if chosen and not chosen.problem else None
     job_seconds = None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps
     validation_seconds = None if job_seconds is None else _validation_seconds(run, tuned)
-    return Plan(
+    plan = Plan(
         job=run.name,
         global_batch=job.global_batch or 0,
         num_steps=job.num_steps,
@@ -477,6 +479,8 @@ def described(
         notes=() if tuned else (why,),
         closed=tuple(_CLOSES) if is_closed else _closed_by(tuned, pinned) if tuned else (),
     )
+    why_not = _why_not_captured_here(run) if way.capture else ""
+    return plan.not_captured(why_not) if why_not else plan
 
 
 # What the doctor may advise, by the topic of its reason and the name of its pin.

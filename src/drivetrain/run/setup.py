@@ -35,7 +35,7 @@ from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.making import checked, make_model, refuse_lazy
 from drivetrain.run.needs import explained
-from drivetrain.run.pinned import plan_anew, refuse_other_batch
+from drivetrain.run.pinned import of_asked_length, plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy, strategy_for
@@ -243,12 +243,8 @@ class Setup:
 
     def _settled(self, job: Job) -> Job:
         """The job with its global batch and what the configuration says of its length and of saving."""
-        budget, target = self.config.budget, _target.get()
-        # Recipes have read it already, and perhaps mean something else by an epoch.
-        if (budget.epochs or budget.max_steps) and (":" in target or target.endswith(".py")):
-            job = replace(job, epochs=budget.epochs or job.epochs, max_steps=budget.max_steps or job.max_steps)
         job = replace(
-            job,
+            of_asked_length(job, self.config),
             global_batch=job.global_batch or self.world.agree(self._global_batch(job) if self.world.is_main else None),
             checkpoint_every=self.config.checkpoint.every or job.checkpoint_every,
             keep_last=self.config.checkpoint.keep_last or job.keep_last,
