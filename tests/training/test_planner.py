@@ -23,6 +23,7 @@ from drivetrain.run import planner
 from drivetrain.run.measure import Probe
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, Vectors, make_job
+from tests.training.test_resume import CrashingLoss, PlantedError
 
 VARIANT = Variant(steps=9, num_samples=70, global_batch=20, save_every=3)
 
@@ -120,16 +121,8 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     decide(monkeypatch, Way(micro_batch=7, num_threads=1))
     whole = run(tmp_path / "whole", make_job(VARIANT))
     decide(monkeypatch, Way(micro_batch=7, num_threads=1))
-    calls = [0]
-
-    def dying(model: nn.Module, batch: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > 24:
-            raise KeyError("gone")
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    with pytest.raises(KeyError):
-        run(tmp_path / "cut", make_job(VARIANT, loss=dying))
+    with pytest.raises(PlantedError):
+        run(tmp_path / "cut", make_job(VARIANT, loss=CrashingLoss(make_job(VARIANT).loss, 25)))
 
     def never(*_: Any) -> Tuned:
         raise AssertionError("a resumed run does not plan anew")
@@ -145,16 +138,9 @@ def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_resumed_run_says_what_was_pinned_and_what_was_kept(tmp_path: Path) -> None:
     def note(name: str, **settings: Any) -> str:
-        calls = [0]
-
-        def dying(model: nn.Module, batch: Any) -> Any:
-            calls[0] += 1
-            if calls[0] > 12:
-                raise KeyError("gone")
-            return functional.cross_entropy(model(batch[0]), batch[1])
-
-        with pytest.raises(KeyError):
-            run(tmp_path / name, make_job(VARIANT, loss=dying), batch_size=10, num_threads=2, auto_optimize=False)
+        dying = make_job(VARIANT, loss=CrashingLoss(make_job(VARIANT).loss, 13))
+        with pytest.raises(PlantedError):
+            run(tmp_path / name, dying, batch_size=10, num_threads=2, auto_optimize=False)
         return str(plan_of(run(tmp_path / name, make_job(VARIANT), **settings))["notes"][0])
 
     file = tmp_path / "b.yaml"
