@@ -117,8 +117,8 @@ class Job:
     # Weights that a new run starts with: a .safetensors file, the folder of a run, or one of its checkpoints. Names and
     # shapes that fit are taken, the rest is told.
     init_from: str | Path | None = None
-    # What the configuration says of the length (`epochs`, `max_steps`) goes before the job's own, unless whoever made
-    # the job has read it already, as recipes do: they may mean something else by an epoch.
+    # What a run's configuration says of the length (`epochs`, `max_steps`) goes before the job's own, unless whoever
+    # made the job has read that already, as for recipes: they may mean something else by an epoch.
     length_is_read: bool = False
 
     def __post_init__(self) -> None:

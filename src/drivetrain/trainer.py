@@ -4,10 +4,10 @@ Record n is read after step n+1 was given to the device, so the host does not wa
 where somebody needs to know: before a hook, at the end. A checkpoint's state is copied at the end of its step, and it
 counts once the record of that step was read.
 
-Where the device itself notes what short steps came to, the records of some milliseconds are read at once, after as many
-steps more were given to it. Then each has their mean for its seconds. Of these steps, those that nobody waits for and
-that find their samples by themselves are given to the device one after the other, as a stretch: all that the host has
-to do for a step would take it as long as the device needs to run it.
+Where the device itself notes what short steps came to, the records of some milliseconds are read at once, after steps
+for some more were given to it. Then each has their mean for its seconds. Of these steps, those that nobody waits for
+and that find their samples by themselves are given to the device one after the other, as a stretch: all that the host
+has to do for a step would take it as long as the device needs to run it.
 """
 
 import math
@@ -54,6 +54,11 @@ class _Enqueued:
         self.reading = reading
         self.ended = math.nan  # for the host: when it began the next one, if it did
 
+    def travels_with(self, other: "_Enqueued") -> bool:
+        """Whether what they came to reaches the host at once: then whoever reads the one waits for the other, too."""
+        note, beside = self.reading.note, other.reading.note
+        return note is not None and beside is not None and note.sent is not None and note.sent is beside.sent
+
 
 # On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
 LAST_WAIT_SECONDS = 10.0
@@ -92,7 +97,9 @@ class Trainer:
         self._slots = PinnedSlots()
         self._ahead: deque[_Enqueued] = deque()
         self._steps_ahead = 0
-        self._read_until = -math.inf  # up to when time was given to steps whose records were read
+        self._read_until = -math.inf  # up to when time was given to steps
+        self._seconds = 0.0  # of each step of the last reading
+        self._num_done = 0  # of the steps ahead, how many were done by then
         self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
         self._together = self._under_way = 1  # how many noted steps are read at once, and how many stay
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
@@ -270,6 +277,8 @@ class Trainer:
             if left < under_way or (enqueued.reading.note is not None and enqueued.reading.note.sent is note.sent):
                 break
             num_due += 1
+        while 0 < num_due < len(ahead) - 1 and ahead[num_due].travels_with(ahead[num_due - 1]):
+            num_due += 1
         return num_due
 
     def _records(self, count: int) -> Iterator[StepRecord]:
@@ -285,13 +294,18 @@ class Trainer:
         began, ended = max(taken[0].began, self._read_until), taken[-1].ended
         if not ended > began or any(enqueued.reading.note is not None for enqueued in taken):
             ended = now
-        self._read_until = ended
-        seconds = (ended - began) / num_steps
+        # Some that are left are done, too, and have their share of the time already when they are read.
+        num_done = sum(left.num_steps for left in self._ahead if left.travels_with(taken[-1]))
+        num_timed = num_steps + num_done - self._num_done
+        self._num_done = num_done
+        if num_timed > 0:
+            self._seconds, self._read_until = (ended - began) / num_timed, ended
+            self._together = _num_within(TOGETHER_SECONDS, self._seconds, MOST_TOGETHER)
+            self._under_way = _num_within(UNDER_WAY_SECONDS, self._seconds, MOST_UNDER_WAY)
+        seconds = self._seconds
         for enqueued, values in zip(taken, found, strict=True):
             for number, step_values in enumerate(values):
                 yield self._record(enqueued, number, step_values, seconds)
-        self._together = _num_within(TOGETHER_SECONDS, seconds, MOST_TOGETHER)
-        self._under_way = _num_within(UNDER_WAY_SECONDS, seconds, MOST_UNDER_WAY)
 
     def last_words(self) -> Iterator[StepRecord]:
         """After an error: the record of the step before, if its state was copied and only its judgement is missing."""

@@ -12,7 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
-from drivetrain.recipes import digits
+from drivetrain.launch.training import FOR_RECIPES, READ_BY
+from drivetrain.recipes import RECIPES, digits
 from drivetrain.recipes.digits import DigitNet, load_digits
 from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_byte_loss
 
@@ -176,6 +177,29 @@ def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys,
         f"{flag} (command line): it is for recipes" in said for flag in ("--learning-rate", "--experts", "--seed")
     )
     assert not (tmp_path / "refused").exists()
+
+
+def test_who_reads_what_is_for_recipes() -> None:
+    assert {name for names in READ_BY.values() for name in names} <= {*RECIPES}
+    assert {*READ_BY} <= {*FOR_RECIPES}
+
+
+def test_a_file_may_hold_what_is_for_others(tmp_path: Path, capsys) -> None:
+    """Also where its values reach workers as flags."""
+    (tmp_path / "shared.yaml").write_text("data:\n  path: book.txt\n")
+    flags = ["--config", str(tmp_path / "shared.yaml"), "--max-steps", "2", "--cpu", "--num-processes", "2"]
+    assert train(tmp_path / "two", "digits", *flags) == 0
+    assert len(losses(tmp_path / "two" / "digits")) == 2
+    assert train(tmp_path / "refused", "digits", *flags, "--experts", "3") == 2
+    assert "the recipe digits does not use it" in capsys.readouterr().err
+
+
+def test_a_recipe_in_a_script_is_as_long_as_the_command_line_says(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = "import drivetrain as dt\nfrom drivetrain.recipes import digits\ndt.train(digits.job(dt.configure()))\n"
+    (tmp_path / "mine.py").write_text(script)
+    assert train(tmp_path / "short", "mine.py", "--max-steps", "3") == 0
+    assert len(losses(tmp_path / "short" / "digits")) == 3
 
 
 def test_a_recipe_refuses_what_it_does_not_use(tmp_path: Path, capsys) -> None:

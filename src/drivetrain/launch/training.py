@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from drivetrain.config import Config, Positional, Resolved
+from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
 from drivetrain.hardware import Hardware, detect
@@ -31,9 +32,34 @@ class Options(LaunchOptions):
     )
 
 
+# Of a job of one's own nobody reads these: it says them itself. Some are not for every recipe.
+FOR_RECIPES = ("run.seed", "optimizer.learning_rate", "moe.experts", "data.path")
+READ_BY = {"moe.experts": ("digits-moe",), "data.path": ("gpt",)}
+
+
 def run(options: Options, resolved: Resolved) -> int | None:
     """None: here, in this process."""
+    if find_place().launcher != "drivetrain":  # which hands a file's values on as flags
+        _refuse_unread(options.target, resolved)
     return started("train", options.target, (), options, options.model_fields_set - {"target"}, resolved)
+
+
+def _refuse_unread(target: str, resolved: Resolved) -> None:
+    """Flags that would be passed over. A file may hold any key for any job."""
+    is_recipe = ":" not in target and not target.endswith(".py")
+    problems = []
+    for name in FOR_RECIPES:
+        given = resolved.origins.get(name)
+        if given is None or given.source != COMMAND_LINE or (is_recipe and target in READ_BY.get(name, (target,))):
+            continue
+        message = f"it is for recipes; the job of {target} says this itself"
+        remedy = "set it in the job, and leave this out"
+        if is_recipe:
+            message = f"the recipe {target} does not use it"
+            remedy = f"leave it out; it is for {', '.join(READ_BY[name])}"
+        problems.append(Problem(given.spelled, message, source=given.source, remedy=remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 def started(

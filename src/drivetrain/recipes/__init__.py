@@ -5,7 +5,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 
 from drivetrain.api import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
-from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
 from drivetrain.recipes import digits, digits_continual, digits_moe, gpt
@@ -28,26 +27,24 @@ STOPPED = 130  # as for anything that Ctrl-C ends
 class Recipe:
     """A named function that returns a job, and what to show when it is trained."""
 
-    job: Callable[[Config], Job]
+    make: Callable[[Config], Job]
     about: str
     show: Callable[[Result], None] | None = None
-    unread: tuple[str, ...] = ("moe.experts", "data.path")  # of what is for recipes
+
+    def job(self, config: Config) -> Job:
+        """Its length is by this configuration; an epoch may be something else there."""
+        return replace(self.make(config), length_is_read=True)
 
 
 RECIPES = {
     "digits": Recipe(digits.job, "a small network on handwritten digits", digits.show),
-    "digits-moe": Recipe(
-        digits_moe.job,
-        "a mixture of experts that grows and sleeps, on digits",
-        digits_moe.show,
-        unread=("data.path",),
-    ),
+    "digits-moe": Recipe(digits_moe.job, "a mixture of experts that grows and sleeps, on digits", digits_moe.show),
     "digits-continual": Recipe(
         digits_continual.job,
         "digits, turned further task by task, by experts that come as needed",
         digits_continual.show,
     ),
-    "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show, unread=("moe.experts",)),
+    "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
 }
 
 
@@ -57,13 +54,8 @@ class Options(BaseModel):
     )
 
 
-# Of a job of one's own nobody reads these: it says them itself.
-FOR_RECIPES = ("run.seed", "optimizer.learning_rate", "moe.experts", "data.path")
-
-
 def run(options: Options, resolved: Resolved) -> int:
     target, config = options.target, resolved.config
-    _refuse_unread(target, resolved)
     with configured(config, str(Path(target).absolute()) if target.endswith(".py") else target):
         return _run(target, config)
 
@@ -83,24 +75,6 @@ def _run(target: str, config: Config) -> int:
             raise _without_training(target)
         return 0 if last_one_finished() else STOPPED
     return _exit_code(train(_job_of(target)))
-
-
-def _refuse_unread(target: str, resolved: Resolved) -> None:
-    recipe = RECIPES.get(target)
-    names = FOR_RECIPES if recipe is None else recipe.unread
-    message = f"it is for recipes; the job of {target} says this itself"
-    remedy = "set it in the job, and leave this out"
-    if recipe is not None:
-        message = f"the recipe {target} does not use it"
-        remedy = "leave it out"
-    given = [resolved.origins[name] for name in names if name in resolved.origins]
-    problems = [
-        Problem(value.spelled, message, source=value.source, remedy=remedy)
-        for value in given
-        if value.source == COMMAND_LINE
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _exit_code(result: Result) -> int:

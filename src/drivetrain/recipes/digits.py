@@ -27,7 +27,6 @@ def job(config: Config) -> Job:
         global_batch=None if config.batch_asked.is_set else 64,
         epochs=config.budget.epochs or 15,
         max_steps=config.budget.max_steps,
-        length_is_read=True,
         seed=config.run.seed,
         schedule=WarmupCosine(),
         valid=TensorDataset(valid_images, valid_labels),

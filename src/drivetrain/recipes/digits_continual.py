@@ -35,7 +35,7 @@ def job(config: Config) -> Job:
     tasks = make_tasks("rotated", train, test, NUM_TASKS, seed)
     made, _ = make_job("digits-continual", METHODS[METHOD], tasks, scale, settings, seed)
     hooks = [*made.hooks, LoadReport(scale.look)]
-    return replace(made, max_steps=config.budget.max_steps, length_is_read=True, hooks=hooks)
+    return replace(made, max_steps=config.budget.max_steps, hooks=hooks)
 
 
 def show(result: Result) -> None:

@@ -61,7 +61,6 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
         global_batch=None if asked.is_set else global_batch,
         epochs=epochs,
         max_steps=config.budget.max_steps,
-        length_is_read=True,
         seed=seed,
         schedule=WarmupCosine(),
         valid=pictures.valid,

@@ -32,7 +32,6 @@ def job(config: Config) -> Job:
         global_batch=None if config.batch_asked.is_set else min(32, len(Windows(text))),
         epochs=config.budget.epochs or 1,
         max_steps=config.budget.max_steps,
-        length_is_read=True,
         seed=config.run.seed,
         schedule=WarmupCosine(warmup_steps=20, floor=0.1),
         clip_norm=1.0,

@@ -12,7 +12,14 @@ def of_asked_length(job: Job, config: Config) -> Job:
     budget = config.budget
     if job.length_is_read or not (budget.epochs or budget.max_steps):
         return job
-    return replace(job, epochs=budget.epochs or job.epochs, max_steps=budget.max_steps or job.max_steps)
+    try:
+        return replace(job, epochs=budget.epochs or job.epochs, max_steps=budget.max_steps or job.max_steps)
+    except ConfigError as error:  # the job itself was all right
+        names = {"Job.epochs": "budget.epochs", "Job.max_steps": "budget.max_steps"}
+        raise ConfigError([
+            replace(problem, key=names.get(problem.key, problem.key), source="the configuration of this run")
+            for problem in error.problems
+        ]) from None  # fmt: skip
 
 
 def refuse_other_batch(config: Config, global_batch: int) -> None:

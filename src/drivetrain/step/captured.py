@@ -62,7 +62,7 @@ class _Passage(NamedTuple):
         self.window.place.add_(self.num_samples)
         return outcome
 
-    def begin(self, start: int, most: int = 1) -> Note:
+    def begin(self, start: int, most: int) -> Note:
         """Before replays, each of the samples behind those of the one before."""
         note = self.noted.expect(start, most, self.num_samples)
         self.window.go_to(start)
@@ -127,8 +127,7 @@ class CapturedStep:
 
     def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
         """`start`: where in their window its samples are, if they are in one."""
-        passage = self._passage
-        if passage is not None:
+        if self._passage is not None:
             return self.go_on(start, 1, (None,))._replace(stop=stop)
         self._replay()
         self._strategy.follow()

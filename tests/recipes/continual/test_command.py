@@ -17,8 +17,9 @@ def continual(folder: Path, *flags: str) -> int:
 
 
 def test_a_table_a_file_and_pictures(tmp_path: Path, capsys) -> None:
+    (tmp_path / "mine.yaml").write_text("budget:\n  epochs: 2\n  max_steps: 7\n")  # of other jobs: tasks have a length
     flags = ["--steps", "20", "--num-tasks", "2", "--seeds", "2", "--methods", "dense,growing"]
-    assert continual(tmp_path, *flags) == 0
+    assert continual(tmp_path, *flags, "--config", str(tmp_path / "mine.yaml")) == 0
     out = capsys.readouterr().out
     assert "growing" in out
     assert "What differs: growing." in out

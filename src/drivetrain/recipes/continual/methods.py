@@ -104,6 +104,7 @@ def make_job(
         seed=seed,
         hooks=[*_hooks(method, tasks, scale, settings, seed), diary],
         keep_last=1,
+        length_is_read=True,  # that of its tasks
     )
     return job, diary
 
