@@ -98,10 +98,9 @@ class Trainer:
         self._ahead: deque[_Enqueued] = deque()
         self._steps_ahead = 0
         self._read_until = -math.inf  # up to when time was given to steps
-        self._seconds = 0.0  # of each step of the last reading
+        self._seconds = math.inf  # of each step of the last reading
         self._num_done = 0  # of the steps ahead, how many were done by then
         self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
-        self._together = self._under_way = 1  # how many noted steps are read at once, and how many stay
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
         self.stopped_early = False  # somebody asked to stop; the run can go on later
@@ -129,7 +128,7 @@ class Trainer:
                 yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
                 if self.is_over:
                     return
-                if self._together > 1 and self._stepper.may_go_on:
+                if self._stepper.may_go_on:
                     yield from self._go_on()
         except (Exception, KeyboardInterrupt):
             yield from self.last_words()
@@ -232,7 +231,7 @@ class Trainer:
         free = [every - 1 - done % every for every in self._everies]
         if self._job.max_steps is not None:
             free.append(self._job.max_steps - 1 - done)
-        stretch = stretch.shortened(min(free, default=stretch.num_steps)).shortened(self._together)
+        stretch = stretch.shortened(min(free, default=stretch.num_steps)).shortened(self._num_together)
         return stretch if stretch.num_steps > 1 else None
 
     def _enqueue(self, enqueued: _Enqueued) -> None:
@@ -259,13 +258,14 @@ class Trainer:
         Of these some stay, for the device to go on with. One step among them that was not noted, or elsewhere, such as
         an epoch's last, changes nothing.
         """
-        ahead, together, under_way = self._ahead, self._together, self._under_way
+        ahead = self._ahead
         note, before = ahead[-1].reading.note, ahead[-2].reading.note if len(ahead) > 1 else None
         if before is not None and note is not None and before.noted is not note.noted:
             before.noted.send()  # now, behind that step: whoever reads it would wait for all that came after it, too
         note = note or before
         if note is None:
             return len(ahead) - 1
+        together, under_way = self._num_together, _num_within(UNDER_WAY_SECONDS, self._seconds, MOST_UNDER_WAY)
         if note.noted.num_unsent >= together:
             note.noted.send()
         num_due, left = 0, self._steps_ahead
@@ -281,27 +281,35 @@ class Trainer:
             num_due += 1
         return num_due
 
+    @property
+    def _num_together(self) -> int:
+        """How many noted steps are read at once."""
+        return _num_within(TOGETHER_SECONDS, self._seconds, MOST_TOGETHER)
+
     def _records(self, count: int) -> Iterator[StepRecord]:
         """Of what was given to the device first."""
-        taken = [self._ahead.popleft() for _ in range(count)]
-        num_steps = sum(enqueued.num_steps for enqueued in taken)
-        self._steps_ahead -= num_steps
+        # Plain loops: this is part of every step, and each function costs a microsecond that the step put out of cache.
+        ahead, taken, found, num_steps, are_noted = self._ahead, [], [], 0, False
         asked = time.perf_counter()
-        found = [enqueued.reading.all_values() for enqueued in taken]  # the host waits until the device has done them
+        for _ in range(count):
+            enqueued = ahead.popleft()
+            taken.append(enqueued)
+            found.append(enqueued.reading.all_values())  # the host waits until the device has done them
+            num_steps += enqueued.num_steps
+            are_noted |= enqueued.reading.note is not None
         now = time.perf_counter()
         self._stepper.clock.waited(now - asked)
+        self._steps_ahead -= num_steps
         # Where the host is far ahead, when it gave a step to the device says nothing of how long the step took.
         began, ended = max(taken[0].began, self._read_until), taken[-1].ended
-        if not ended > began or any(enqueued.reading.note is not None for enqueued in taken):
+        if are_noted or not ended > began:
             ended = now
         # Some that are left are done, too, and have their share of the time already when they are read.
-        num_done = sum(left.num_steps for left in self._ahead if left.travels_with(taken[-1]))
+        num_done = sum(left.num_steps for left in ahead if left.travels_with(taken[-1])) if are_noted else 0
         num_timed = num_steps + num_done - self._num_done
         self._num_done = num_done
         if num_timed > 0:
             self._seconds, self._read_until = (ended - began) / num_timed, ended
-            self._together = _num_within(TOGETHER_SECONDS, self._seconds, MOST_TOGETHER)
-            self._under_way = _num_within(UNDER_WAY_SECONDS, self._seconds, MOST_UNDER_WAY)
         seconds = self._seconds
         for enqueued, values in zip(taken, found, strict=True):
             for number, step_values in enumerate(values):
