@@ -45,6 +45,7 @@ from drivetrain.run import (
     tell_capture,
     tell_deepspeed,
     tell_notes,
+    tell_plain_optimizer,
     tell_sharding,
     write_down,
 )
@@ -165,6 +166,7 @@ class _Run(Setup):
             stepper.why_not = why_not_captured if wants_capture else ""
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
             tell_notes(loader, books)
+            tell_plain_optimizer(optimizer, books)
             tell_capture(stepper, books)
             tell_sharding(self, books)
             tell_deepspeed(self, books)

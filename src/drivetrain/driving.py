@@ -49,6 +49,7 @@ from drivetrain.run import (
     open_books,
     take_weights,
     tell_notes,
+    tell_plain_optimizer,
     tell_sharding,
     write_down,
 )
@@ -159,6 +160,7 @@ class Drive:
         if taken is not None:
             write_down(taken, self._books)
         tell_notes(self._loader, self._books)
+        tell_plain_optimizer(optimizer, self._books)
         tell_sharding(setup, self._books)
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.fused import use_fused
 from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.loss import LossSum
 from drivetrain.core.metrics import MetricFunction, MetricObject
@@ -190,15 +191,9 @@ class Job:
                 f"the optimizer function returned {type(optimizer).__name__}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
-        is_sparse = any(getattr(module, "sparse", False) for module in model.modules())  # fused takes dense gradients
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])  # what the schedule's factor is of; torch's own name for it
-            chosen = group.get("foreach") or group.get("differentiable") or group.get("capturable") or is_sparse
-            if "fused" in group and group["fused"] is None and not chosen and all(map(_can_be_fused, group["params"])):
-                group["fused"] = True
-        # What torch sets on optimizers that were made fused: they skip a step on the device, without asking the host.
-        if all(group.get("fused") for group in optimizer.param_groups):
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        use_fused(optimizer, model)
         return optimizer
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -345,7 +340,3 @@ class Job:
                     yield problem(name, aim.metric, message, "name one of them", ", ".join(known))
         if self.ema is not None and not 0 < self.ema < 1:
             yield problem("ema", self.ema, f"got {self.ema!r}", "for example ema=0.999", "a number between 0 and 1")
-
-
-def _can_be_fused(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and not parameter.is_complex() and parameter.device.type in ("cpu", "cuda")

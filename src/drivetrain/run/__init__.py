@@ -1,6 +1,13 @@
 """One run on one rank, whoever writes its loop: how it is set up, and what is written of it."""
 
-from drivetrain.run.books import open_books, tell_capture, tell_deepspeed, tell_notes, tell_sharding
+from drivetrain.run.books import (
+    open_books,
+    tell_capture,
+    tell_deepspeed,
+    tell_notes,
+    tell_plain_optimizer,
+    tell_sharding,
+)
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
 from drivetrain.run.saves import Saves, State
 from drivetrain.run.setup import SOURCE, Setup, configured, done_instead, last_one_finished, note_end, num_trained
@@ -25,6 +32,7 @@ __all__ = [
     "tell_capture",
     "tell_deepspeed",
     "tell_notes",
+    "tell_plain_optimizer",
     "tell_sharding",
     "write_down",
 ]

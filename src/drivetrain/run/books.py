@@ -5,7 +5,9 @@ from dataclasses import asdict
 from math import ceil
 
 from rich.markup import escape
+from torch.optim import Optimizer
 
+from drivetrain.core.fused import tell_plain_steps
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.supervision import supervision
 from drivetrain.data.loader import Loader
@@ -91,6 +93,16 @@ def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
         stepper.tell = tell
     elif stepper.why_not:
         tell(NOT_CAPTURED, stepper.why_not)
+
+
+def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
+    """Steps that the fused optimizer cannot do, once there is one."""
+
+    def tell(why: str) -> None:
+        books.event("optimizer", words=why)
+        books.say(f"  optimizer  {escape(why)}")
+
+    tell_plain_steps(optimizer, tell)
 
 
 def tell_sharding(run: Setup, books: Books | NoBooks) -> None:

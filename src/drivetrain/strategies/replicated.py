@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.fused import as_parameters_lie
 from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
@@ -104,6 +105,7 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
         for group, stored in zip(optimizer.param_groups, groups, strict=True)
     ]
     optimizer.load_state_dict({"state": by_number, "param_groups": settings})
+    as_parameters_lie(optimizer)
     if parts.precision.scales_loss and source.meta.get("scaler"):
         parts.scaler.load_state_dict(source.meta["scaler"])
 

@@ -1,0 +1,149 @@
+"""Turns on the fused form of torch's optimizers, only where it does what the plain one does.
+
+Torch's fused kernels are faster, but take less than the plain ones: no sparse gradients, no momentum that begins later
+than that of other parameters, and nothing that lies in memory in another order than its parameter. The last of these is
+not even noticed on a CPU: elements are paired up wrongly. What is known beforehand keeps the plain form; what shows up
+in a step (a sparse gradient from `F.embedding(sparse=True)`) is done by the plain form in that step, so that results
+depend neither on when it showed up first nor on interruptions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer
+
+from drivetrain.core.state import is_distributed, local_part
+
+_GUARD = "_fused_guard"
+
+
+def use_fused(optimizer: Optimizer, model: nn.Module) -> None:
+    """Turn on the fused form for each group where it gives the plain one's results, unless the user said how."""
+    if not hasattr(optimizer, "_init_group"):  # an optimizer of somebody else's: its steps cannot be looked at
+        return
+    # Known beforehand for modules; functional calls show up in the step.
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    chosen = [] if is_sparse else [group for group in optimizer.param_groups if _can_be_fused(group)]
+    for group in chosen:
+        group["fused"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):  # Adagrad makes it at once, where the plain form wants it
+                state["step"] = state["step"].to(parameter.device, torch.float32)
+    # What torch sets on optimizers that were made fused: they skip a step on the device, without asking the host.
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    if chosen:
+        guard = FusedGuard(optimizer)
+        setattr(optimizer, _GUARD, guard)
+        optimizer._init_group = guard
+
+
+def tell_plain_steps(optimizer: Optimizer, say: Callable[[str], None]) -> None:
+    """Have `say` called, once, if steps have to be done by the plain form; at once if there were some already."""
+    guard = getattr(optimizer, _GUARD, None)
+    if guard is not None:
+        guard.say = say
+        guard.tell()
+
+
+def as_parameters_lie(optimizer: Optimizer) -> None:
+    """Lay out state that was loaded as its parameters lie in memory: fused kernels pair elements by address."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+                state[name] = laid_out.copy_(value)
+
+
+class FusedGuard:
+    """Called in place of an optimizer's `_init_group`, which collects what a step moves, before anything moves."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._collect = optimizer, optimizer._init_group  # type: ignore[attr-defined]
+        self._plain: list[dict[str, Any]] = []  # groups whose last step was done by the plain form
+        self._num_alike: dict[int, int] = {}  # by group: how many gradients were seen to lie as their parameters do
+        self._has_momentum = isinstance(optimizer, SGD)
+        self.say: Callable[[str], None] | None = None
+        self._why = ""
+
+    def __call__(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *others: Any) -> Any:
+        for number, plain in enumerate(self._plain):
+            if plain is group:
+                group["fused"] = True
+                del self._plain[number]
+                break
+        found = self._collect(group, parameters, gradients, *others)
+        if not group.get("fused"):
+            return found
+        if self._has_momentum:
+            is_sparse = found
+            if group["momentum"] != 0:
+                self._begin_momentum(parameters, others[0])
+        else:
+            is_sparse = found[0] if isinstance(self._optimizer, Adagrad) else False
+        if is_sparse:
+            self._do_plainly(group, "a gradient is sparse", parameters, gradients, *others)
+        elif len(parameters) != self._num_alike.get(id(group)):  # looked at when there are others, not in every step
+            if all(map(_lie_alike, parameters, gradients)):
+                self._num_alike[id(group)] = len(parameters)
+            else:
+                why = "a gradient lies in memory in another order than its parameter"
+                self._do_plainly(group, why, parameters, gradients, *others)
+        return found
+
+    def tell(self) -> None:
+        if self._why and self.say is not None:
+            say, self.say = self.say, None
+            say(self._why)
+
+    def _begin_momentum(self, parameters: list[Tensor], buffers: list[Tensor | None]) -> None:
+        """Zeros, which the kernel turns into the first gradient, as the plain form begins.
+
+        Torch itself takes all parameters to begin in one step. And where that step is skipped for infinite gradients,
+        it keeps memory that nobody has written to.
+        """
+        for number, buffer in enumerate(buffers):
+            if buffer is None:
+                buffers[number] = torch.zeros_like(parameters[number])
+
+    def _do_plainly(self, group: dict[str, Any], why: str, *collected: Any) -> None:
+        """Have this group's step done by the plain form, this time."""
+        optimizer: Any = self._optimizer
+        infinite = getattr(optimizer, "found_inf", None)
+        if infinite is not None:  # of a loss scaler, which leaves skipping to fused optimizers
+            if infinite.item():  # the host waits for the device
+                for part in collected:
+                    part.clear()
+                return
+            optimizer.grad_scale = optimizer.found_inf = None
+        group["fused"] = False
+        self._plain.append(group)
+        if not self._why:
+            kind = type(optimizer).__name__
+            self._why = f"{why}, which fused {kind} does not take: such steps are done by the plain form"
+            self.tell()
+
+
+def _can_be_fused(group: dict[str, Any]) -> bool:
+    if group.get("fused", False) is not None:  # the user said how, or there is no such thing
+        return False
+    if group.get("foreach") or group.get("differentiable") or group.get("capturable"):
+        return False
+    if group.get("momentum") and group.get("dampening"):  # a first gradient is not damped, later ones are
+        return False
+    return all(map(_is_plain, group["params"]))
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    if not parameter.is_floating_point() or parameter.is_complex() or parameter.device.type not in ("cpu", "cuda"):
+        return False
+    if not is_distributed(parameter) and type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False  # a subclass with arithmetic of its own
+    return torch.ops.aten.is_non_overlapping_and_dense(local_part(parameter))  # type: ignore[no-any-return]
+
+
+def _lie_alike(parameter: Tensor, gradient: Tensor) -> bool:
+    return parameter.stride() == gradient.stride() or parameter.numel() < 2
