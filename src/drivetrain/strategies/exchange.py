@@ -61,6 +61,7 @@ class ExchangeDispatcher:
         self._rank_of_slot, self.num_ranks, self._capabilities = placement, world.size, capabilities
         self._rows = {slot: row for row, slot in enumerate(slots_of(placement, world.rank))}
         self._rank, self._group = world.rank, group
+        self.ran = False  # with gradients, since somebody has set this to False; ranks run it together or not at all
         self._held = [placement.count(rank) for rank in range(world.size)]
         self._homes = homes_of(placement, self._held)
         # gloo takes CPU tensors with any device, and the host has to know the counts anyway.
@@ -87,6 +88,7 @@ class ExchangeDispatcher:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
+        self.ran |= torch.is_grad_enabled()
         if torch.is_grad_enabled() and not tokens.requires_grad:
             # A rank whose experts get no token would have nothing to differentiate, and miss the exchange in backward.
             tokens = tokens.detach().requires_grad_()

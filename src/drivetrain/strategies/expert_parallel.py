@@ -35,7 +35,9 @@ class ExpertParallelStrategy(DdpStrategy):
         self._experts.deal(parts.average)
         self._experts.cut_state(parts.optimizer)
         self.ignored = [f"model.{name}" for name in self._experts.held]
-        return super().prepare(parts, trial)
+        objective = super().prepare(parts, trial)
+        self._experts.clear_gradients()
+        return objective
 
     @property
     def experts(self) -> SharedExperts:

@@ -22,6 +22,7 @@ from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, 
 from drivetrain.strategies.replicated import load_whole_state, share_buffers, whole_state
 from drivetrain.strategies.sharding import Sharded
 from drivetrain.strategies.together import Sums, norm_over_ranks, share_infinities
+from drivetrain.strategies.usage import Usage
 
 
 class FsdpStrategy:
@@ -43,15 +44,18 @@ class FsdpStrategy:
         self._sums = Sums(self._world)
         self._begins, self._accumulates = True, False
         self._samples = 0
+        self._usage = Usage(sharded, self._world)
         if trial.batch is not None:
             with _in_words():
                 try_out(self._call, parts.model, trial)
             self._refuse_without_gradient(self._parts.owners.values())
+            self._usage.refuse_unequal()
             self._objective.take_tallies()
             self._clear()
         return self._call
 
     def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
+        self._usage.counts = weight > 0
         if self._begins:
             self._begins, self._samples = False, step_samples
             if self._has_buffers and self._world.size > 1 and self._sharded.options.broadcast_buffers:
@@ -96,17 +100,24 @@ class FsdpStrategy:
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def _hand_over_gradients(self) -> None:
-        """To the optimizer: reduced parts, without a copy. Gradients of what is whole on every rank are summed here."""
+        """To the optimizer: reduced parts, without a copy. Gradients of what is whole on every rank are summed here.
+
+        A weight that no rank used keeps no gradient: an optimizer moves even those whose gradient is zero.
+        """
+        self._usage.refuse_unequal()
+        unused = self._usage.unused_by_all()
         for part, owner in self._parts.owners.items():
-            part.grad = None if owner.grad is None else local_part(owner.grad)
-        self._refuse_without_gradient(self._parts.owners)
-        if self._world.group is None:
-            return
+            part.grad = None if owner.grad is None or owner in unused else local_part(owner.grad)
+        if not unused:
+            self._refuse_without_gradient(self._parts.owners)
         for parameter in self._replicated:
-            # A rank whose samples did not use it takes part all the same.
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient, group=self._world.group)
-            parameter.grad = gradient
+            if parameter in unused:
+                parameter.grad = None
+            elif self._world.group is not None:
+                # A rank whose samples did not use it takes part all the same.
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient, group=self._world.group)
+                parameter.grad = gradient
 
     def _refuse_without_gradient(self, cut: Iterable[Tensor]) -> None:
         """What is whole here has its gradient without torch's hooks; of what is cut, all or nothing may be trained."""
@@ -127,6 +138,7 @@ class FsdpStrategy:
         for tensors in (self._parts.owners, self._sharded.parameters.values(), self._replicated):
             for tensor in tensors:
                 tensor.grad = None
+        self._usage.clear()
         self._begins = True
 
     # What is only known of all parts together

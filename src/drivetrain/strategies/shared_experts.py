@@ -257,15 +257,28 @@ class SharedExperts:
         `factor` undoes what the objectives were multiplied by for whatever averages the other gradients.
         """
         gradients = []
+        used = self._take_used()
         for parameter in self.parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter in used:
                 if parameter.grad is None:  # none of its experts got a token: the optimizer must move them alike
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
         if gradients and factor != 1.0:  # none, where all experts are frozen
             torch._foreach_mul_(gradients, factor)
 
+    def _take_used(self) -> set[Tensor]:
+        """Parameters of the layers that ran since the last call. A layer that did not keeps no gradient."""
+        used: set[Tensor] = set()
+        for layer in self.layers.values():
+            dispatcher = layer.dispatcher
+            if not isinstance(dispatcher, ExchangeDispatcher) or dispatcher.ran:
+                used.update(layer.experts.parameters())
+            if isinstance(dispatcher, ExchangeDispatcher):
+                dispatcher.ran = False
+        return used
+
     def clear_gradients(self) -> None:
+        self._take_used()
         for parameter in self.parameters:
             parameter.grad = None
 
