@@ -16,6 +16,7 @@ from drivetrain.core.fused import use_fused
 from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.loss import LossSum
 from drivetrain.core.metrics import MetricFunction, MetricObject
+from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.data.orders import is_iterator
 from drivetrain.data.source import Source, source_of
 
@@ -229,6 +230,9 @@ class Job:
         def problem(name: str, value: object, message: str, remedy: str, allowed: str = "") -> Problem:
             return Problem(f"Job.{name}", message, value, "Python", allowed, remedy)
 
+        wrong_name = problem_with_name(self.name)
+        if wrong_name:
+            yield problem("name", self.name, f"{self.name!r}: {wrong_name}", 'for example name="mine"', ALLOWED_NAMES)
         for name, least in (
             ("global_batch", 1),
             ("epochs", 1),

@@ -86,6 +86,18 @@ class Every:
         ({"hooks": [Every(-4)]}, "Every.every is -4"),
         ({"hooks": [Every("step")]}, "Every.every is 'step'"),
         ({"hooks": [print]}, "every is None"),
+        ({"name": "../up"}, r"'../up': it names another folder"),
+        ({"name": ".."}, "another folder"),
+        ({"name": "/tmp/up"}, "another folder"),
+        ({"name": "a/b"}, "another folder"),
+        ({"name": "a\\b"}, "another folder"),
+        ({"name": ""}, "it is empty"),
+        ({"name": "  "}, "it is empty"),
+        ({"name": "a\nb"}, "cannot be printed"),
+        ({"name": "a\0b"}, "cannot be printed"),
+        ({"name": "\udcff"}, "cannot be printed"),
+        ({"name": "n" * 300}, "longer than 200 bytes"),
+        ({"name": 3}, "it is a int, not text"),
     ],
 )
 def test_a_job_that_cannot_be(changes: dict[str, Any], words: str) -> None:

@@ -12,7 +12,22 @@ import yaml
 
 from drivetrain.core.errors import DrivetrainError
 
+LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
+ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED = "job.yaml", ".lock", "finished.json"
+
+
+def problem_with_name(name: object) -> str:
+    """Why a run cannot have this name, which is that of its folder as well; empty if it can."""
+    if not isinstance(name, str) or not name.strip():
+        return "it is empty" if isinstance(name, str) else f"it is a {type(name).__name__}, not text"
+    if "/" in name or "\\" in name or name in (".", ".."):
+        return "it names another folder, and a run stays below the output folder"
+    if not name.isprintable():
+        return "it has characters that cannot be printed"
+    if len(name.encode()) > LONGEST_NAME_BYTES:
+        return f"it is longer than {LONGEST_NAME_BYTES} bytes"
+    return ""
 
 
 class RunFolder:
@@ -30,6 +45,11 @@ class RunFolder:
         Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken. Another job's unfinished
         run is left as it is, and so is a run that another process is working on.
         """
+        problem = problem_with_name(name)
+        if problem:
+            raise DrivetrainError(
+                f"a run cannot be named {name!r}: {problem}", remedy=f"choose another --name: {ALLOWED_NAMES}"
+            )
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             number = 1
@@ -125,6 +145,29 @@ class Record(Protocol):
     """What can be written as a line."""
 
     def as_json(self) -> str: ...
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a file of JSON lines, and how many of its lines were damaged and are left out.
+
+    A missing file has no rows. What follows the last end of a line is no line yet: a crash, or a power cut that leaves
+    zeros behind, can tear it.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return [], 0
+    rows = [row for line in lines if (row := as_row(line)) is not None]
+    return rows, len(lines) - len(rows)
+
+
+def as_row(line: bytes) -> dict[str, Any] | None:
+    """A line of such a file; None if it is damaged: not UTF-8, no JSON, or no object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class JsonLines:
