@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import JsonLines, RunFolder, read_job
+from drivetrain.core.run_folder import JsonLines, RunFolder, read_job, read_rows
 
 JOB = {"seed": 1, "global_batch": 8}
 
@@ -104,3 +104,29 @@ def test_lines_are_written_within_a_second_and_at_once_when_asked(tmp_path: Path
     time.sleep(JsonLines.FLUSH_SECONDS + 0.05)
     log.append({"step": 2})
     assert (tmp_path / "mine" / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 300, b"\xff\xfe{x", b'{"step": 7, "lo', b"\xff\n", b"7\n", b"{}\n\0"])
+def test_what_a_power_cut_leaves_behind_is_no_line(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "steps.jsonl"
+    rows = [{"step": 1}, {"step": 2}, {"step": 3}]
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + tail)
+    whole, _ = read_rows(path)
+    assert [row for row in whole if row] == rows
+    log = JsonLines(path)
+    log.append({"step": 4})
+    log.flush()
+    assert [row for row in read_rows(path)[0] if row] == [*rows, {"step": 4}]  # not glued to what was torn
+    assert log.keep_up_to(2) == tail.count(b"\n") + (not tail.endswith(b"\n"))
+    log.append({"step": 3})
+    log.close()
+    assert read_rows(path) == (rows, 0)
+
+
+@pytest.mark.parametrize("name", ["../up", "/tmp/up", "..", "", "a/b", "a\tb"])
+def test_no_run_leaves_the_output_folder(tmp_path: Path, name: str) -> None:
+    before = sorted(tmp_path.parent.iterdir())
+    with pytest.raises(DrivetrainError, match="a run cannot be named"):
+        RunFolder.claim(tmp_path / "runs", name, {})
+    assert sorted(tmp_path.parent.iterdir()) == before
+    assert not (tmp_path / "runs").exists()

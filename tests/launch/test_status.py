@@ -82,6 +82,20 @@ def test_how_runs_end(tmp_path: Path) -> None:
     assert all(one.seconds_left is None for one in found.values())
 
 
+def test_damaged_records_hide_nothing(tmp_path: Path) -> None:
+    """A power cut leaves zeros and half bytes behind; a run whose job cannot be read is among the others."""
+    made(tmp_path / "well").close()
+    made(tmp_path / "damaged").close()
+    with (tmp_path / "well" / "steps.jsonl").open("ab") as file:
+        file.write(b"\n\xff\xfe\n7\n\0\0")
+    (tmp_path / "damaged" / "job.yaml").write_bytes(b"\xff\xfe")
+    found = {state.name: state for state in runs_in(tmp_path)}
+    assert found["mine"].step == 10
+    assert "job.yaml cannot be read" in found["damaged"].cause
+    (tmp_path / "slurm-jobs.jsonl").write_bytes(b'\xff}\n{"job": "7"}\n7\n')
+    assert jobs_of(tmp_path)[0] == []
+
+
 def test_only_the_end_of_long_records_is_read(tmp_path: Path) -> None:
     run = made(tmp_path / "long", steps=5000)
     assert (run.path / "steps.jsonl").stat().st_size > 2 * LAST_BYTES

@@ -138,9 +138,20 @@ def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
     assert "not finished" in (tmp_path / "performance_summary.txt").read_text()
 
 
-@pytest.mark.parametrize("damage", ["{not json}\n", '{"step": 1}\n'])
-def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path, damage: str) -> None:
-    (copied / "steps.jsonl").write_text(damage)
+@pytest.mark.parametrize("damage", [b"{not json}\n", b"\xff\xfe\n", b"\0\0\n", b"7\n"])
+def test_damaged_lines_are_left_out_and_said(copied: Path, damage: bytes) -> None:
+    for name in ("steps", "events", "metrics", "speed"):
+        with (copied / f"{name}.jsonl").open("ab") as file:
+            file.write(damage)
+    (copied / "plan.yaml").write_bytes(damage if damage == b"\xff\xfe\n" else b"")
+    problems = write_report(copied)
+    assert "1 damaged lines of steps.jsonl are left out" in problems
+    assert len(problems) == 4 + (damage == b"\xff\xfe\n")
+    assert pixels((copied / "training_metrics.png").read_bytes())[2] > 50
+
+
+def test_a_damaged_folder_is_said_and_raises_nothing(copied: Path) -> None:
+    (copied / "steps.jsonl").write_text('{"step": 1}\n')
     problems = write_report(copied)
     assert len(problems) >= 2
     assert all("was not written" in text for text in problems)

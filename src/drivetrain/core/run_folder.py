@@ -182,7 +182,10 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self._write(b"\n")  # a torn line must not spoil the one that follows
         self._waiting: list[Mapping[str, Any] | Record] = []
         self._flushed = time.monotonic()
 
@@ -214,18 +217,23 @@ class JsonLines:
             os.ftruncate(self._file, size)
             raise
 
-    def keep_up_to(self, step: int) -> None:
-        """Drop the lines of steps that are going to be done again, and a torn last line."""
+    def keep_up_to(self, step: int) -> int:
+        """Drop the lines of steps that are going to be done again, and damaged ones. Returns the number of these."""
         self.flush()
-        kept = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+        kept, num_damaged = list[bytes](), 0
+        for line in self._path.read_bytes().split(b"\n")[:-1]:
+            row = as_row(line)
+            at = None if row is None else row.get("step")
+            if not isinstance(at, (int, float)):
+                num_damaged += 1
+            elif at <= step:
+                kept.append(line + b"\n")
         temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))
         temporary.replace(self._path)
         os.close(self._file)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        return num_damaged
 
     def close(self) -> None:
         try:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import yaml
 
-from drivetrain.core.run_folder import is_finished, read_job
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import as_row, is_finished, read_job
 
 State = Literal["running", "finished", "stopped", "crashed"]
 LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
@@ -42,10 +43,12 @@ def runs_in(output_dir: Path) -> list[RunState]:
 
 
 def state_of(folder: Path) -> RunState:
-    job, steps = read_job(folder), list(_last_rows(folder / "steps.jsonl"))
+    job, unreadable = _job(folder)
+    steps = list(_last_rows(folder / "steps.jsonl"))
     events = list(_last_rows(folder / "events.jsonl"))
     last = steps[-1] if steps else {}
     state, cause = _how_it_stands(folder, events)
+    cause = "; ".join(filter(None, [cause, unreadable]))
     num_steps, step = job.get("num_steps"), int(last.get("step", 0))
     timed = [row for row in steps if row.get("seconds")]
     seconds = sum(row["seconds"] for row in timed)
@@ -65,6 +68,14 @@ def state_of(folder: Path) -> RunState:
         checkpoint=max(_checkpoints(folder), default=None),
         seconds_left=left,
     )
+
+
+def _job(folder: Path) -> tuple[dict[str, Any], str]:
+    """What it is a run of, and what is wrong with the file that says so: one damaged run does not hide the others."""
+    try:
+        return read_job(folder), ""
+    except DrivetrainError as error:
+        return {}, error.message
 
 
 def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, str]:
@@ -124,11 +135,7 @@ def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     lines = data.split(b"\n")[1 if start else 0 : -1]
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    yield from filter(None, map(as_row, lines))
 
 
 def _document(path: Path) -> dict[str, Any]:

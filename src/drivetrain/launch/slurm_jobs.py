@@ -4,9 +4,11 @@ import json
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+
+from drivetrain.core.run_folder import read_rows
 
 _RECORD = "slurm-jobs.jsonl"
 _ANSWER_SECONDS = 20
@@ -35,10 +37,11 @@ def write_down(output_dir: Path, job: str, name: str, script: Path, output: str)
 def jobs_of(output_dir: Path) -> tuple[list[SlurmJob], str]:
     """Those that were submitted into this folder, and why nothing more is known of them; empty if all is well."""
     try:
-        lines = (output_dir / _RECORD).read_text(encoding="utf-8").splitlines()
+        rows, _ = read_rows(output_dir / _RECORD)
     except OSError:
         return [], ""
-    jobs = [SlurmJob(**json.loads(line)) for line in lines if line.endswith("}")]
+    names = [field.name for field in fields(SlurmJob)[:5]]  # as they are written down
+    jobs = [SlurmJob(*(str(row[name]) for name in names)) for row in rows if row.keys() >= set(names)]
     if shutil.which("squeue") is None:
         return jobs, "squeue is not here: on a machine of the cluster this shows how they stand"
     known = _asked(

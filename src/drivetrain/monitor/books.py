@@ -147,7 +147,9 @@ class Books(NoBooks):
         )
         self._logs = {name: folder.log(f"{name}.jsonl") for name in ("steps", "metrics", "speed", "events")}
         for name in ("steps", "metrics", "speed"):
-            self._logs[name].keep_up_to(facts.resumed_from)
+            num_damaged = self._logs[name].keep_up_to(facts.resumed_from)
+            if num_damaged:
+                self._messages.put(f"{num_damaged} damaged lines of {name}.jsonl are left out")
         self._steps = self._logs["steps"]
         folder.write("hardware.json", hardware.to_json())
         folder.write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

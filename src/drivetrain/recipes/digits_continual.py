@@ -3,12 +3,12 @@
 `drivetrain continual` trains this and other methods side by side.
 """
 
-import json
 from dataclasses import replace
 from statistics import fmean
 
 from drivetrain.api import Result
 from drivetrain.config import Config
+from drivetrain.core.run_folder import read_rows
 from drivetrain.job import Job
 from drivetrain.moe import LoadReport
 from drivetrain.recipes.continual.data import load_images
@@ -40,8 +40,8 @@ def job(config: Config) -> Job:
 
 def show(result: Result) -> None:
     """The accuracy on every task after each."""
-    lines = (result.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    after = [event for event in map(json.loads, lines) if event.get("event") == "task"]
+    events, _ = read_rows(result.folder / "events.jsonl")
+    after = [event for event in events if event.get("event") == "task"]
     matrix = [event["accuracy"] for event in after]
     if not matrix:
         print("\nIt ended before its first task did.")

@@ -45,7 +45,7 @@ def write_report(folder: Path) -> list[str]:
         **epochs,
         PAGE: lambda data: page(data, summary(data), PICTURES).encode(),
     }
-    problems = []
+    problems = list[str]()
     for old in folder.glob("knowledge_graph_epoch_*.png") if epochs else ():
         if old.name not in epochs:  # of an epoch that was among the few before the run went on
             with contextlib.suppress(OSError):
@@ -53,7 +53,9 @@ def write_report(folder: Path) -> list[str]:
     for name, make in makers.items():
         temporary = folder / f".{name}.tmp"
         try:
-            made = make(RunData.read(folder))
+            data = RunData.read(folder)
+            problems += [text for text in data.damage if text not in problems]
+            made = make(data)
             if made is not None:
                 temporary.write_bytes(made)
                 temporary.replace(folder / name)

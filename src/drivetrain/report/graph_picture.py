@@ -1,11 +1,11 @@
 """knowledge_graph.png and expert_placement.png: what experts know and how they are tied; on which device they live."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drivetrain.core.run_folder import as_row
 from drivetrain.moe.graph import Edge, KnowledgeGraph, Node, Relation
 from drivetrain.report.graph_layout import Layout, layout
 from drivetrain.report.run_data import Row, RunData
@@ -53,7 +53,7 @@ def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
     """What the hook `KnowledgeFiles` wrote."""
     pattern = "[es]*.json" if epoch is None else f"epoch_{epoch:04d}.json"
     found = sorted((data.folder / _FOLDER).glob(pattern))
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    rows = [row for path in found if (row := as_row(path.read_bytes())) is not None]
     return max(rows, key=lambda row: int(row["step"]), default={})
 
 

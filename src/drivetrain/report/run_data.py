@@ -1,6 +1,5 @@
 """What a run folder holds, read into plain rows. Files that are missing are empty; half a last line is not a line."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from drivetrain.core.run_folder import read_rows
 
 Row = dict[str, Any]
 
@@ -35,19 +36,22 @@ class RunData:
     speed: list[Row]
     devices: list[Row]
     events: list[Row]
+    damage: tuple[str, ...] = ()  # what could not be read and is left out
 
     @classmethod
     def read(cls, folder: Path) -> "RunData":
+        damage = list[str]()
         return cls(
             folder=folder,
-            job=_yaml(folder / "job.yaml"),
-            plan=_yaml(folder / "plan.yaml"),
-            hardware=_yaml(folder / "hardware.json"),
-            steps=_lines(folder / "steps.jsonl"),
-            metrics=_lines(folder / "metrics.jsonl"),
-            speed=_lines(folder / "speed.jsonl"),
-            devices=_lines(folder / "gpu.jsonl"),
-            events=_lines(folder / "events.jsonl"),
+            job=_yaml(folder / "job.yaml", damage),
+            plan=_yaml(folder / "plan.yaml", damage),
+            hardware=_yaml(folder / "hardware.json", damage),
+            steps=_lines(folder / "steps.jsonl", damage),
+            metrics=_lines(folder / "metrics.jsonl", damage),
+            speed=_lines(folder / "speed.jsonl", damage),
+            devices=_lines(folder / "gpu.jsonl", damage),
+            events=_lines(folder / "events.jsonl", damage),
+            damage=tuple(damage),
         )
 
     @property
@@ -107,17 +111,19 @@ def _epoch(number: int, rows: list[Row]) -> Epoch:
     )
 
 
-def _yaml(path: Path) -> Row:
+def _yaml(path: Path, damage: list[str]) -> Row:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, yaml.YAMLError):
+    except FileNotFoundError:
+        return {}
+    except (ValueError, yaml.YAMLError) as error:
+        damage.append(f"{path.name} cannot be read and is left out: {str(error).splitlines()[0]}")
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _lines(path: Path) -> list[Row]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def _lines(path: Path, damage: list[str]) -> list[Row]:
+    rows, num_damaged = read_rows(path)
+    if num_damaged:
+        damage.append(f"{num_damaged} damaged lines of {path.name} are left out")
+    return rows

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.loss import LossSum
 from drivetrain.core.precision import Precision, num_threads, numerics
+from drivetrain.core.run_folder import read_rows
 from drivetrain.core.world import World
 from drivetrain.data.batch import leaves, to_device
 from drivetrain.data.division import Division
@@ -209,9 +210,9 @@ class Journal:
         self._path = path
         self._crashed: set[str] = set()
         if path is not None and path.exists():
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-            ended = {line["way"] for line in lines if line["event"] == "end"}
-            self._crashed = {line["way"] for line in lines if line["event"] == "begin"} - ended
+            rows, _ = read_rows(path)  # a damaged line forgets a crash, which is then met again
+            ended = {row.get("way", "") for row in rows if row.get("event") == "end"}
+            self._crashed = {row.get("way", "") for row in rows if row.get("event") == "begin"} - ended
 
     def crashed_in(self, way: Way) -> bool:
         return way.model_dump_json() in self._crashed

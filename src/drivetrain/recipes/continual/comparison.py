@@ -99,7 +99,10 @@ class Book:
             self._read()
 
     def _read(self) -> None:
-        found = json.loads(self.path.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(self.path.read_bytes())
+        except ValueError as error:
+            raise DrivetrainError(f"{self.path} is damaged: {error}", remedy="choose another --name") from None
         if found["study"] != self.study.describe():
             raise DrivetrainError(f"{self.path} is of another comparison", remedy="give this one another --name")
         self.outcomes = [Outcome.from_json(values) for values in found["runs"]]
