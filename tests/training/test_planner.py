@@ -410,3 +410,21 @@ def test_a_broken_loss_shows_its_own_traceback(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError, match="label"):
         run(tmp_path, make_job(VARIANT, loss=loss))
+
+
+@pytest.mark.parametrize("settings", [{"deterministic": True}, {"cudnn_benchmark": False}, {}], ids=str)
+def test_probes_run_with_the_kernels_of_the_run(
+    settings: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe of other kernels would forecast the time of a step that is never run."""
+    seen: list[tuple[bool, bool]] = []
+    loss_function = make_job(VARIANT).loss
+
+    def watched(model: nn.Module, batch: Any) -> Any:
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark))
+        return loss_function(model, batch)
+
+    decide(monkeypatch, Way(micro_batch=20))
+    run(tmp_path, make_job(VARIANT, loss=watched), **settings)
+    is_strict = settings.get("deterministic", False)
+    assert set(seen) == {(is_strict, settings.get("cudnn_benchmark", not is_strict))}

@@ -55,8 +55,13 @@ class Probe:
         world: World,
         make_loader: Callable[[Division], Loader],
         journal: "Journal",
+        *,
+        deterministic: bool = False,
+        cudnn_benchmark: bool = True,
     ) -> None:
         self._job, self._model, self._world = job, model, world
+        # As the run has them: otherwise kernels would be measured that the run does not use.
+        self._kernels = {"deterministic": deterministic, "cudnn_benchmark": cudnn_benchmark}
         self._make_loader, self._journal = make_loader, journal
         self._alone = World(device=world.device)
         self._longest: list[int | None] | None = None
@@ -102,7 +107,7 @@ class Probe:
         if way.recompute:
             recompute(model)
         precision = Precision(way.precision, device.type)
-        with numerics(precision, deterministic=False, cudnn_benchmark=True), num_threads(way.num_threads):
+        with numerics(precision, **self._kernels), num_threads(way.num_threads):
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
@@ -178,7 +183,7 @@ class Probe:
             return ""
         if way.precision not in self._found_to_stray:
             # To look for the fastest convolutions of both would take longer than the rest of the probe.
-            with numerics(precision, deterministic=False, cudnn_benchmark=False):
+            with numerics(precision, **{**self._kernels, "cudnn_benchmark": False}):
                 reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
                 found = _loss(self._job, model, batch, precision)
             # A loss that is not a number is near nothing: any comparison with it is false.

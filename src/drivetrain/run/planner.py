@@ -184,6 +184,8 @@ def measured(
         world,
         lambda division: run.loader(division, job.source, shuffle=job.shuffle),
         Journal(cache.journal),
+        deterministic=run.config.kernels.deterministic,
+        cudnn_benchmark=run.config.kernels.cudnn_benchmark,
     )
     scope = _scope(run, model, steps_done, is_short_of_time=is_short_of_time)
     num_measured, aside = 0, SetAside()
