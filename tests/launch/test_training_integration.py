@@ -130,3 +130,34 @@ def test_ranks_that_do_not_mean_the_same_are_told_before_a_model_is_made(tmp_pat
     assert "num_samples is 90 there and 96 on rank 0" in done.err
     assert "remedy" in done.last_lines[-1]
     assert "Traceback" not in done.err
+
+
+SEVERAL = """
+import sys
+import torch
+import drivetrain as dt
+
+x, y = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
+for number in range(6):
+    job = dt.Job(
+        name=f"run-{number}",
+        model=lambda: torch.nn.Linear(8, 3),
+        data=torch.utils.data.TensorDataset(x, y),
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=16,
+        epochs=1,
+    )
+    dt.train(job, dt.configure(output_dir=sys.argv[1], report=False), quiet=True)
+"""
+
+
+def test_a_script_may_train_several_times(tmp_path: Path) -> None:
+    """Each run makes process groups and closes them; ranks are never quite equally fast in that."""
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL)
+    done = launch(tmp_path, str(script), str(tmp_path / "runs"))
+    assert done.code == 0, done.err
+    assert sorted(path.parent.name for path in (tmp_path / "runs").glob("*/finished.json")) == [
+        f"run-{number}" for number in range(6)
+    ]

@@ -6,13 +6,15 @@ tensors, never pickled objects.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import Place, find_place
@@ -62,13 +64,14 @@ class World:
             return cls(device=device)
         if joined_here:
             os.environ.update(place.environment)  # torch reads these, and so does what users call
+            timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(
                 # NCCL refuses two ranks on one GPU; gloo takes them.
                 backend or ("nccl" if device.type == "cuda" and local_size <= len(devices) else "gloo"),
-                init_method=init_method,
+                store=_next_store(init_method or "env://", rank, size, timeout),
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=timeout_seconds),
+                timeout=timeout,
             )
         world = cls(rank, size, local_rank, device, dist.group.WORLD)
         world._owns_group = joined_here
@@ -164,6 +167,25 @@ class World:
     def collective_device(self) -> torch.device:
         """Where tensors for collectives live: gloo takes CPU tensors with any device."""
         return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
+
+
+_stores: dict[tuple[Any, ...], tuple[Any, Iterator[int]]] = {}  # each with the numbers of its groups
+
+
+def _next_store(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Where the ranks of the next group find each other: a part of its own of one store that lives as long as we do.
+
+    A script may train several times, and groups come and go. A store of its own for each would be made anew on the
+    same port while other ranks still use the one before, and so find addresses where nobody listens any more.
+    """
+    # Not that of a parent this process was forked from, nor of a launcher whose address has changed.
+    key = (init_method, rank, size, os.getpid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    if key not in _stores:
+        made, _, _ = next(rendezvous(init_method, rank, size, timeout=timeout))
+        _stores[key] = made, count()
+    store, numbers = _stores[key]
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"drivetrain-{next(numbers)}", store)  # type: ignore[attr-defined]
 
 
 # Between two words of a writer lie the slowest rank's file and a step. A rank that dies is noticed at once.
