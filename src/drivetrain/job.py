@@ -307,12 +307,11 @@ class Job:
                 f"{type(source.dataset).__name__} can be read only once",
                 "epochs=1, or data whose __iter__ begins anew: a class with __iter__, not a generator",
             )
-        is_unknown = length is None and source.batch_sampler is None
-        if is_unknown and self.max_steps is None and isinstance(self.schedule, WarmupCosine):
+        if source.steps_per_epoch(1) is None and self.max_steps is None and isinstance(self.schedule, WarmupCosine):
             yield problem(
                 "schedule",
                 "WarmupCosine",
-                "it has to know the last step, and the length of the data is not known beforehand",
+                "it has to know the last step, and the number of steps in an epoch is not known beforehand",
                 "give max_steps, or schedule=Constant(warmup_steps=...)",
             )
 

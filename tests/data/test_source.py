@@ -3,7 +3,7 @@
 import multiprocessing
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -88,9 +88,20 @@ def test_a_workers_init_function_runs_there(tmp_path: Any) -> None:
     assert (tmp_path / "0").exists()
 
 
-def test_a_batch_sampler_says_its_size_or_its_first_batch_does() -> None:
-    assert source_of(DataLoader(DATA, batch_sampler=Unequal(20))).global_batch == 1
-    assert source_of(DataLoader(DATA, batch_sampler=[[1, 2, 3], [4]])).global_batch == 3
+class Drawn(Sampler[list[int]]):
+    """Batches of sizes drawn from a global generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(5):
+            yield list(range(int(torch.randint(1, 20, ()))))
+
+
+def test_a_batch_sampler_says_its_size_or_its_largest_batch_does() -> None:
+    assert source_of(DataLoader(DATA, batch_sampler=Unequal(20))).global_batch == 5
+    assert source_of(DataLoader(DATA, batch_sampler=[[4], [1, 2, 3], [4]])).global_batch == 3
+    before = torch.get_rng_state()
+    assert len({source_of(DataLoader(DATA, batch_sampler=Drawn())).global_batch for _ in range(5)}) == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_tensors_by_name() -> None:

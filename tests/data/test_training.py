@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from drivetrain import ConfigError, Constant, DrivetrainError
 from drivetrain.api import train
 from drivetrain.config import configure
+from drivetrain.data.items import seed_all
+from drivetrain.data.stream import key_of
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, Variant, Vectors, make_job, read, run, vector_loss
+from tests.training.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
 from tests.training.test_resume import CrashingLoss, PlantedError, assert_identical
 
 VARIANT = Variant(global_batch=16, steps=12, num_samples=60, save_every=3)  # 4 steps per epoch, the last of 12 samples
@@ -61,6 +63,61 @@ class InOrder(Sampler[int]):
 class Batches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return iter([list(range(start, min(start + 16, 60))) for start in range(0, 60, 16)])
+
+
+class Ragged(Sampler[list[int]]):
+    """Batches of 2 to 19 samples, drawn anew in each epoch: where one ends, and how many there are, is not known."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(60).tolist()
+        while order:
+            size = 2 + int(torch.randint(18, ()))
+            yield order[:size]
+            order = order[size:]
+
+
+def ragged_loop(seed: int, epochs: int) -> tuple[list[float], dict[str, Any]]:
+    """Plain torch over the sampler's own batches."""
+    vectors = Vectors(VARIANT)
+    torch.manual_seed(seed)
+    model = make_model(VARIANT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for epoch in range(epochs):
+        seed_all(key_of(seed, epoch))  # as docs/data.md says of samplers: what they draw is keyed by (seed, epoch)
+        for batch in list(Ragged()):
+            optimizer.zero_grad()
+            columns = (torch.stack(column) for column in zip(*(vectors[index] for index in batch), strict=True))
+            loss = vector_loss(model, tuple(columns))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}
+
+
+def run_ragged(folder: str, at_call: int = 0, num_workers: int = 0) -> Trained | None:
+    loss = CrashingLoss(vector_loss, at_call)
+    changes: dict[str, Any] = {"max_steps": None, "epochs": 2, "global_batch": None, "schedule": Constant()}
+    changes |= {"clip_norm": None, "weight_decay": None, "loss": loss}
+    changes["optimizer"] = lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    data = DataLoader(Vectors(VARIANT), batch_sampler=Ragged())
+    try:
+        return run(folder, VARIANT, None, num_workers, data=data, **changes)
+    except PlantedError:
+        return None
+
+
+@pytest.mark.parametrize(("world", "num_workers"), [(1, 1), (2, 0)])
+def test_batches_of_varying_size_train_and_go_on_as_in_a_plain_loop(
+    gloo_pool: GlooPool, tmp_path: Path, world: int, num_workers: int
+) -> None:
+    losses, weights = ragged_loop(VARIANT.seed, 2)
+    gloo_pool.run(run_ragged, str(tmp_path), 9, num_workers, world=world)
+    trained = gloo_pool.run(run_ragged, str(tmp_path), 0, num_workers, world=world)[0]
+    assert trained.resumed_from > 0
+    assert trained.losses == pytest.approx(losses, abs=1e-10)
+    for name, value in weights.items():
+        assert trained.weights[name] == pytest.approx(value, abs=1e-10)
 
 
 def make_data(kind: str) -> Any:
@@ -205,8 +262,17 @@ def test_ranks_that_read_different_data_are_found_out(gloo_pool: GlooPool, tmp_p
     ("changes", "words"),
     [
         ({"data": (number for number in range(3)), "epochs": 2}, "generator can be read only once"),
-        ({"data": Stream(), "max_steps": None, "epochs": 2}, "the length of the data is not known beforehand"),
+        ({"data": Stream(), "max_steps": None, "epochs": 2}, "steps in an epoch is not known beforehand"),
         ({"data": DataLoader(Vectors(VARIANT), batch_sampler=[[1, 2]]), "global_batch": 9}, "are the global batches"),
+        (
+            {
+                "data": DataLoader(Vectors(VARIANT), batch_sampler=Batches()),
+                "global_batch": None,
+                "max_steps": None,
+                "epochs": 2,
+            },
+            "steps in an epoch is not known beforehand",
+        ),
         ({"data": DataLoader(Vectors(VARIANT), 80), "global_batch": None}, "batch size is 80"),
         ({"data": DataLoader(Vectors(VARIANT), None)}, "batch_size=None"),
         ({"valid": Stream()}, "has no length or no items"),

@@ -155,6 +155,16 @@ class SamplerEntries:
             np.random.set_state(drawn[1])
             torch.set_rng_state(drawn[2])
 
+    def largest_batch(self) -> int | None:
+        """Of the first batches of an epoch, drawn by a key: the same in every process. None if there is none."""
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            return max(map(len, itertools.islice(self._read(0), _READ_AHEAD)), default=None)
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
     def state(self) -> Any:
         return None
 

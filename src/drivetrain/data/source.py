@@ -48,6 +48,7 @@ class Source:
     shuffle: bool | None = None
     collate: Collate | None = None
     global_batch: int | None = None
+    sizes_vary: bool = False  # of the batch sampler's batches, as far as is known: `global_batch` is the largest seen
     drop_last: bool = False
     wishes: WorkerWishes = WorkerWishes()
     notes: tuple[str, ...] = ()
@@ -181,8 +182,14 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
     elif loader.batch_sampler is not None:
         kind = type(loader.batch_sampler).__name__
         said = f"the batches of its {kind} are the global batches, in its order"
-        size = _nominal(loader.batch_sampler)
-        return replace(source, batch_sampler=loader.batch_sampler, global_batch=size, notes=(*source.notes, said))
+        size, is_said = _nominal(loader.batch_sampler)
+        return replace(
+            source,
+            batch_sampler=loader.batch_sampler,
+            global_batch=size,
+            sizes_vary=not is_said,
+            notes=(*source.notes, said),
+        )
     if batch_size is None:
         raise _whole_batches()
     source = replace(source, global_batch=batch_size, drop_last=drop_last)
@@ -236,12 +243,14 @@ def _on_sampler(sampler: Any) -> tuple[bool | None, Any, str]:
     return None, sampler, f"its {kind} is used: read once per epoch, alike on every rank, its draws keyed by the seed"
 
 
-def _nominal(batch_sampler: Any) -> int | None:
-    """How large its batches are, as far as it says."""
+def _nominal(batch_sampler: Any) -> tuple[int | None, bool]:
+    """How large its batches are, and whether it says so itself. Otherwise that of the largest among many is taken.
+
+    It only says how much memory a step takes: steps are the sampler's batches, whatever their sizes.
+    """
     size = getattr(batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
-        return size
+        return size, True
     if is_iterator(batch_sampler):
-        return None
-    first = next(iter(batch_sampler), None)
-    return len(first) if first else None
+        return None, False
+    return SamplerEntries(batch_sampler, seed=0, in_batches=True).largest_batch(), False

@@ -317,7 +317,11 @@ class Setup:
             try:
                 # A checkpoint brings its own experts, whatever number is asked for.
                 experts = {} if self.config.moe.experts is None else {"experts": self.config.moe.experts}
-                folder = RunFolder.claim(self.config.run.output_dir, self.name, self.job.identity() | experts)
+                identity = self.job.identity() | experts
+                if self.job.source.sizes_vary:  # what a step was taken to need is not what it is
+                    recorded = read_job(self.config.run.output_dir / self.name)
+                    identity |= {"global_batch": recorded.get("global_batch", self.job.global_batch)}
+                folder = RunFolder.claim(self.config.run.output_dir, self.name, identity)
                 folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
                 answer = {"path": str(folder.path.absolute())}
             except DrivetrainError as error:
