@@ -218,3 +218,32 @@ def seen_by_a_hook(folder: str, settings: dict[str, Any]) -> list[float]:
 
     run(folder, Variant("mlp", torch.float32, 12, steps=4), 3, settings=settings, hooks=[Look()])
     return seen
+
+
+class SometimesUnused(nn.Module):
+    """From a call on, one of its layers is not used any more; with 0, it is never used."""
+
+    def __init__(self, until_call: int) -> None:
+        super().__init__()
+        self.until_call, self.calls = until_call, 0
+        self.first, self.side, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.first(inputs)
+        if self.calls <= self.until_call:
+            hidden = hidden + self.side(hidden)
+        result: Tensor = self.out(hidden)
+        return result
+
+
+def run_unused(folder: str, until_call: int, decay: float, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The weights at the end, and those of the layer at the start."""
+    torch.manual_seed(4)
+    made = SometimesUnused(until_call)
+    first = {name: value.detach().numpy().copy() for name, value in made.side.named_parameters()}
+    variant = Variant("mlp", torch.float32, 12, num_samples=60, steps=4)
+    changes = {"model": lambda: made, "weight_decay": None}
+    changes["optimizer"] = lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=decay)
+    trained = run(folder, variant, 6, settings=settings, **changes)
+    return None if trained is None else {"weights": trained.weights, "first": first}

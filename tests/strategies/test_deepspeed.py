@@ -239,3 +239,21 @@ def test_what_it_was_told_is_written_down(gloo_pool: GlooPool, tmp_path: Path) -
     told = next(event for event in events if event["event"] == "deepspeed")["config"]
     assert told["zero_optimization"]["stage"] == 2
     assert told["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_that_are_not_used(gloo_pool: GlooPool, tmp_path: Path, stage: int) -> None:
+    """DeepSpeed steps flat tensors: what a plain loop would leave alone stays as it is, or the run is refused."""
+
+    def trained(until_call: int, decay: float) -> Any:
+        folder = str(tmp_path / f"{until_call}-{decay}")
+        arguments = (folder, until_call, decay, zero(stage))
+        return gloo_pool.run(deepspeed_runs.run_unused, *arguments, world=2, time_limit_seconds=LIMIT)[0]
+
+    found = trained(0, 0.0)
+    for name, value in found["first"].items():
+        assert np.array_equal(found["weights"][f"model/side.{name}"], value)
+    with pytest.raises(dt.DrivetrainError, match=r"side\.\w+ is not used by the loss, .* weight decay of 0.1"):
+        trained(0, 0.1)
+    with pytest.raises(dt.DrivetrainError, match=r"side\.\w+ is not used in this step and was used in the first one"):
+        trained(2, 0.0)

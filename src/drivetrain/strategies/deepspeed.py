@@ -104,12 +104,10 @@ class DeepSpeedStrategy:
 
     def _try_out(self, trial: Trial) -> None:
         """A step that is not finite, on purpose: DeepSpeed forgets it and its gradients, as any such step."""
-        used: list[str] = []
-        handles = [
-            cast(Any, parameter).register_post_accumulate_grad_hook(lambda _, name=name: used.append(name))
-            for name, parameter in self._parts.model.named_parameters()
-            if parameter.requires_grad
-        ]
+        self._used: set[str] = set()  # weights that got a gradient in this step
+        for name, parameter in self._parts.model.named_parameters():
+            if parameter.requires_grad:
+                cast(Any, parameter).register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
 
         def forgotten(objective: Tensor) -> None:
             self._zero.external_loss_scale = float("nan")
@@ -118,14 +116,12 @@ class DeepSpeedStrategy:
                 self._engine.step()
             self._zero.external_loss_scale = 1.0
 
-        try:
-            try_out(self._call, self._parts.model, trial, forgotten)
-        finally:
-            for handle in handles:
-                handle.remove()
+        try_out(self._call, self._parts.model, trial, forgotten)
         self._objective.take_tallies()
         self._begins = True
-        self._refuse_other_weights(sorted(set(used)))
+        self._used_first, self._used = self._used, set()
+        self._refuse_other_weights(sorted(self._used_first))
+        self._refuse_decay_of_unused()
 
     def _refuse_other_weights(self, used: list[str]) -> None:
         """Gradients are reduced in the order in which they come, and DeepSpeed does not look whose they are."""
@@ -138,6 +134,30 @@ class DeepSpeedStrategy:
                     "add the gradients of one weight to those of another",
                     remedy="use every weight on every rank, or --parallel-strategy ddp --find-unused-parameters",
                 )
+
+    def _refuse_decay_of_unused(self) -> None:
+        """A weight that is never used has a gradient of zero in the flat tensor: only weight decay would move it."""
+        for names, group in zip(self._zero_parts.groups, self._parts.optimizer.param_groups, strict=True):
+            unused = [name for name in names if name not in self._used_first]
+            if unused and group.get("weight_decay"):
+                raise DrivetrainError(
+                    f"{unused[0]} is not used by the loss, and DeepSpeed, which steps all weights of a group as one, "
+                    f"would still shrink it by the weight decay of {group['weight_decay']}",
+                    remedy="set requires_grad = False on it, give it a group without weight decay, or use "
+                    "--parallel-strategy ddp --find-unused-parameters",
+                )
+
+    def _refuse_other_use(self) -> None:
+        """Raises where a step uses other weights than the first: what is not used would be moved all the same."""
+        used, self._used = self._used, set()
+        if used != self._used_first:
+            odd = sorted(used ^ self._used_first)[0]
+            was, is_now = ("not used", "used") if odd in used else ("used", "not used")
+            raise DrivetrainError(
+                f"{odd} is {is_now} in this step and was {was} in the first one; DeepSpeed steps all weights of a "
+                "group as one, and would move a weight that a plain loop leaves alone",
+                remedy="use the same weights in every step, or --parallel-strategy ddp --find-unused-parameters",
+            )
 
     def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         if self._begins:
@@ -166,6 +186,7 @@ class DeepSpeedStrategy:
         self._engine.backward(objective, scale_wrt_gas=False)
 
     def step(self, stop: bool) -> StepOutcome:
+        self._refuse_other_use()
         total, count, stopping = self._sums.take()
         if self._objective.counts_items:
             # The host waits for the device. So it does in DeepSpeed's step, to see whether the norm is finite.

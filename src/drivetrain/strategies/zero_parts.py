@@ -53,7 +53,7 @@ class ZeroParts:
         self._parts, self._rank, self._is_main, self._stage = parts, rank, is_main, stage
         names = {parameter: name for name, parameter in parts.model.named_parameters()}
         self._shapes: dict[Tensor, Shape] = {parameter: tuple(parameter.shape) for parameter in names}
-        self._groups = [
+        self.groups = [  # names of what each group trains
             [names[p] for p in group["params"] if p.requires_grad] for group in parts.optimizer.param_groups
         ]
         self._trained = {
@@ -132,7 +132,7 @@ class ZeroParts:
                     raise cannot_save(f"the optimizer's state {field!r} of {name}", value)
         groups = [
             {"params": names, "values": settings_of(group)}
-            for names, group in zip(self._groups, self._parts.optimizer.param_groups, strict=True)
+            for names, group in zip(self.groups, self._parts.optimizer.param_groups, strict=True)
         ]
         return shards, {
             "optimizer_groups": groups,
@@ -148,7 +148,7 @@ class ZeroParts:
         """Everything is compared before anything is changed."""
         optimizer, average = self._parts.optimizer, self._parts.average
         shapes = {name: self._shapes.get(value, tuple(value.shape)) for name, value, _ in self._state()}
-        refuse_another_job(source, shapes, self._groups, optimizer)
+        refuse_another_job(source, shapes, self.groups, optimizer)
         by_flat = self._fields_by_flat(source)
         for name, value, part in self._state():
             if part is None:
