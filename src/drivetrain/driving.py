@@ -57,6 +57,7 @@ from drivetrain.run.saves import Saves
 from drivetrain.step import Stepper
 from drivetrain.strategies import Average, ExpertParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.base import around_forward, check_objective
+from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import parameter_names, share_buffers
 from drivetrain.trainer import Begun, Trainer
 
@@ -465,8 +466,7 @@ def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
     parameter_names(
         model, optimizer, setup.sharded.owners if setup.sharded else {}
     )  # refuses the optimizer of another model
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())  # moves what it holds to where its parameters are now
+    move_to_parameters(optimizer)
     return model, optimizer, called
 
 

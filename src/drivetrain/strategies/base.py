@@ -23,6 +23,7 @@ from drivetrain.core.state import Shard, TensorSource
 from drivetrain.moe.balance import Settlement, take_auxiliary
 from drivetrain.strategies.activations import offload
 from drivetrain.strategies.average import Average
+from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
 
 LossFunction = Callable[[Any, Any], Tensor | LossSum]
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]
@@ -43,6 +44,13 @@ class StrategyParts:
     offloads_activations: bool = False
     # Where the optimizer holds this rank's parts of parameters: each part, and the parameter it is of.
     owners: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    # The settings and attributes that the optimizer was made with: it may change them with every step.
+    made_with: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = [{"values": plain_settings(group)} for group in self.optimizer.param_groups]
+        made_with = {"groups": settings, "attributes": plain_attributes(self.optimizer)}
+        object.__setattr__(self, "made_with", made_with)
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:

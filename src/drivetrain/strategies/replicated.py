@@ -13,6 +13,15 @@ from drivetrain.core.fused import as_parameters_lie
 from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
+from drivetrain.strategies.optimizer_state import (
+    Decoder,
+    Encoder,
+    attributes_of,
+    cannot_save,
+    encode_attributes,
+    is_plain,
+    load_attributes,
+)
 from drivetrain.strategies.rates import ON_HOST
 
 _HOW_IT_IS_DONE = {"fused", "foreach", "capturable"}  # settings of an optimizer that are no part of the job
@@ -32,39 +41,105 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     names = parameter_names(model, optimizer, parts.owners)
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            continue  # a key of the optimizer's own: `optimizer_meta`
+        name = names[parameter]
+
+        def put(key: str, value: Tensor, parameter: Tensor = parameter) -> None:
+            # What has a parameter's shape is of its elements; anything else, such as a count, of all of it.
+            owner = parts.owners.get(parameter, value) if value.shape == parameter.shape else value
+            shards.append(Shard.of(key, value, owner))
+
+        encoder = Encoder(put, names)
         for field, value in state.items():
+            check_field(field, name)
             if isinstance(value, Tensor):
-                # What has a parameter's shape is of its elements; anything else, such as a count, of all of it.
-                owner = parts.owners.get(parameter, value) if value.shape == parameter.shape else value
-                shards.append(Shard.of(f"{OPTIMIZER}{names[parameter]}/{field}", value.detach(), owner))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                scalars.setdefault(names[parameter], {})[field] = value
+                put(f"{OPTIMIZER}{name}/{field}", value.detach())
             else:
-                raise cannot_save(f"the optimizer's state {field!r} of {names[parameter]}", value)
-    groups = [
-        {"params": [names[parameter] for parameter in group["params"]], "values": settings_of(group)}
-        for group in optimizer.param_groups
-    ]
+                what = f"the optimizer's state {field!r} of {name}"
+                scalars.setdefault(name, {})[field] = encoder.encode(value, what, f"state/{name}/{field}")
+    found, meta = optimizer_meta(parts, names)
     scaler = parts.scaler.state_dict() if parts.precision.scales_loss else None
     num_averaged = parts.average.num_updates if parts.average is not None else 0
-    return shards, {
+    groups = [
+        {"params": [names[parameter] for parameter in group["params"]], **stored}
+        for group, stored in zip(optimizer.param_groups, meta.pop("groups"), strict=True)
+    ]
+    return shards + found, {
         "optimizer_groups": groups,
         "optimizer_scalars": scalars,
         "scaler": scaler,
         "num_averaged": num_averaged,
+        **meta,
     }
 
 
+def check_field(field: object, name: str) -> None:
+    if not isinstance(field, str) or "/" in field:
+        raise DrivetrainError(
+            f"the optimizer's state of {name} has the key {field!r}, which a checkpoint cannot name",
+            remedy="use text without a slash as the key",
+        )
+
+
+def optimizer_meta(parts: StrategyParts, names: Mapping[Tensor, str]) -> tuple[list[Shard], dict[str, Any]]:
+    """All that an optimizer keeps of no single parameter: its groups' settings, attributes, keys of its own.
+
+    Settings and attributes are also given as they were when the optimizer was made: whoever goes on compares with that.
+    """
+    shards: list[Shard] = []
+    encoder = Encoder(lambda key, value: shards.append(Shard.whole(key, value)), names)
+    optimizer = parts.optimizer
+    kept: Mapping[Any, Any] = optimizer.state  # torch says that its keys are tensors
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        values, exact = settings_of(group), {}
+        for name, value in group.items():
+            if name in ("params", "lr", ON_HOST) or is_plain(value):
+                continue
+            exact[name] = encoder.encode(value, f"the optimizer's setting {name!r}", f"groups/{number}/{name}")
+        groups.append({"values": values, **({"exact": exact} if exact else {})})
+    own = {
+        key: encoder.encode(value, f"the optimizer's state {key!r}", f"own/{key}")
+        for key, value in kept.items()
+        if isinstance(key, str)
+    }
+    others = [key for key in kept if key not in names and not isinstance(key, str)]
+    if others:
+        what = f"a tensor of shape {tuple(others[0].shape)}" if isinstance(others[0], Tensor) else repr(others[0])
+        raise DrivetrainError(
+            f"the optimizer keeps state for {what}, which is no parameter of the model",
+            remedy="keep it for a parameter, or under a key that is text",
+        )
+    meta: dict[str, Any] = {"groups": groups, "optimizer_made_with": parts.made_with}
+    if own:
+        meta["optimizer_own_state"] = own
+    if attributes := encode_attributes(optimizer, encoder):
+        meta["optimizer_attributes"] = attributes
+    return shards, meta
+
+
+def load_optimizer_meta(parts: StrategyParts, source: TensorSource, names: Mapping[Tensor, str]) -> None:
+    """The reverse, after the state of the parameters was loaded."""
+    optimizer, meta = parts.optimizer, source.meta
+    decoder = Decoder(source.read, parts.trained[0].device, names)
+    for group, stored in zip(optimizer.param_groups, meta["optimizer_groups"], strict=True):
+        group.update({name: decoder.decode(value) for name, value in stored.get("exact", {}).items()})
+    for key, value in meta.get("optimizer_own_state", {}).items():
+        optimizer.state[key] = decoder.decode(value)
+    load_attributes(optimizer, meta.get("optimizer_attributes", {}), decoder)
+
+
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's group is set to, as JSON."""
+    """What an optimizer's group is set to, as JSON: as far as that can hold it, see `optimizer_meta`."""
     values = {name: value for name, value in group.items() if name not in ("params", ON_HOST)}
     if ON_HOST in group:
         values["lr"] = group[ON_HOST]  # to read it from the device would make the host wait
-    for name, value in values.items():
-        if isinstance(value, Tensor):
+    for name, value in list(values.items()):
+        if isinstance(value, Tensor) and value.numel() == 1:
             values[name] = value.item()
         elif not _is_json(value):
-            raise cannot_save(f"the optimizer's setting {name!r}", value)
+            del values[name]
     return values
 
 
@@ -94,7 +169,8 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
             is_part = owner is not None and owner.shape == source.keys[key].shape
             value = read_for(owner, source, key) if is_part else source.read(key)
             by_number.setdefault(numbers[name], {})[field] = value
-    for name, values in source.meta["optimizer_scalars"].items():
+    scalars = _decoded_scalars(source, names, owners)
+    for name, values in scalars.items():
         by_number.setdefault(numbers[name], {}).update(values)
     settings = [
         {
@@ -105,9 +181,43 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
         for group, stored in zip(optimizer.param_groups, groups, strict=True)
     ]
     optimizer.load_state_dict({"state": by_number, "param_groups": settings})
+    _put_exactly(optimizer, by_number)
     as_parameters_lie(optimizer)
+    load_optimizer_meta(parts, source, names)
     if parts.precision.scales_loss and source.meta.get("scaler"):
         parts.scaler.load_state_dict(source.meta["scaler"])
+
+
+def _decoded_scalars(
+    source: TensorSource, names: Mapping[Tensor, str], owners: Mapping[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """What is kept of parameters in other forms than one tensor for a field."""
+    parameters = {name: parameter for parameter, name in names.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, values in source.meta["optimizer_scalars"].items():
+        owner = owners.get(name)
+
+        def get(key: str, owner: Tensor | None = owner) -> Tensor:
+            is_part = owner is not None and owner.shape == source.keys[key].shape
+            return read_for(owner, source, key) if is_part else source.read(key)
+
+        decoder = Decoder(get, parameters[name].device, names)
+        found[name] = {field: decoder.decode(value) for field, value in values.items()}
+    return found
+
+
+def _put_exactly(optimizer: Optimizer, by_number: Mapping[int, Mapping[str, Any]]) -> None:
+    """What was saved, as it was: torch turns text into generators and every tensor into the type of its parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, fields in by_number.items():
+        state = optimizer.state[parameters[number]]
+        for field, value in fields.items():
+            loaded = state.get(field)
+            if not isinstance(value, Tensor):
+                if not isinstance(loaded, Tensor):  # else the optimizer itself makes a tensor of it
+                    state[field] = value
+            elif isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                state[field] = value.to(loaded.device)
 
 
 def refuse_another_job(
@@ -117,12 +227,14 @@ def refuse_another_job(
     stored = {key.removeprefix(MODEL): info for key, info in source.keys.items() if key.startswith(MODEL)}
     _check_keys(shapes, stored)
     groups = source.meta["optimizer_groups"]
+    made_with = source.meta.get("optimizer_made_with")
     if [group["params"] for group in groups] != names:
         raise DrivetrainError(
             "the checkpoint's optimizer trains other parameters, or in other groups",
             remedy="use the job that wrote it, or another --name for this one",
         )
-    _check_settings(optimizer, groups)
+    _check_settings(optimizer, groups if made_with is None else made_with["groups"])
+    _check_attributes(optimizer, {} if made_with is None else made_with["attributes"])
 
 
 def loaded_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +255,25 @@ def share_buffers(model: nn.Module, world: World) -> None:
             torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
 
+def _check_attributes(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+    attributes = attributes_of(optimizer)
+    differences = [
+        f"{name} is {attributes[name]} now and was {value}"
+        for name, value in stored.items()
+        if name in attributes and _plain(attributes[name]) != value
+    ]
+    if differences:
+        raise DrivetrainError(
+            f"the checkpoint's optimizer was made with other attributes: {_some(differences)}",
+            remedy="make it with the same ones to go on with that run, or use another --name for this one",
+        )
+
+
 def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """The optimizer's settings are part of the job. How it is implemented, and where the schedule stands, is not."""
+    """The optimizer's settings are part of the job. How it is implemented, and where the schedule stands, is not.
+
+    An optimizer may change its settings as it steps, so they are compared with those that it was made with.
+    """
     differences = [
         f"{name} is {group[name]} now and was {stored['values'][name]}"
         for group, stored in zip(optimizer.param_groups, groups, strict=True)
@@ -161,7 +290,7 @@ def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 def _plain(value: Any) -> Any:
     """As JSON gives it back: a tuple is a list."""
     if isinstance(value, Tensor):
-        return value.item()
+        return value.item() if value.numel() == 1 else value.tolist()
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -204,10 +333,3 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_json, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def cannot_save(what: str, value: object) -> DrivetrainError:
-    return DrivetrainError(
-        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it takes tensors, numbers and text",
-        remedy="keep it as a tensor, or use another optimizer",
-    )

@@ -100,6 +100,7 @@ class Sharded:
         """Makes the optimizer hold this rank's parts, as plain tensors, of what it held."""
         refuse_unless_elementwise(optimizer, "fsdp")
         state, optimizer.state = dict(optimizer.state), type(optimizer.state)(dict)
+        optimizer.state.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
         for group in optimizer.param_groups:
             held = group["params"]
             group["params"] = [self._part_of(parameter) for parameter in held]

@@ -22,6 +22,7 @@ from drivetrain.moe.layer import MixtureOfExperts
 from drivetrain.moe.placement import Placement, costs_of, place, slots_of
 from drivetrain.strategies.average import Average
 from drivetrain.strategies.exchange import ExchangeDispatcher
+from drivetrain.strategies.optimizer_state import NESTED
 
 _PLACEMENT = "expert_placement"
 _Facts = tuple[Tensor, Tensor, Tensor | None]  # of a layer: its load, its mask, who works with whom
@@ -288,6 +289,7 @@ class SharedExperts:
         """Every rank its experts and its parts; rank 0 also what all have."""
         kept: list[Shard] = []
         for shard in shards:
+            _refuse_nested(shard.key, self.held)
             held = _held_by(shard.key, shard.global_shape, self.held)
             if held is not None:
                 kept += held.shards(shard.key, shard.tensor)
@@ -299,6 +301,16 @@ class SharedExperts:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _refuse_nested(key: str, held: Mapping[str, Held]) -> None:
+    """Every rank has other rows, and which of them a tensor inside of another value is of is not known."""
+    for name in held:
+        if key.startswith(f"{NESTED}state/{name}/"):
+            raise DrivetrainError(
+                f"the optimizer keeps tensors of {name} inside of other values, and experts are shared out by rows",
+                remedy="keep each tensor under a key of its own, or use --parallel-strategy ddp",
+            )
 
 
 def _facts_of(layer: MixtureOfExperts) -> _Facts:

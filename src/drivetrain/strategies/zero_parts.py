@@ -15,14 +15,16 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource, read_for
 from drivetrain.strategies.base import StrategyParts
 from drivetrain.strategies.flat_parts import read_flat, shards_of
+from drivetrain.strategies.optimizer_state import Decoder, Encoder, cannot_save
 from drivetrain.strategies.replicated import (
     AVERAGE,
     MODEL,
     OPTIMIZER,
-    cannot_save,
+    check_field,
+    load_optimizer_meta,
     loaded_settings,
+    optimizer_meta,
     refuse_another_job,
-    settings_of,
 )
 
 Shape = tuple[int, ...]
@@ -118,28 +120,34 @@ class ZeroParts:
         if average is not None and self._is_main:
             shards += [Shard.whole(AVERAGE + name, value) for name, (value, _) in average.named().items()]
         scalars: dict[str, dict[str, Any]] = {}
+        encoder = Encoder(None)  # tensors inside of other values would be of flat tensors, and are refused
         for name, (parameter, _) in self._trained.items():
             part = self._found[parameter]
             for field, value in self._parts.optimizer.state.get(part.flat, {}).items():
+                check_field(field, name)
                 key = f"{OPTIMIZER}{name}/{field}"
                 if isinstance(value, Tensor) and value.shape == part.flat.shape:
                     shards += shards_of(key, part.of(value), self._shapes[parameter], part.start)
                 elif isinstance(value, Tensor):  # of all its elements, such as a count: the same on every rank
                     shards += [Shard.whole(key, value.detach())] if self._is_main else []
-                elif value is None or isinstance(value, (bool, int, float, str)):
-                    scalars.setdefault(name, {})[field] = value
                 else:
-                    raise cannot_save(f"the optimizer's state {field!r} of {name}", value)
-        groups = [
-            {"params": names, "values": settings_of(group)}
-            for names, group in zip(self.groups, self._parts.optimizer.param_groups, strict=True)
-        ]
+                    what = f"the optimizer's state {field!r} of {name}"
+                    scalars.setdefault(name, {})[field] = encoder.encode(value, what, f"state/{name}/{field}")
+        flats = {part.flat: name for name, part in ((name, self._found[p]) for name, (p, _) in self._trained.items())}
+        found, meta = optimizer_meta(self._parts, {**flats, **self._flat_groups()})
+        shards += found if self._is_main else []
+        groups = [{"params": names, **stored} for names, stored in zip(self.groups, meta.pop("groups"), strict=True)]
         return shards, {
             "optimizer_groups": groups,
             "optimizer_scalars": scalars,
             "scaler": None,
             "num_averaged": average.num_updates if average is not None else 0,
+            **meta,
         }
+
+    def _flat_groups(self) -> dict[Tensor, str]:
+        """What the optimizer holds now, which nothing refers to by name."""
+        return {flat: "" for group in self._parts.optimizer.param_groups for flat in group["params"]}
 
     # In
 
@@ -164,6 +172,7 @@ class ZeroParts:
             optimizer.state[flat] = self._state_of(flat, fields, source)
         for group, stored in zip(optimizer.param_groups, source.meta["optimizer_groups"], strict=True):
             group.update(loaded_settings(stored))
+        load_optimizer_meta(self._parts, source, {})
 
     def _fields_by_flat(self, source: TensorSource) -> dict[Tensor, list[str]]:
         """Which state each flat tensor gets. DeepSpeed steps its weights as one: all must have the same."""
@@ -194,7 +203,8 @@ class ZeroParts:
             for field in fields:
                 key = f"{OPTIMIZER}{name}/{field}"
                 if key not in source.keys:
-                    state[field] = source.meta["optimizer_scalars"][name][field]
+                    stored = source.meta["optimizer_scalars"][name][field]
+                    state[field] = Decoder(source.read, flat.device).decode(stored)
                 elif tuple(source.keys[key].shape) == self._shapes[parameter]:
                     values = state.setdefault(field, torch.zeros_like(flat, requires_grad=False))
                     part.of(values).copy_(read_flat(source, key, self._shapes[parameter], part.start, part.stop))

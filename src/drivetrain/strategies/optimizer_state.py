@@ -1,0 +1,228 @@
+"""What an optimizer keeps besides one tensor per parameter and field, in a form that a checkpoint holds and gives back.
+
+Optimizers keep text, counters, tuples, lists of tensors and settings that change while they step: in the state of a
+parameter, in the state under a key of their own, in a group, or as attributes of the object. JSON has no tuples and no
+tensors, so values are encoded: numbers, text and lists as they are, everything else as a dictionary with a tag.
+"""
+
+import enum
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import DrivetrainError
+
+NESTED = "optimizer_nested/"  # keys of tensors inside of other values
+UNSAVED = "unsaved_attributes"  # of an optimizer: names of attributes that hold nothing worth saving
+_TAG = "$"
+_NOT_STATE = {  # set by torch, or by whoever turns on the fused form
+    "_fused_guard",
+    "_need_device_dtype_check_for_fused",
+    "_opt_called",
+    "_step_count",
+    "_step_supports_amp_scaling",
+    "_warned_capturable_if_run_uncaptured",
+    "found_inf",
+    "grad_scale",
+    UNSAVED,
+}
+# They are made again by the code that makes the optimizer, and nothing in them changes.
+_CONSTANT = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    type,
+    torch.dtype,
+    torch.device,
+)
+
+Put = Callable[[str, Tensor], None]
+Get = Callable[[str], Tensor]
+
+
+def cannot_save(what: str, value: object) -> DrivetrainError:
+    return DrivetrainError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it takes tensors, numbers, text, and "
+        "lists, tuples and dictionaries of them",
+        remedy="keep it as one of these, or use another optimizer; if nothing is lost with an attribute, name it in "
+        f"optimizer.{UNSAVED} = (...)",
+    )
+
+
+class Encoder:
+    """Turns values into JSON; `put` is given each tensor with the key under which it will be asked for."""
+
+    def __init__(self, put: Put | None, names: Mapping[Tensor, str] | None = None) -> None:
+        self._put, self._names = put, names or {}
+
+    def encode(self, value: Any, what: str, key: str) -> Any:
+        """`what` names the value in an error, `key` the tensors in it."""
+        if isinstance(value, enum.Enum):
+            raise cannot_save(what, value)
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
+        if isinstance(value, Tensor):
+            return self._tensor(value, what, key)
+        if type(value) in (list, tuple):
+            items = [self.encode(item, f"{what}[{number}]", f"{key}/{number}") for number, item in enumerate(value)]
+            return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
+        if isinstance(value, dict):
+            pairs = [
+                [self._key(name, what), self.encode(item, f"{what}[{name!r}]", f"{key}/{number}")]
+                for number, (name, item) in enumerate(value.items())
+            ]
+            return {_TAG: "dict", "items": pairs}
+        raise cannot_save(what, value)
+
+    def _key(self, name: Any, what: str) -> Any:
+        if not isinstance(name, (str, bool, int)) or isinstance(name, enum.Enum):
+            raise cannot_save(f"a key of {what}", name)
+        return name
+
+    def _tensor(self, value: Tensor, what: str, key: str) -> dict[str, Any]:
+        if value in self._names:
+            return {_TAG: "parameter", "name": self._names[value]}
+        if self._put is None:
+            raise cannot_save(what, value)
+        self._put(NESTED + key, value.detach())
+        return {_TAG: "tensor", "key": NESTED + key, "on_host": value.device.type == "cpu"}
+
+
+class Decoder:
+    """The reverse. Tensors come to where they were: host memory, or the device of the parameters."""
+
+    def __init__(self, get: Get, device: torch.device, names: Mapping[Tensor, str] | None = None) -> None:
+        self._get, self._device = get, device
+        self._parameters = {name: parameter for parameter, name in (names or {}).items()}
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, Mapping):
+            return value
+        kind = value[_TAG]
+        if kind == "float":
+            return float(value["value"])
+        if kind == "tuple":
+            return tuple(self.decode(item) for item in value["items"])
+        if kind == "dict":
+            return {name: self.decode(item) for name, item in value["items"]}
+        if kind == "parameter":
+            return self._parameters[value["name"]]
+        if kind == "tensor":
+            found = self._get(value["key"])
+            return found if value["on_host"] else found.to(self._device)
+        raise DrivetrainError(
+            f"the checkpoint holds an optimizer value of the kind {kind!r}, which this version does not know",
+            remedy="use the version of drivetrain that wrote it, or a newer one",
+        )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON gives back what it was given."""
+    if type(value) is list:
+        return all(map(is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str)
+
+
+def move_to_parameters(optimizer: Optimizer) -> None:
+    """Moves each parameter's state to its device, as torch's loading does; but types and text stay what they are."""
+    for group in optimizer.param_groups:
+        steps_on_host = not (group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for field, value in state.items():
+                if isinstance(value, Tensor) and not (field == "step" and steps_on_host):
+                    state[field] = value.to(parameter.device)
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps as attributes of its own, by name. Torch's own optimizers keep nothing there."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    left_out = _attributes_of_any() | _NOT_STATE | set(getattr(optimizer, UNSAVED, ()))
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in left_out and not isinstance(value, _CONSTANT) and not _is_patched(optimizer, name)
+    }
+
+
+def _attributes_of_any() -> set[str]:
+    return set(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
+
+
+def _is_patched(optimizer: Optimizer, name: str) -> bool:
+    """Whether it is a method that somebody wrapped, as torch's learning rate schedulers do with `step`."""
+    return callable(getattr(type(optimizer), name, None))
+
+
+def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Those that can be compared between a run and the one that goes on with it."""
+    return {name: _jsonable(value) for name, value in attributes_of(optimizer).items() if is_comparable(value)}
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings that can be compared."""
+    return {name: _jsonable(value) for name, value in group.items() if name != "params" and is_comparable(value)}
+
+
+def is_comparable(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(is_comparable, value))
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _jsonable(value: Any) -> Any:
+    return [_jsonable(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def encode_attributes(optimizer: Optimizer, encoder: Encoder) -> dict[str, Any]:
+    found = {}
+    for name, value in attributes_of(optimizer).items():
+        what, key = f"the optimizer's attribute {name!r}", f"attributes/{name}"
+        if isinstance(value, Optimizer):
+            raise DrivetrainError(
+                f"{what} is an optimizer of its own ({type(value).__name__}), whose state a checkpoint would not hold",
+                remedy="use one optimizer that does both, with all of its state in optimizer.state and param_groups",
+            )
+        if _has_state_dict(value):
+            found[name] = {_TAG: "state_dict", "value": encoder.encode(dict(value.state_dict()), what, key)}
+        else:
+            found[name] = encoder.encode(value, what, key)
+    return found
+
+
+def load_attributes(optimizer: Optimizer, stored: Mapping[str, Any], decoder: Decoder) -> None:
+    for name, value in stored.items():
+        fresh = getattr(optimizer, name, None)
+        if isinstance(value, Mapping) and value[_TAG] == "state_dict":
+            if not _has_state_dict(fresh):
+                raise DrivetrainError(
+                    f"the optimizer's attribute {name!r} had a state to save, and is a {type(fresh).__name__} now",
+                    remedy="use the optimizer that wrote the checkpoint, or another --name for this run",
+                )
+            fresh.load_state_dict(decoder.decode(value["value"]))  # type: ignore[union-attr]
+            continue
+        found = decoder.decode(value)
+        if isinstance(fresh, dict) and type(fresh) is not dict:  # such as a defaultdict: it stays one
+            fresh.clear()
+            fresh.update(found)
+        else:
+            setattr(optimizer, name, found)
+
+
+def _has_state_dict(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
