@@ -122,7 +122,8 @@ def optimizer_meta(parts: StrategyParts, names: Mapping[Tensor, str]) -> tuple[l
 def load_optimizer_meta(parts: StrategyParts, source: TensorSource, names: Mapping[Tensor, str]) -> None:
     """The reverse, after the state of the parameters was loaded."""
     optimizer, meta = parts.optimizer, source.meta
-    decoder = Decoder(source.read, parts.trained[0].device, names)
+    device = next(parts.model.parameters()).device  # the third stage of ZeRO leaves the groups empty
+    decoder = Decoder(source.read, device, names)
     for group, stored in zip(optimizer.param_groups, meta["optimizer_groups"], strict=True):
         group.update({name: decoder.decode(value) for name, value in stored.get("exact", {}).items()})
     for key, value in meta.get("optimizer_own_state", {}).items():
