@@ -21,6 +21,7 @@ LAYERS = (
     ("trainer", "report", "run"),
     ("launch",),
     ("api", "driving", "evaluation", "planning", "benchmarking", "check", "verify"),
+    ("proving",),
     ("recipes", "multi_gpu"),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,21 @@
+"""Shows on the user's own job that a trainer computes what a plain loop computes, repeats, and resumes exactly."""
+
+from drivetrain.proving.case import Case, Trainer
+from drivetrain.proving.certificate import Certificate, Check
+from drivetrain.proving.checks import FULL, Extent, Subject, prove_subject
+from drivetrain.proving.classify import Kind, Verdict
+from drivetrain.proving.recorder import Recorder
+
+__all__ = [
+    "FULL",
+    "Case",
+    "Certificate",
+    "Check",
+    "Extent",
+    "Kind",
+    "Recorder",
+    "Subject",
+    "Trainer",
+    "Verdict",
+    "prove_subject",
+]

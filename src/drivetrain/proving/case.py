@@ -1,0 +1,253 @@
+"""One configuration in which a trainer is run: the interface between the prover and any trainer under test.
+
+A trainer is a function `run(case)`. It is called in each of `case.world_size` fresh processes, with RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and trains `case.num_steps` optimizer steps of
+`case.model()` on `case.data` with `case.loss` and `case.optimizer`. It may return the trained model or its weights.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+
+from drivetrain.core.loss import LossSum
+from drivetrain.job import Constant, Job, WarmupCosine
+from drivetrain.proving.draws import KeyedDraws, dropout_off, generators_kept, seed_generators, turn_dropout_off
+from drivetrain.proving.recorder import Kill, Recorder
+
+Trainer = Callable[["Case"], Any]
+Randomness = Literal["off", "own"]
+_BATCH, _TAGS = "batch", "tags"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a trainer is to do, and with what. The fields are the task; the methods make its parts.
+
+    Attributes:
+        name: what is varied, in words.
+        job: the user's job as it was written.
+        world_size: how many processes train together.
+        num_steps: optimizer steps.
+        global_batch: samples of an optimizer step over all processes; the last step of an epoch may have fewer.
+        micro_batch: samples of one forward at most, on one process; what does not divide evenly is uneven.
+        num_samples: samples of an epoch.
+        num_workers: loader processes of each process.
+        clip_norm: the norm that the gradient of a whole step is clipped to; None: not clipped.
+        seed: seed of weights and order.
+        folder: where checkpoints may be written; empty at the first start, as it was left at the next.
+        save_every: optimizer steps between checkpoints; None: none is needed. A trainer that finds a checkpoint in
+            the folder continues from it.
+        strategy: how processes share the work (`ddp`, `fsdp`, …), for trainers that know several.
+        device: `cpu` or `cuda`.
+        order: sample numbers by step, for trainers that take an order; those with an order of their own ignore it.
+        dtype: what the model is cast to; None: as the user made it.
+        randomness: `off`: dropout is off and other draws are keyed by sample; `own`: as the trainer does it.
+    """
+
+    name: str
+    job: Job
+    world_size: int = 1
+    num_steps: int = 20
+    global_batch: int = 8
+    micro_batch: int = 8
+    num_samples: int = 0
+    num_workers: int = 0
+    clip_norm: float | None = None
+    seed: int = 0
+    folder: Path = Path()
+    save_every: int | None = None
+    strategy: str = "auto"
+    device: str = "cpu"
+    order: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype | None = torch.float64
+    randomness: Randomness = "off"
+    keys_draws: bool = False  # whether the loss draws besides dropout, so that its draws must be keyed
+    keep_gradients: int = 2
+    digests: bool = False
+    observed: bool = True  # false: the job's own data and loss, as they are; only what the optimizer sees is recorded
+    kill: Kill | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer under test
+    recorder: Recorder = field(init=False, repr=False, compare=False)
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    def attach(self, recorder: Recorder) -> "Case":
+        """Give the case its recorder, in the process that trains."""
+        object.__setattr__(self, "recorder", recorder)
+        return self
+
+    # Parts for the trainer
+
+    def model(self) -> nn.Module:
+        """Build the model: the same weights in every process and every case."""
+        model = build_model(self.job, self.seed, self.dtype)
+        if self.randomness == "off":
+            turn_dropout_off(model)
+        return self.recorder.built(model)
+
+    @property
+    def data(self) -> Any:
+        """The data set: map-style, `num_samples` long. Its items are collated by `collate`."""
+        return TaggedData(self) if self.observed else self.job.source.dataset
+
+    def collate(self, items: list[Any]) -> Any:
+        """Make a batch of items, for a DataLoader's `collate_fn`. The batch goes to `loss` as it is."""
+        return collated(self.job, items) if self.observed else self.job.collate(items)
+
+    def batch(self, numbers: Sequence[int]) -> Any:
+        """The batch of these samples, for loops that take their samples from `order`."""
+        data = self.data
+        return self.collate([data[number] for number in numbers])
+
+    def micro_batches(self, step: int) -> list[tuple[int, ...]]:
+        """This rank's samples of a step of `order`, cut into micro-batches; at least one, which may be empty."""
+        numbers = self.order[step]
+        rank, world, size = self.rank, self.world_size, self.micro_batch
+        own = numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
+        return [own[start : start + size] for start in range(0, len(own), size)] or [()]
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        """The user's loss, as the user's function returns it. What it is called with and for is recorded."""
+        if not self.observed:
+            return self.job.loss(model, batch)
+        tags, inner = batch[_TAGS], batch[_BATCH]
+        numbers = tags[:, 0].tolist()
+        result = loss_of(self, model, inner, numbers)
+        self.recorder.watch_loss(numbers, result, tags[:, 1].tolist() if tags.shape[1] > 1 else ())
+        return result
+
+    def optimizer(self, parameters: nn.Module | Iterable[Any]) -> Optimizer:
+        """The user's optimizer over a model, in the job's parameter groups, or over the given groups."""
+        if isinstance(parameters, nn.Module):
+            parameters = parameter_groups(self.job, parameters)
+        return self.job.optimizer(parameters)
+
+    def lr_factor(self, step: int) -> float:
+        """What the learning rate is multiplied by in step `step`, from 0."""
+        return factor_at(self.job, step, self.num_steps)
+
+    def scheduler(self, optimizer: Optimizer) -> LambdaLR:
+        """The schedule as torch's own class; call its `step()` once after every optimizer step."""
+        return LambdaLR(optimizer, self.lr_factor)
+
+
+def build_model(job: Job, seed: int, dtype: torch.dtype | None) -> nn.Module:
+    with generators_kept():
+        torch.manual_seed(seed)
+        model = deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    if dtype is not None:
+        model = model.to(dtype)
+    return model.train()
+
+
+def parameter_groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters that train; in two groups where the job has a weight decay of its own."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if job.weight_decay is None:
+        return [{"params": trained}]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": job.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def factor_at(job: Job, step: int, num_steps: int) -> float:
+    schedule = job.schedule
+    if isinstance(schedule, (WarmupCosine, Constant)):
+        return schedule.factor(step, num_steps)
+    return float(schedule(step))
+
+
+def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Tensor | LossSum:
+    """The user's loss on a plain batch, with the case's numbers and randomness."""
+    batch = cast_floats(batch, case.dtype)
+    with ExitStack() as stack:
+        if case.randomness == "off":
+            stack.enter_context(dropout_off())
+            if case.keys_draws:
+                stack.enter_context(generators_kept())
+                stack.enter_context(KeyedDraws(numbers, case.seed))
+        return case.job.loss(model, batch)
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """A batch whose floating-point tensors have this type; containers are rebuilt, anything else is kept."""
+    if dtype is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(part, dtype) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast_floats(part, dtype) for part in value)
+    if type(value) is dict:
+        return {name: cast_floats(part, dtype) for name, part in value.items()}
+    if isinstance(value, Mapping) and hasattr(value, "data") and isinstance(value.data, dict):  # a BatchEncoding
+        changed = deepcopy(value)
+        changed.data.update({name: cast_floats(part, dtype) for name, part in value.items()})
+        return changed
+    return value
+
+
+class TaggedData(Dataset[Any]):
+    """The user's items, each with its number, and a digest of its content where that is recorded.
+
+    With randomness off, what an item draws is keyed by its number, so that it is the same whoever reads it.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._items = case.job.source.dataset
+        self._length = case.num_samples or len(self._items)
+        self._keyed, self._digests, self._seed = case.randomness == "off", case.digests, case.seed
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> tuple[int, int, Any]:
+        if not self._keyed:
+            item = self._read(number)
+            return number, digest_of(item) if self._digests else 0, item
+        with generators_kept():
+            seed_generators(self._seed * 1_000_003 + number)
+            return number, 0, self._read(number)
+
+    def _read(self, number: int) -> Any:
+        many: Callable[[list[int]], list[Any]] | None = getattr(self._items, "__getitems__", None)
+        return self._items[number] if many is None else many([number])[0]
+
+
+def collated(job: Job, items: Sequence[tuple[int, int, Any]]) -> dict[str, Any]:
+    tags = torch.tensor([[number, digest] for number, digest, _ in items], dtype=torch.int64)
+    return {_TAGS: tags, _BATCH: job.collate([item for _, _, item in items])}
+
+
+def plain_batch(case: Case, numbers: Sequence[int]) -> Any:
+    """The batch of these samples as the user's own loss takes it."""
+    data = TaggedData(case)
+    return collated(case.job, [data[number] for number in numbers])[_BATCH]
+
+
+def digest_of(value: Any) -> int:
+    """A number that two items share only if their content is the same."""
+    if isinstance(value, Tensor):
+        own = value.detach().contiguous().cpu()
+        return zlib.crc32(own.reshape(-1).view(torch.uint8).numpy().tobytes()) if own.numel() else 0
+    if isinstance(value, Mapping):
+        return hash(tuple(digest_of(part) for part in value.values())) & 0x7FFFFFFF
+    if isinstance(value, (list, tuple)):
+        return hash(tuple(digest_of(part) for part in value)) & 0x7FFFFFFF
+    return zlib.crc32(repr(value).encode())

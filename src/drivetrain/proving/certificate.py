@@ -1,0 +1,107 @@
+"""What `prove` shows for: one value with every check, written as JSON and printed as a table."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from drivetrain.proving.classify import Verdict
+
+FORMAT = 1
+Status = Literal["ok", "job", "failed", "unknown", "skipped"]
+MARKS: Mapping[str, str] = {"ok": "✓", "job": "job", "failed": "✗", "unknown": "?", "skipped": "–"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was compared in one configuration.
+
+    `ok`: equal; `job`: it differs, and cannot be otherwise with this job; `failed`: it differs; `unknown`: rounding
+    alone may explain it, or nothing can be said; `skipped`: not done, for the reason in `detail`.
+    """
+
+    configuration: str
+    what: str
+    status: Status
+    error: float | None = None  # relative
+    limit: float | None = None  # what rounding explains
+    detail: str = ""
+    verdict: Verdict | None = None
+
+
+@dataclass
+class Certificate:
+    """The outcome of a proof. `ok` is true if nothing failed and every difference is the job's own.
+
+    Attributes:
+        job: the job's name.
+        trainer: the trainer that was tried.
+        facts: what was found out about the job, and what was compared with what.
+        checks: every check, in the order in which they were made.
+        notes: what the reader must know: what was reduced, left out or could not be told.
+    """
+
+    job: str
+    trainer: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    path: Path | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not any(check.status == "failed" for check in self.checks)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Every different verdict: failures first, then what is the job's own."""
+        found: dict[tuple[str, str], Verdict] = {}
+        for check in sorted(self.checks, key=lambda check: check.status != "failed"):
+            if check.verdict is not None:
+                found.setdefault((check.verdict.kind, check.verdict.where), check.verdict)
+        return list(found.values())
+
+    def to_json(self) -> str:
+        values = asdict(self)
+        values.pop("path")
+        return json.dumps({"format": FORMAT, "ok": self.ok, **values}, indent=2, default=str)
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        beside.write_text(self.to_json() + "\n", encoding="utf-8")
+        beside.replace(path)
+        self.path = path
+
+    def show(self, console: Console) -> None:
+        """Print the table: a row per configuration, a column per thing compared; what differs is told below it."""
+        columns = list(dict.fromkeys(check.what for check in self.checks))
+        rows = list(dict.fromkeys(check.configuration for check in self.checks))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+        table.title = f"{self.job}, trained by {self.trainer}"
+        table.add_column("configuration", overflow="fold")
+        for column in columns:
+            table.add_column(column, justify="center")
+        found = {(check.configuration, check.what): check for check in self.checks}
+        for row in rows:
+            cells = [found.get((row, column)) for column in columns]
+            table.add_row(row, *("" if cell is None else MARKS[cell.status] for cell in cells))
+        console.print(table)
+        console.print()
+        told = set()
+        for check in self.checks:
+            words = str(check.verdict) if check.verdict is not None else check.detail
+            if check.status != "ok" and words and words not in told:
+                told.add(words)
+                console.print(f"{MARKS[check.status]} {check.configuration}, {check.what}: {words}", soft_wrap=True)
+        for note in self.notes:
+            console.print(f"note: {note}", soft_wrap=True)
+        result = "nothing differs that rounding does not explain" if self.ok else "NOT proven: see above"
+        if self.ok and any(check.status == "job" for check in self.checks):
+            result = "the trainer is right; what differs is the job's own"
+        console.print(f"{result} ({len(self.checks)} checks, {self.seconds:.0f} s)")

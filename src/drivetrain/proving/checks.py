@@ -1,0 +1,594 @@
+"""The proof: which configurations are run, what is compared in each, and what it comes to."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.job import Job
+from drivetrain.proving import reference
+from drivetrain.proving.case import Case, Trainer
+from drivetrain.proving.certificate import Certificate, Check, Status
+from drivetrain.proving.classify import (
+    Kind,
+    Verdict,
+    clip_hypotheses,
+    judge_gradient,
+    judge_learning_rates,
+    judge_ranks,
+    judge_samples,
+    judge_start,
+    step_hypotheses,
+)
+from drivetrain.proving.compare import (
+    Difference,
+    Floor,
+    errors,
+    gradient_difference,
+    largest_error,
+    step_difference,
+    weight_difference,
+)
+from drivetrain.proving.processes import Workplace
+from drivetrain.proving.recorder import Kill
+from drivetrain.proving.reference import BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
+from drivetrain.proving.resuming import judge_items, judge_repeat, judge_resume
+from drivetrain.proving.trace import Trace
+
+START, SAMPLES, LOSS, RATES, GRADIENT, NORM, WEIGHTS, RANKS = (
+    "start", "samples", "loss", "lr", "gradient", "clip norm", "weights", "ranks agree",
+)  # fmt: skip
+REPEATS, RESUMES, ITEMS = "repeats", "resumes", "items"
+MOST_KEPT = 300_000  # parameters of models whose gradients are kept of every step
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trainer under test, and what it can do.
+
+    Attributes:
+        run: the function that trains a case.
+        name: what the certificate calls it.
+        strategies: ways of sharing work over several processes; each is tried.
+        max_world: the most processes it takes.
+        resumes: whether it saves to `case.folder` and continues from there; otherwise kills are not tried.
+        workers: whether it uses `case.num_workers`.
+        micro_batches: whether it uses `case.micro_batch`; otherwise batches are only divided over processes.
+    """
+
+    run: Trainer
+    name: str = "trainer"
+    strategies: tuple[str, ...] = ("ddp",)
+    max_world: int = 3
+    resumes: bool = True
+    workers: bool = True
+    micro_batches: bool = True
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is tried. The default fits a minute for a small job; `full` tries the rest."""
+
+    num_steps: int = 20
+    max_world: int = 2
+    num_kills: int = 1
+    full: bool = False
+    seed: int = 0
+    divisions: bool = True
+    repeats: bool = True
+    only: tuple[str, ...] = ()  # of "micro-batches", "workers", "processes"; empty: all
+    kill_in_save: bool = False  # whether the first kill comes in a save
+    time_limit_seconds: float = 120.0
+    budget_seconds: float = 45.0  # for computing; batches are cut where a job would take longer
+
+
+FULL = Extent(max_world=3, num_kills=6, full=True, time_limit_seconds=600.0, budget_seconds=600.0)
+
+
+def prove_subject(job: Job, subject: Subject, extent: Extent, say: Say = lambda text: None) -> Certificate:
+    """Run a trainer in every configuration, compare it with the plain loop, and say what was found."""
+    began = time.monotonic()
+    with Workplace(extent.time_limit_seconds) as workplace:
+        proof = _Proof(job, subject, extent, workplace, say)
+        proof.run()
+    proof.certificate.seconds = time.monotonic() - began
+    return proof.certificate
+
+
+class _Proof:
+    """One proof under way."""
+
+    def __init__(self, job: Job, subject: Subject, extent: Extent, workplace: Workplace, say: Say) -> None:
+        self._job, self._subject, self._extent = job, subject, extent
+        self._work, self._say = workplace, say
+        self.certificate = Certificate(job.name, subject.name)
+        self._truths: dict[Any, Outcome] = {}
+        self._facts: Facts
+        self._floor: Floor
+        self._base: Trace | None = None
+
+    def run(self) -> None:
+        self._say("trying the job out")
+        case = self._first_case()
+        self._facts = facts = self._work.apart(lambda: reference.find_facts(case))
+        keep_gradients = case.num_steps if facts.num_parameters <= MOST_KEPT else 2
+        case = replace(case, dtype=facts.dtype, keys_draws=facts.keys_draws, keep_gradients=keep_gradients)
+        case = self._with_clipping(self._fitted(self._even(case)))
+        self._record_facts(case)
+        if self._extent.divisions:
+            for configuration in self._configurations(case):
+                self._say(configuration.name)
+                self._compare(configuration)
+        if self._extent.repeats:
+            self._repeat_and_resume(case)
+
+    # The cases
+
+    def _first_case(self) -> Case:
+        job, source = self._job, self._job.source
+        if source.is_iterable:
+            raise DrivetrainError(
+                f"{type(source.dataset).__name__} can only be iterated: its samples have no numbers to check them by",
+                remedy="prove the job on a map-style data set of some of its samples",
+            )
+        length = len(source.dataset)
+        batch = min(job.global_batch or 8, length)
+        num_samples = min(length, 6 * batch + max(1, batch // 2)) if source.is_keyed else length
+        steps = self._extent.num_steps
+        if job.max_steps is not None:
+            steps = min(steps, job.max_steps)
+        return Case(
+            "1 process, whole batches",
+            job,
+            num_steps=steps,
+            global_batch=batch,
+            micro_batch=batch,
+            num_samples=num_samples,
+            clip_norm=job.clip_norm,
+            seed=job.seed,
+            order=_order(num_samples, batch, steps, job.seed, shuffle=job.shuffle),
+        )
+
+    def _even(self, case: Case) -> Case:
+        """The case with no step of fewer samples, where a part of one sample cannot be computed."""
+        if self._facts.least_part == 1 or not case.job.source.is_keyed:
+            return case
+        batch = max(2, case.global_batch)
+        return _resized(case, case.num_steps, batch, max(batch, case.num_samples - case.num_samples % batch))
+
+    def _fitted(self, case: Case) -> Case:
+        """The case with smaller batches or fewer steps, where the job would take too long; said in a note."""
+        per_step = self._facts.seconds_per_sample * case.global_batch
+        num_runs = 14 if not self._extent.full else 40
+        affordable = self._extent.budget_seconds / num_runs / max(per_step, 1e-9)
+        steps, batch = case.num_steps, case.global_batch
+        if affordable >= steps:
+            return case
+        steps = max(8, min(steps, int(affordable)))
+        if affordable < steps:
+            batch = max(6, min(batch, int(batch * affordable / steps)))
+        if (steps, batch) == (case.num_steps, case.global_batch):
+            return case
+        self.certificate.notes.append(
+            f"reduced to fit the time: {steps} steps instead of {case.num_steps}, "
+            f"global batch {batch} instead of {case.global_batch}"
+        )
+        num_samples = min(case.num_samples, 6 * batch + max(1, batch // 2))
+        return self._even(_resized(case, steps, batch, num_samples))
+
+    def _with_clipping(self, case: Case) -> Case:
+        """Measure rounding on this job; and let clipping act in some steps and not in others, where the job clips."""
+        samples = case.order
+        truth = self._truth(case, samples)
+        if case.clip_norm is not None:
+            acting = [norm > case.clip_norm for norm in truth.norms]
+            if all(acting) or not any(acting):
+                middle = _between(truth.norms)
+                self.certificate.notes.append(
+                    f"clip_norm is {middle:.3g} here instead of {case.clip_norm:g}, so that it acts in some steps only"
+                )
+                case = replace(case, clip_norm=middle)
+                truth = self._truth(case, samples)
+        backwards = [tuple(reversed(numbers)) for numbers in samples]
+        again = self._work.apart(lambda: reference.train(case, undivided(backwards)))
+        self._floor = Floor.measured(truth, again, case.dtype)
+        return case
+
+    def _configurations(self, case: Case) -> list[Case]:
+        subject, extent, batch = self._subject, self._extent, case.global_batch
+        least = self._facts.least_part
+        uneven = _uneven([batch], 3, least)
+        found = [case]
+        if subject.micro_batches and batch > 1 and self._wants("micro-batches"):
+            found.append(replace(case, name=f"micro-batches of {uneven}", micro_batch=uneven))
+            if extent.full and least == 1:
+                found.append(replace(case, name="micro-batches of 1", micro_batch=1))
+        if subject.workers and self._wants("workers"):
+            found.append(replace(case, name="2 loader workers", num_workers=2))
+        world = min(2, subject.max_world, extent.max_world)
+        for strategy in subject.strategies if world > 1 and self._wants("processes") else ():
+            micro = _uneven([batch // 2, batch - batch // 2], 3, least) if subject.micro_batches else batch
+            name = f"2 processes, {strategy}" + (f", micro-batches of {micro}" if subject.micro_batches else "")
+            found.append(replace(case, name=name, world_size=2, micro_batch=micro, strategy=strategy))
+            if extent.full and min(subject.max_world, extent.max_world) > 2:
+                shares = [batch * (rank + 1) // 3 - batch * rank // 3 for rank in range(3)]
+                micro = _uneven(shares, 2, least) if subject.micro_batches else batch
+                found.append(
+                    replace(
+                        case,
+                        name=f"3 processes, {strategy}, 1 loader worker",
+                        world_size=3,
+                        micro_batch=micro,
+                        strategy=strategy,
+                        num_workers=1 if subject.workers else 0,
+                    )
+                )
+        return found
+
+    def _wants(self, what: str) -> bool:
+        return not self._extent.only or what in self._extent.only
+
+    # Comparing with the plain loop
+
+    def _compare(self, case: Case) -> None:
+        trace = self._work.run(self._subject.run, case)
+        checks: dict[str, Check] = {}
+
+        def add(what: str, status: Status, verdict: Verdict | None = None, **more: Any) -> None:
+            checks[what] = Check(case.name, what, status, verdict=verdict, **more)
+
+        if trace.error:
+            failed = Verdict(Kind.FAILED, "unknown", case.name, _last_line(trace.error))
+            self.certificate.checks.append(Check(case.name, SAMPLES, "failed", detail=trace.error, verdict=failed))
+            return
+        if trace.num_steps == 0 or not trace.samples(0):
+            failed = Verdict(Kind.FAILED, "trainer", case.name, "no optimizer step was seen")
+            self.certificate.checks.append(Check(case.name, SAMPLES, "failed", verdict=failed))
+            return
+        verdict = judge_samples(case, trace, self._base)
+        if verdict is None and trace.num_steps != case.num_steps:
+            detail = f"{trace.num_steps} optimizer steps instead of {case.num_steps}"
+            verdict = Verdict(Kind.GLOBAL_BATCH, "trainer", f"step {trace.num_steps + 1}", detail)
+        add(SAMPLES, "failed" if verdict else "ok", verdict)
+        if self._base is None:
+            self._base = trace
+        samples = [trace.samples(step) for step in range(trace.num_steps)]
+        truth = self._truth(case, samples)
+        verdict = judge_start(trace, truth, self._floor)
+        add(START, "failed" if verdict else "ok", verdict)
+        if verdict is not None:
+            self.certificate.checks.extend(checks.values())
+            return
+        if case.world_size > 1:
+            verdict = judge_ranks(trace, self._floor)
+            add(RANKS, "failed" if verdict else "ok", verdict)
+        verdict = judge_learning_rates(case, trace, truth)
+        add(RATES, "failed" if verdict else "ok", verdict)
+        # Steps after a wrong learning rate have other weights, and so other gradients.
+        num_steps = 1 if RATES in checks and checks[RATES].status == "failed" else trace.num_steps
+        self._compare_gradients(case, trace, truth, add, num_steps)
+        self._compare_reports(case, trace, truth, add)
+        settled = any(check.status in ("failed", "job") for check in checks.values())
+        self._compare_weights(case, trace, truth, add, explained=settled)
+        self.certificate.checks.extend(checks.values())
+
+    def _compare_gradients(
+        self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None], num_steps: int
+    ) -> None:
+        """Look for the first step whose gradient is off although the weights before it are right."""
+        seen = [step.gradients for step in trace.main.steps]
+        if not seen or seen[0] is None:
+            return add(GRADIENT, "skipped", detail="the trainer's gradients could not be seen")
+        step, found = self._first_odd_gradient(trace, truth, num_steps)
+        if found is None:
+            error = largest_error(errors(seen[0], truth.gradients[0]))
+            return add(GRADIENT, "ok", error=error, limit=self._floor.least_gradient_limit)
+        verdict = self._why_gradient(case, trace, truth, step, found)
+        status: Status = "job" if verdict.whose == "job" else "failed"
+        detail = f"in step {step + 1}, {found}"
+        return add(GRADIENT, status, verdict, error=found.error, limit=found.limit, detail=detail)
+
+    def _first_odd_gradient(self, trace: Trace, truth: Outcome, num_steps: int) -> tuple[int, Difference | None]:
+        for step in range(min(num_steps, trace.num_steps, len(truth.gradients))):
+            seen = trace.main.steps[step].gradients
+            weights = trace.main.steps[step].weights
+            if seen is None or weights is None or step_difference(weights, truth, step, self._floor) is not None:
+                break
+            found = gradient_difference(seen, truth.gradients[step], self._floor, is_first=step == 0)
+            if found is not None:
+                return step, found
+        return 0, None
+
+    def _why_gradient(self, case: Case, trace: Trace, truth: Outcome, step: int, difference: Difference) -> Verdict:
+        """Look at the gradient before clipping, where the job clips: clipping hides scales, and is a suspect itself."""
+        where = f"gradient of {difference.name}"
+        if case.clip_norm is not None:
+            clipped, seen_clipped = case, trace
+            case = replace(case, clip_norm=None)
+            trace = self._work.run(self._subject.run, case)
+            if trace.error or not trace.num_steps:
+                return Verdict(Kind.CLIPPING, "trainer", where, "without clipping the run fails")
+            truth = self._truth(case, [trace.samples(number) for number in range(trace.num_steps)])
+            step, free = self._first_odd_gradient(trace, truth, trace.num_steps)
+            if free is None:
+                return self._why_clipping(clipped, seen_clipped, where)
+            difference = free
+            where = f"gradient of {difference.name}"
+        seen = trace.main.steps[step].gradients or {}
+        right = truth.gradients[step]
+        if step > 0:
+            before = trace.main.steps[step - 1].gradients or {}
+            summed = {name: value + before[name] if name in before else value for name, value in right.items()}
+            if gradient_difference(seen, summed, self._floor, is_first=False) is None:
+                return Verdict(
+                    Kind.NOT_CLEARED, "trainer", where, f"step {step + 1} still holds step {step}'s gradient"
+                )
+        divisions = [trace.division(number) for number in range(step + 1)]
+        pieces = self._work.apart(lambda: reference.pieces(case, divisions[-1], divisions[:-1]))
+        return judge_gradient(case, seen, right, pieces, difference, self._floor)
+
+    def _why_clipping(self, case: Case, trace: Trace, where: str) -> Verdict:
+        """Unclipped all is right: find out how it is clipped wrongly."""
+        divisions = [trace.division(step) for step in range(trace.num_steps)]
+        for kind, bug, words in clip_hypotheses(case):
+            simulated = self._simulated(case, divisions, bug)
+            _, found = self._first_odd_gradient(trace, simulated, trace.num_steps)
+            if found is None:
+                return Verdict(kind, "trainer", where, words)
+        return Verdict(Kind.CLIPPING, "trainer", where, "unclipped it is right; the norm it is clipped by is not")
+
+    def _simulated(self, case: Case, divisions: Sequence[Division], bug: Bug) -> Outcome:
+        return self._work.apart(lambda: reference.train(case, divisions, bug, case.keep_gradients))
+
+    def _compare_reports(self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None]) -> None:
+        """What the trainer itself says of its first step."""
+        report = trace.reported(0)
+        limit = 10 * self._floor.least_gradient_limit
+        for what, said, right in (
+            (LOSS, report.loss if report else None, truth.losses[0]),
+            (NORM, report.grad_norm if report else None, truth.norms[0]),
+        ):
+            if said is None or (what == NORM and case.clip_norm is None):
+                continue
+            error = abs(said - right) / max(abs(right), 1e-12)
+            if error <= limit:
+                add(what, "ok", error=error, limit=limit)
+                continue
+            detail = f"{said:.6g} is reported for step 1, and the undivided batch has {right:.6g}"
+            if self._facts.loss_kind == "coupled" and sum(map(len, trace.division(0))) > 1:
+                add(what, "job", Verdict(Kind.COUPLED, "job", f"{what} of step 1", detail), error=error, limit=limit)
+            else:
+                verdict = Verdict(Kind.REPORTED, "trainer", f"{what} of step 1", detail)
+                add(what, "failed", verdict, error=error, limit=limit)
+
+    def _compare_weights(
+        self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None], *, explained: bool
+    ) -> None:
+        seen = trace.main.weights
+        if not seen:
+            return add(WEIGHTS, "skipped", detail="the trainer did not hand its weights over")
+        if not self._floor.tells_weights:
+            return add(WEIGHTS, "unknown", detail="this job amplifies rounding too much to compare so many steps")
+        buffers = self._why_buffers(case, trace)
+        if buffers is not None:
+            return add(WEIGHTS, "failed", buffers)
+        found = self._first_odd_weight(trace, truth) or weight_difference(seen, truth, self._floor)
+        if found is None:
+            error = largest_error(errors({**truth.weights, **seen}, truth.weights, truth.first_weights))
+            return add(WEIGHTS, "ok", error=error)
+        facts = {"error": found.error, "limit": found.limit, "detail": str(found)}
+        if explained:
+            job = self._facts.loss_kind == "coupled" and self._matches_parts(case, trace)
+            return add(WEIGHTS, "job" if job else "failed", **facts)
+        verdict = self._why_weights(case, trace, found.name)
+        return add(WEIGHTS, "job" if verdict.whose == "job" else "failed", verdict, **facts)
+
+    def _first_odd_weight(self, trace: Trace, truth: Outcome) -> Difference | None:
+        """The first parameter that is off, at the first step before which one is."""
+        for step in range(min(trace.num_steps, len(truth.step_weights))):
+            weights = trace.main.steps[step].weights
+            found = None if weights is None else step_difference(weights, truth, step, self._floor)
+            if found is not None:
+                return found
+        return None
+
+    def _matches_parts(self, case: Case, trace: Trace) -> bool:
+        """Whether the trainer did what the plain loop does with the same parts, weighted by their samples."""
+        divisions = [trace.division(step) for step in range(trace.num_steps)]
+        simulated = self._work.apart(lambda: reference.train(case, divisions, BY_SAMPLES))
+        names = set(simulated.weights) - {name for ranks in simulated.rank_buffers for name in ranks}
+        seen = {name: value for name, value in trace.main.weights.items() if name in names}
+        return weight_difference(seen, simulated, self._floor) is None
+
+    def _why_buffers(self, case: Case, trace: Trace) -> Verdict | None:
+        """Whether every rank kept buffers of its own, found by simulating just that."""
+        if case.world_size == 1:
+            return None
+        divisions = [trace.division(step) for step in range(trace.num_steps)]
+        names = [name for name in trace.ranks[1].weights if _differs(trace, name)]
+        buffers = [name for name in names if name not in (trace.main.steps[0].gradients or {})]
+        if not buffers or len(buffers) != len(names):
+            return None
+        apart = self._work.apart(
+            lambda: reference.train(case, divisions, Bug(weight=BY_SAMPLES.weight, buffers="apart"))
+        )
+        alone, own = apart.rank_buffers[1], trace.ranks[1].weights
+        name = buffers[0]
+        if name not in alone or not _alike(own[name], alone[name]):
+            return None
+        shared = self._work.apart(lambda: reference.train(case, divisions, BY_SAMPLES))
+        if _alike(own[name], shared.rank_buffers[1][name]):
+            return None
+        return Verdict(Kind.BUFFERS, "trainer", name, "every rank keeps buffers of its own samples alone")
+
+    def _why_weights(self, case: Case, trace: Trace, name: str) -> Verdict:
+        divisions = [trace.division(step) for step in range(trace.num_steps)]
+        if self._facts.loss_kind == "coupled" and self._matches_parts(case, trace):
+            return Verdict(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learnt")
+        for kind, bug, words in step_hypotheses(case, trace):
+            simulated = self._simulated(case, divisions, bug)
+            if weight_difference(trace.main.weights, simulated, self._floor) is None:
+                return Verdict(kind, "trainer", name, words)
+        if self._facts.draws_unkeyed:
+            words = "the loss draws random numbers that cannot be replayed for parts of a batch"
+            return Verdict(Kind.COUPLED, "job", name, words)
+        return Verdict(Kind.UNKNOWN, "unknown", name, "the first two steps' gradients are right")
+
+    # Repeating and resuming
+
+    def _repeat_and_resume(self, case: Case) -> None:
+        subject, extent = self._subject, self._extent
+        world = min(2, subject.max_world, extent.max_world)
+        batch, least = case.global_batch, self._facts.least_part
+        micro = _uneven([batch // world, batch - batch // world], 2, least) if subject.micro_batches else batch
+        save_every = 3
+        own = replace(
+            case,
+            name=f"{world} process{'es' if world > 1 else ''}, the job's own randomness",
+            world_size=world,
+            micro_batch=micro,
+            num_steps=min(case.num_steps, 12),
+            order=case.order[: min(case.num_steps, 12)],
+            strategy=subject.strategies[0] if world > 1 else case.strategy,
+            num_workers=1 if subject.workers else 0,
+            clip_norm=self._job.clip_norm,
+            dtype=None,
+            randomness="own",
+            digests=True,
+            save_every=save_every,
+        )
+        self._say("running twice")
+        first, second = (self._work.run(subject.run, own) for _ in range(2))
+        self._add(own.name, REPEATS, judge_repeat(own, first, second, self._facts))
+        if first.error or second.error:
+            return
+        if self._facts.items_draw:
+            self._say("reading items in another process")
+            alone = replace(own, world_size=1, num_workers=0, micro_batch=batch, save_every=None)
+            self._add(own.name, ITEMS, judge_items(first, self._work.run(subject.run, alone)))
+        if not subject.resumes:
+            return
+        for number, kill in enumerate(_kills(own, extent)):
+            self._say(f"killing {kill}")
+            again = replace(own, name=f"kill -9 {kill}", folder=self._work.new_folder())
+            killed = self._work.run(subject.run, replace(again, kill=kill))
+            resumed = self._work.run(subject.run, again)
+            verdict = judge_resume(again, first, killed, resumed, self._facts)
+            self._add(again.name, RESUMES, verdict)
+            del number
+
+    def _add(self, configuration: str, what: str, verdict: Verdict | None) -> None:
+        status: Status = "ok" if verdict is None else "job" if verdict.whose == "job" else "failed"
+        self.certificate.checks.append(Check(configuration, what, status, verdict=verdict))
+
+    # Facts
+
+    def _truth(self, case: Case, samples: Sequence[Sequence[int]]) -> Outcome:
+        key = (tuple(tuple(sorted(numbers)) for numbers in samples), case.clip_norm, case.num_steps)
+        if key not in self._truths:
+            self._truths[key] = self._work.apart(
+                lambda: reference.train(case, undivided(samples), keep_gradients=case.keep_gradients)
+            )
+        return self._truths[key]
+
+    def _record_facts(self, case: Case) -> None:
+        facts = self._facts
+        self.certificate.facts = {
+            "compared_in": str(case.dtype or torch.float32).removeprefix("torch."),
+            "why_not_float64": facts.why_not_double,
+            "loss": facts.loss_kind,
+            "loss_shares": [round(share, 6) for share in facts.shares],
+            "draws_besides_dropout": facts.keys_draws,
+            "items_draw": facts.items_draw,
+            "num_parameters": facts.num_parameters,
+            "global_batch": case.global_batch,
+            "num_steps": case.num_steps,
+            "num_samples": case.num_samples,
+            "clip_norm": case.clip_norm,
+            "device": case.device,
+            "torch": torch.__version__,
+        }
+        if facts.why_not_double:
+            self.certificate.notes.append(f"compared in float32: in float64 the model fails ({facts.why_not_double})")
+        if facts.draws_unkeyed:
+            self.certificate.notes.append(
+                "the loss draws random numbers that cannot be replayed sample by sample; divisions cannot be compared"
+            )
+        if self._job.hooks:
+            self.certificate.notes.append("hooks are left out where the trainer is compared with the plain loop")
+
+
+def _order(num_samples: int, batch: int, num_steps: int, seed: int, *, shuffle: bool) -> tuple[tuple[int, ...], ...]:
+    """Sample numbers by step: every epoch a new permutation, its last step what is left."""
+    steps: list[tuple[int, ...]] = []
+    generator = torch.Generator().manual_seed(seed + 17)
+    while len(steps) < num_steps:
+        numbers = torch.randperm(num_samples, generator=generator).tolist() if shuffle else list(range(num_samples))
+        steps += [tuple(numbers[start : start + batch]) for start in range(0, num_samples, batch)]
+    return tuple(steps[:num_steps])
+
+
+def _resized(case: Case, num_steps: int, batch: int, num_samples: int) -> Case:
+    order = _order(num_samples, batch, num_steps, case.seed, shuffle=case.job.shuffle)
+    return replace(
+        case, num_steps=num_steps, global_batch=batch, micro_batch=batch, num_samples=num_samples, order=order
+    )
+
+
+def _uneven(shares: Sequence[int], parts: int, least: int) -> int:
+    """A micro-batch that cuts ranks' shares into some parts, unequal ones if possible, none below the least."""
+    largest = max(shares)
+    sizes = range(max(least, -(-largest // parts)), least - 1, -1)
+    fitting = [size for size in sizes if all(share % size == 0 or share % size >= least for share in shares)]
+    uneven = [size for size in fitting if any(share % size for share in shares)]
+    return (uneven or fitting or [largest])[0]
+
+
+def _between(norms: Sequence[float]) -> float:
+    """A norm that some steps exceed and others do not."""
+    finite = sorted(norm for norm in norms if math.isfinite(norm))
+    return float(median(finite)) if finite else 1.0
+
+
+def _kills(case: Case, extent: Extent) -> list[Kill]:
+    """Points to kill at, chosen by the seed: within a step, after one, in a save."""
+    generator = torch.Generator().manual_seed(extent.seed + 1)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    last = max(2, case.num_steps - 2)
+    first = min(last, (case.save_every or 1) + 1)
+    found = [
+        Kill(draw(first, last), "micro_batch", 0),
+        Kill(draw(first, last), "saving", draw(0, 6)),
+        Kill(draw(first, last), "after_step"),
+        Kill(draw(first, last), "micro_batch", 1),
+        Kill(draw(first, last), "saving", draw(0, 6)),
+        Kill(draw(1, 2), "after_step"),
+    ]
+    if extent.kill_in_save:  # of two neighbouring operations, one finds a file half written where there is such a time
+        found = [Kill(first, "saving", number) for number in range(2, 2 + extent.num_kills)]
+    return found[: extent.num_kills]
+
+
+def _differs(trace: Trace, name: str) -> bool:
+    mine, theirs = trace.main.weights.get(name), trace.ranks[1].weights[name]
+    return mine is not None and not _alike(mine, theirs)
+
+
+def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    scale = float(right.double().abs().max()) if right.numel() else 0.0
+    return not left.numel() or float((left.double() - right.double()).abs().max()) <= 1e-6 * max(scale, 1e-9)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""

@@ -1,0 +1,424 @@
+"""Says what kind of bug a difference is, and whose: what is seen directly is decided directly, the rest by simulation.
+
+A hypothesis is a way of going wrong. It is right if the plain loop, made to go wrong in that way, gives the trainer's
+numbers.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.proving.case import Case, factor_at
+from drivetrain.proving.compare import Difference, Floor, errors
+from drivetrain.proving.reference import DIVIDED, Bug, Outcome, Piece, fit, misfit_of
+from drivetrain.proving.trace import Trace
+
+Whose = Literal["trainer", "job", "unknown"]
+
+
+class Kind(StrEnum):
+    """The kinds of bug that are told apart."""
+
+    MEAN_OF_MEANS = "mean of means"
+    SCALED_BY_WORLD = "scaled by the world"
+    SCALED_BY_ACCUMULATION = "scaled by the accumulation"
+    SCALED = "gradient scaled"
+    MISSING_REDUCTION = "missing reduction"
+    LOST_MICRO_BATCH = "micro-batch lost"
+    LOST_GRADIENT = "gradient lost"
+    NOT_CLEARED = "gradients not cleared"
+    CLIPPING = "clipping"
+    SCHEDULE_BY_WORLD = "schedule × world"
+    SCHEDULE_BY_ACCUMULATION = "schedule × accumulation"
+    SCHEDULE = "schedule"
+    GLOBAL_BATCH = "global batch"
+    DATA_ORDER = "data order"
+    DUPLICATED = "duplicated samples"
+    LOST = "lost samples"
+    RANDOMNESS_BY_RANK = "randomness keyed by rank"
+    RANDOMNESS_NOT_RESTORED = "randomness not restored"
+    STARTING_WEIGHTS = "starting weights differ"
+    BUFFERS = "buffers not synchronised"
+    STATE_NOT_SAVED = "state not saved"
+    WEIGHT_DECAY = "weight decay"
+    MOMENTS_LOST = "optimizer state lost"
+    NOT_REPEATABLE = "non-repeatable kernel"
+    REPORTED = "reported figures"
+    WRONG_WEIGHTS = "wrong weighting"
+    PRECISION = "low precision"
+    COUPLED = "coupled loss"
+    FAILED = "run failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What kind of bug it is, whose, and the first place where it shows."""
+
+    kind: Kind
+    whose: Whose
+    where: str  # the first tensor, sample or step that is off
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.whose}'s): {self.where}" + (f"; {self.detail}" if self.detail else "")
+
+
+# What is seen directly
+
+
+def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Verdict | None:
+    """Every sample once per epoch, steps of the global batch, the same samples in every configuration."""
+    verdict = _judge_epochs(case, trace) if case.job.source.is_keyed else None
+    if verdict is not None or base is None:
+        return verdict
+    for step in range(min(trace.num_steps, base.num_steps)):
+        mine, theirs = Counter(trace.samples(step)), Counter(base.samples(step))
+        if mine != theirs:
+            odd = sorted((mine - theirs).keys() | (theirs - mine).keys())
+            where = f"sample {odd[0]} in step {step + 1}"
+            detail = f"step {step + 1} trains on {_short(sorted(mine))} here and on {_short(sorted(theirs))} in the "
+            return Verdict(Kind.DATA_ORDER, "trainer", where, detail + "whole-batch run")
+    return None
+
+
+def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
+    """Walk through the steps; an epoch ends when all its samples were seen."""
+    num_samples, batch = case.num_samples, case.global_batch
+    seen: set[int] = set()
+    epochs: list[list[int]] = [[]]
+    for step in range(trace.num_steps):
+        samples = trace.samples(step)
+        twice = [number for number, count in Counter(samples).items() if count > 1]
+        if twice:
+            return Verdict(
+                Kind.DUPLICATED, "trainer", f"sample {twice[0]} in step {step + 1}", f"{len(twice)} samples twice"
+            )
+        left = num_samples - len(seen)
+        again = [number for number in samples if number in seen]
+        missing = sorted(set(range(num_samples)) - seen)
+        if again and left < batch and not set(missing) <= set(samples):
+            where = f"sample {missing[0]} of epoch {len(epochs)}"
+            return Verdict(Kind.LOST, "trainer", where, f"{len(missing)} samples of the epoch were never trained on")
+        if again:
+            return Verdict(
+                Kind.DUPLICATED,
+                "trainer",
+                f"sample {again[0]} in step {step + 1}",
+                f"it came before in epoch {len(epochs)}, while {left} others had not",
+            )
+        if len(samples) != min(batch, left):
+            kind = Kind.LOST if len(samples) < min(batch, left) else Kind.GLOBAL_BATCH
+            if len(samples) in (batch * case.world_size, batch * case.world_size * _accumulation(case)):
+                kind = Kind.GLOBAL_BATCH
+            return Verdict(
+                kind,
+                "trainer",
+                f"step {step + 1}",
+                f"it has {len(samples)} samples over all ranks, and a step of this job has {min(batch, left)}",
+            )
+        seen |= set(samples)
+        epochs[-1].extend(samples)
+        if len(seen) == num_samples:
+            seen = set()
+            epochs.append([])
+    whole = [epoch for epoch in epochs if len(epoch) == num_samples]
+    if case.job.shuffle and len(whole) > 1 and num_samples > 4:
+        for number, epoch in enumerate(whole[1:], 2):
+            if epoch == whole[0]:
+                return Verdict(
+                    Kind.DATA_ORDER, "trainer", f"epoch {number}", "it has the very order of epoch 1 although shuffled"
+                )
+    return None
+
+
+def judge_start(trace: Trace, truth: Outcome, floor: Floor) -> Verdict | None:
+    """Every rank starts with the weights that the user's model has."""
+    for rank, seen in enumerate(trace.ranks):
+        weights = seen.steps[0].weights if seen.steps else None
+        for name, value in (weights or {}).items():
+            right = truth.first_weights.get(name)
+            if right is None or right.shape != value.shape:
+                continue
+            size = float(right.double().abs().max()) if right.numel() else 0.0
+            if float((value.double() - right.double()).abs().max()) > floor.least_gradient_limit * max(size, 1e-3):
+                detail = f"rank {rank} starts with other weights than the model is made with"
+                return Verdict(Kind.STARTING_WEIGHTS, "trainer", name, detail)
+    return None
+
+
+def judge_ranks(trace: Trace, floor: Floor) -> Verdict | None:
+    """Ranks that hold whole copies step with the same gradients."""
+    first = trace.main
+    for step in range(trace.num_steps):
+        mine = first.steps[step].gradients
+        for rank, other in enumerate(trace.ranks[1:], 1):
+            theirs = other.steps[step].gradients
+            if mine is None or theirs is None:
+                continue
+            found = errors(theirs, mine)
+            off = [name for name, error in found.items() if not error <= floor.gradient_limit(name)]
+            if off:
+                detail = f"in step {step + 1} rank {rank} has another gradient than rank 0"
+                if len(off) < len(found):
+                    detail += f" for {len(off)} of {len(found)} tensors"
+                return Verdict(Kind.MISSING_REDUCTION, "trainer", off[0], detail)
+    return None
+
+
+def judge_learning_rates(case: Case, trace: Trace, truth: Outcome) -> Verdict | None:
+    """The schedule counts optimizer steps, and nothing else."""
+    for step in range(min(trace.num_steps, len(truth.learning_rates))):
+        seen, right = trace.main.steps[step].learning_rates, truth.learning_rates[step]
+        if len(seen) != len(right) or all(_close(a, b) for a, b in zip(seen, right, strict=True)):
+            continue
+        where = f"learning rate of step {step + 1}"
+        kind, detail = Kind.SCHEDULE, f"{seen[0]:.6g} instead of {right[0]:.6g}"
+        for named, hypothesis in _schedules(case):
+            if _follows(case, trace, truth, hypothesis):
+                return Verdict(named, "trainer", where, f"{detail}: {_in_words(named)}")
+        return Verdict(kind, "trainer", where, detail)
+    return None
+
+
+def _schedules(case: Case) -> Iterator[tuple[Kind, Callable[[int], int]]]:
+    world, accumulation = case.world_size, _accumulation(case)
+    if world > 1:
+        yield Kind.SCHEDULE_BY_WORLD, lambda step: step * world
+        yield Kind.SCHEDULE_BY_WORLD, lambda step: (step + 1) * world - 1
+        yield Kind.SCHEDULE_BY_WORLD, lambda step: step // world
+    if accumulation > 1:
+        yield Kind.SCHEDULE_BY_ACCUMULATION, lambda step: step * accumulation
+        yield Kind.SCHEDULE_BY_ACCUMULATION, lambda step: (step + 1) * accumulation - 1
+        yield Kind.SCHEDULE_BY_ACCUMULATION, lambda step: step // accumulation
+    yield Kind.SCHEDULE, lambda step: step + 1
+    yield Kind.SCHEDULE, lambda step: max(0, step - 1)
+
+
+def _follows(case: Case, trace: Trace, truth: Outcome, asked: Callable[[int], int]) -> bool:
+    base = [rate / (factor_at(case.job, 0, case.num_steps) or 1.0) for rate in truth.learning_rates[0]]
+    for step in range(trace.num_steps):
+        factor = factor_at(case.job, asked(step), case.num_steps)
+        seen = trace.main.steps[step].learning_rates
+        if not all(_close(rate, own * factor) for rate, own in zip(seen, base, strict=False)):
+            return False
+    return True
+
+
+def _in_words(kind: Kind) -> str:
+    return {
+        Kind.SCHEDULE_BY_WORLD: "the schedule advances with the number of processes",
+        Kind.SCHEDULE_BY_ACCUMULATION: "the schedule advances with every micro-batch",
+    }.get(kind, "the schedule is a step ahead or behind")
+
+
+# The gradient of one step
+
+
+def judge_gradient(
+    case: Case,
+    seen: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    pieces: Sequence[Piece],
+    difference: Difference,
+    floor: Floor,
+) -> Verdict:
+    """Find the weights of the micro-batches' gradients that give what the optimizer saw."""
+    off = [
+        name for name, error in errors(seen, truth).items() if name in truth and not error <= floor.gradient_limit(name)
+    ]
+    names = off or list(truth)
+    where = f"gradient of {difference.name}"
+    if all(name not in seen or not seen[name].any() for name in names):
+        return Verdict(Kind.LOST_GRADIENT, "trainer", where, f"{len(names)} of {len(truth)} tensors get none")
+    columns = torch.stack([_flat(piece.gradients, names, truth) for piece in pieces], 1)
+    target, right = _flat(seen, names, truth), _flat(truth, names, truth)
+    limit = max(10 * floor.least_gradient_limit, 1e-7)
+    true_weights, true_misfit = fit(columns, right)
+    part = "" if len(off) == len(truth) else f", {len(off)} of {len(truth)} tensors"
+    for kind, factors, words in _weightings(case, pieces, true_weights):
+        weights = torch.tensor(factors, dtype=torch.float64)
+        if misfit_of(columns, target, weights) < limit and misfit_of(columns, right, weights) > limit:
+            if true_misfit > limit and kind is Kind.MEAN_OF_MEANS:
+                return _coupled(where)
+            return Verdict(kind, "trainer", where, words + part)
+    scale = float(torch.dot(target, right) / torch.dot(right, right).clamp_min(1e-300))
+    if float((target - scale * right).norm()) <= limit * float(target.norm()):
+        kind, words = _scale_kind(case, scale)
+        return Verdict(kind, "trainer", where, words + part)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        is_close = float((target - right).norm()) < 0.1 * float(right.norm())
+        if is_close and dtype != floor.dtype and all(_is_rounded(seen[name], dtype) for name in names if name in seen):
+            short = str(dtype).removeprefix("torch.")
+            return Verdict(Kind.PRECISION, "trainer", where, f"its entries are rounded to {short}{part}")
+    found, misfit = fit(columns, target)
+    shown = ", ".join(f"{float(weight):.3g}" for weight in found[:8])
+    if misfit < limit:
+        return Verdict(Kind.WRONG_WEIGHTS, "trainer", where, f"micro-batches count {shown}{part}")
+    return Verdict(Kind.UNKNOWN, "unknown", where, f"it is no mix of the micro-batches' gradients{part}")
+
+
+def _is_rounded(value: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def _coupled(where: str) -> Verdict:
+    return Verdict(
+        Kind.COUPLED,
+        "job",
+        where,
+        "samples of a batch act on each other (batch statistics, in-batch negatives): how a batch is divided is part "
+        "of what is learnt, and the trainer did with the parts what can be done",
+    )
+
+
+def _weightings(case: Case, pieces: Sequence[Piece], true_weights: Tensor) -> Iterator[tuple[Kind, list[float], str]]:
+    """Known ways of weighting micro-batches wrongly, likeliest first."""
+    world = max(case.world_size, 1 + max(piece.rank for piece in pieces))
+    total = sum(len(piece.samples) for piece in pieces)
+    by_rank = Counter(piece.rank for piece in pieces)
+    samples_of = Counter[int]()
+    for piece in pieces:
+        samples_of[piece.rank] += len(piece.samples)
+    nominal = _accumulation(case)
+    by_samples = [len(piece.samples) / total for piece in pieces]
+    means = [1 / len(pieces) for _ in pieces]
+    of_ranks = [len(piece.samples) / samples_of[piece.rank] / world for piece in pieces]
+    of_both = [1 / by_rank[piece.rank] / world for piece in pieces]
+    fixed = [1 / nominal / world for _ in pieces]
+    true = true_weights.tolist()
+    true_of = Counter[int]()
+    for piece, weight in zip(pieces, true, strict=True):
+        true_of[piece.rank] += weight
+    of_true_ranks = [weight / (true_of[piece.rank] or 1.0) / world for piece, weight in zip(pieces, true, strict=True)]
+    yield Kind.MEAN_OF_MEANS, by_samples, "micro-batches count by their samples, and the loss counts something else"
+    yield Kind.MEAN_OF_MEANS, means, "every micro-batch counts alike, however much it holds"
+    yield Kind.MEAN_OF_MEANS, of_ranks, "every rank counts alike, however much it holds"
+    yield Kind.MEAN_OF_MEANS, of_true_ranks, "every rank's own mean counts alike, however much it is of"
+    yield Kind.MEAN_OF_MEANS, of_both, "every micro-batch of a rank counts alike, and every rank"
+    yield Kind.MEAN_OF_MEANS, fixed, f"the sum is divided by {nominal} micro-batches where there are fewer"
+    for factor in (world, 1 / world):
+        for weights in (true, by_samples, means, of_both):
+            if world > 1:
+                kind, words = _scale_kind(case, factor)
+                yield kind, [factor * weight for weight in weights], words
+    for factor in (nominal, 1 / nominal, nominal * world, 1 / (nominal * world)):
+        for weights in (true, by_samples, means, of_both):
+            if nominal > 1:
+                kind, words = _scale_kind(case, factor)
+                yield kind, [factor * weight for weight in weights], words
+    for rank in by_rank if len(by_rank) > 1 else ():
+        own = [piece.rank == rank for piece in pieces]
+        for weights in (of_ranks, of_true_ranks, of_both, true):
+            for factor in (world, 1.0, 1 / world):
+                words = f"only rank {rank}'s samples count"
+                yield (
+                    Kind.MISSING_REDUCTION,
+                    [factor * w if o else 0.0 for w, o in zip(weights, own, strict=True)],
+                    words,
+                )
+    yield from _subsets(pieces, by_rank, true, by_samples, fixed, of_both, nominal)
+
+
+def _subsets(
+    pieces: Sequence[Piece], by_rank: Mapping[int, int], *weightings: object
+) -> Iterator[tuple[Kind, list[float], str]]:
+    *candidates, nominal = weightings
+    assert isinstance(nominal, int)
+    last = [piece.number == by_rank[piece.rank] - 1 for piece in pieces]
+    first = [piece.number == 0 for piece in pieces]
+    cases = (
+        (last, "only the last micro-batch counts"),
+        (first, "only the first micro-batch counts"),
+        ([not flag for flag in last], "the last micro-batch is left out"),
+        ([not flag for flag in first], "the first micro-batch is left out"),
+    )
+    for kept, words in cases:
+        for weights in candidates:
+            assert isinstance(weights, list)
+            for factor in (1.0, float(nominal), len(pieces), _renormalised(weights, kept)):
+                mixed = [factor * weight if keep else 0.0 for weight, keep in zip(weights, kept, strict=True)]
+                yield Kind.LOST_MICRO_BATCH, mixed, words
+
+
+def _renormalised(weights: Sequence[float], kept: Sequence[bool]) -> float:
+    rest = sum(weight for weight, keep in zip(weights, kept, strict=True) if keep)
+    return 1 / rest if rest else 1.0
+
+
+def _scale_kind(case: Case, factor: float) -> tuple[Kind, str]:
+    world, accumulation = case.world_size, _accumulation(case)
+    shown = f"{factor:.4g} times the right gradient"
+    for kind, number, what in (
+        (Kind.SCALED_BY_WORLD, world, "processes"),
+        (Kind.SCALED_BY_ACCUMULATION, accumulation, "micro-batches"),
+        (Kind.SCALED_BY_ACCUMULATION, accumulation * world, "micro-batches of all processes"),
+    ):
+        if number > 1 and _close(factor, number, 1e-6):
+            return kind, f"{shown}: it is not divided by the {number} {what}"
+        if number > 1 and _close(factor, 1 / number, 1e-6):
+            return kind, f"{shown}: it is divided once too often by the {number} {what}"
+    return Kind.SCALED, shown
+
+
+# Weights after several steps
+
+
+def step_hypotheses(case: Case, trace: Trace) -> Iterator[tuple[Kind, Bug, str]]:
+    """Ways of going wrong that show only over several steps, or only in weights."""
+    yield Kind.NOT_CLEARED, Bug(clears="never"), "gradients of earlier steps are still there"
+    if case.clip_norm is not None:
+        yield from clip_hypotheses(case)
+    else:
+        yield Kind.CLIPPING, Bug(), "gradients are clipped although the job does not ask for it"
+    if case.job.weight_decay is not None:
+        yield Kind.WEIGHT_DECAY, Bug(decays_all=True), "parameters of one dimension are decayed, too"
+    per_epoch = -(-case.num_samples // case.global_batch)
+    for number in range(1, case.num_steps):
+        if number == per_epoch or number == 1:
+            steps = range(number, case.num_steps, number)
+            words = "the optimizer's state is lost in every step" if number == 1 else "… at every epoch's end"
+            yield Kind.MOMENTS_LOST, Bug(forgets_moments_at=tuple(steps)), words
+    yield Kind.SCHEDULE, Bug(schedule=lambda step, world, micro: step + 1), "the schedule is a step ahead"
+
+
+def clip_hypotheses(case: Case) -> Iterator[tuple[Kind, Bug, str]]:
+    weight, world, accumulation = DIVIDED.weight, case.world_size, _accumulation(case)
+    yield Kind.CLIPPING, Bug(clip="never"), "gradients are not clipped"
+    yield Kind.CLIPPING, Bug(weight=weight, clip="micro_batch"), "each micro-batch's gradient is clipped by itself"
+    yield Kind.CLIPPING, Bug(weight=weight, clip="rank"), "each rank clips its own gradient before they are reduced"
+    for number, what in ((world, "processes"), (accumulation, "micro-batches"), (world * accumulation, "both")):
+        if number > 1:
+            words = f"the norm is that of a gradient {{}} by the {number} {what}"
+            yield Kind.CLIPPING, Bug(norm_scale=float(number)), words.format("multiplied")
+            yield Kind.CLIPPING, Bug(norm_scale=1 / number), words.format("divided")
+            yield Kind.CLIPPING, Bug(norm_scale=number**0.5), words.format("summed in squares")
+            yield Kind.CLIPPING, Bug(norm_scale=number**-0.5), words.format("averaged in squares")
+
+
+def _flat(gradients: Mapping[str, Tensor], names: Sequence[str], like: Mapping[str, Tensor]) -> Tensor:
+    parts = [
+        gradients[name].double().reshape(-1) if name in gradients else torch.zeros(like[name].numel()).double()
+        for name in names
+    ]
+    whole = torch.cat(parts)
+    return whole[:: max(1, whole.numel() // 200_000)]
+
+
+def _accumulation(case: Case) -> int:
+    share = -(-case.global_batch // case.world_size)
+    return max(1, -(-share // case.micro_batch))
+
+
+def _close(left: float, right: float, limit: float = 1e-5) -> bool:
+    return abs(left - right) <= limit * max(abs(left), abs(right), 1e-12)
+
+
+def _short(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6]))
+    return f"[{shown}{', …' if len(numbers) > 6 else ''}]"

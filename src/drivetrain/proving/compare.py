@@ -1,0 +1,134 @@
+"""How far a trainer is from the plain loop, tensor by tensor, in units of what rounding explains."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drivetrain.proving.reference import Outcome
+
+# What may differ without a cause but rounding: of the gradient of one step, and of the weights after some twenty.
+_GRADIENT_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
+_WEIGHT_LIMITS = {torch.float64: 1e-5, torch.float32: 3e-3}
+_FLOOR_FACTOR = 50.0
+_LEAST_SHARE = 1e-3  # tensors smaller than this share of the largest are measured by that
+CANNOT_TELL = 0.3  # where rounding alone may do this much, a comparison says nothing
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor, in the model's order, that is further off than rounding explains."""
+
+    name: str
+    error: float  # largest entry, relative to the tensor's scale
+    limit: float
+    num_tensors: int  # how many are off
+    num_compared: int
+    worst: str = ""
+    worst_error: float = 0.0
+
+    def __str__(self) -> str:
+        others = f", {self.num_tensors} of {self.num_compared} tensors" if self.num_tensors > 1 else ""
+        return f"{self.name} is off by {self.error:.1e} (rounding: {self.limit:.0e}){others}"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What rounding does to this job: the plain loop with every batch in reverse order, against itself."""
+
+    gradients: Mapping[str, float]
+    weights: Mapping[str, float]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def measured(cls, truth: Outcome, again: Outcome, dtype: torch.dtype | None) -> "Floor":
+        gradients = errors(again.gradients[0], truth.gradients[0]) if truth.gradients else {}
+        weights = errors(again.weights, truth.weights, truth.first_weights)
+        return cls(gradients, weights, dtype)
+
+    def gradient_limit(self, name: str) -> float:
+        return max(_GRADIENT_LIMITS[self._type], _FLOOR_FACTOR * self.gradients.get(name, 0.0))
+
+    def weight_limit(self, name: str) -> float:
+        return max(_WEIGHT_LIMITS[self._type], _FLOOR_FACTOR * self.weights.get(name, 0.0))
+
+    @property
+    def least_gradient_limit(self) -> float:
+        return _GRADIENT_LIMITS[self._type]
+
+    @property
+    def tells_weights(self) -> bool:
+        """Whether the weights after all steps still say anything: chaos may have amplified rounding."""
+        limits = sorted(self.weight_limit(name) for name in self.weights)
+        return not limits or limits[len(limits) // 2] < CANNOT_TELL
+
+    @property
+    def _type(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def errors(
+    seen: Mapping[str, Tensor], truth: Mapping[str, Tensor], start: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
+    """The largest difference of each tensor, relative to its largest entry; to how far it moved, with `start`."""
+    sizes = {name: _size(value, None if start is None else start.get(name)) for name, value in truth.items()}
+    floating = [size for name, size in sizes.items() if truth[name].is_floating_point()]
+    least = max(floating, default=0.0) * _LEAST_SHARE or 1e-30
+    found = {}
+    for name, right in truth.items():
+        scale = max(sizes[name], least) if right.is_floating_point() else 1.0
+        left = seen.get(name)
+        if left is None:
+            found[name] = sizes[name] / scale
+        elif left.shape != right.shape:
+            found[name] = float("inf")
+        else:
+            found[name] = _largest(left.double() - right.double()) / scale
+    for name in seen.keys() - truth.keys():
+        found[name] = _largest(seen[name].double()) / least
+    return found
+
+
+def largest_error(found: Mapping[str, float]) -> float:
+    return max(found.values(), default=0.0)
+
+
+def gradient_difference(
+    seen: Mapping[str, Tensor], truth: Mapping[str, Tensor], floor: Floor, *, is_first: bool = True
+) -> Difference | None:
+    """The first tensor that is off; steps after the first are allowed what rounding does to weights meanwhile."""
+
+    def limit(name: str) -> float:
+        own = floor.gradient_limit(name)
+        return own if is_first else max(own, floor.weight_limit(name))
+
+    return _first(errors(seen, truth), limit)
+
+
+def weight_difference(seen: Mapping[str, Tensor], truth: Outcome, floor: Floor) -> Difference | None:
+    wanted = {name: value for name, value in truth.weights.items() if name in seen or not seen}
+    return _first(errors(seen, wanted, truth.first_weights), floor.weight_limit)
+
+
+def step_difference(seen: Mapping[str, Tensor], truth: Outcome, step: int, floor: Floor) -> Difference | None:
+    """The first parameter that is off before a step."""
+    return _first(errors(seen, truth.step_weights[step], truth.first_weights), floor.weight_limit)
+
+
+def _first(found: Mapping[str, float], limit_of: Callable[[str], float]) -> Difference | None:
+    off = {name: error for name, error in found.items() if not error <= limit_of(name)}
+    if not off:
+        return None
+    name = next(iter(off))
+    worst = max(off, key=lambda key: off[key])
+    return Difference(name, off[name], limit_of(name), len(off), len(found), worst, off[worst])
+
+
+def _size(value: Tensor, start: Tensor | None) -> float:
+    moved = value.double() if start is None or start.shape != value.shape else value.double() - start.double()
+    return _largest(moved)
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0

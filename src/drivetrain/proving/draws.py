@@ -1,0 +1,151 @@
+"""Randomness inside the loss: off or keyed by sample where divisions of a batch are compared.
+
+Dropout is turned off. Whatever else draws (a VAE's noise, a diffusion step) is keyed: each sample's rows come from a
+generator seeded with the sample's number, so that a sample sees the same noise whichever micro-batch or rank it is in.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DROPOUTS = (
+    "dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+)
+_FACTORIES = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like"}
+_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"}
+_FUNCTIONAL = {"bernoulli", "normal", "poisson", "normal_functional"}
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Set every dropout probability of a model's modules to 0. Functions are seen to by `dropout_off`."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+
+
+@contextmanager
+def dropout_off() -> Iterator[None]:
+    """Replace torch's dropout functions, and the dropout of its attention, by ones that drop nothing."""
+    kept = {name: getattr(functional, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
+    dropout, attention = torch.dropout, kept["scaled_dot_product_attention"]
+
+    def identity(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002  (torch's own name, for callers)
+        return input
+
+    def without_dropout(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 1:
+            args = (args[0], 0.0, *args[2:])
+        else:
+            kwargs["dropout_p"] = 0.0
+        result: Tensor = attention(query, key, value, *args, **kwargs)
+        return result
+
+    for name in _DROPOUTS:
+        setattr(functional, name, identity)
+    functional.scaled_dot_product_attention = without_dropout
+    torch.dropout = identity
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(functional, name, function)
+        torch.dropout = dropout
+
+
+class KeyedDraws(TorchDispatchMode):
+    """Draws of the loss, keyed by sample: rows of a draw whose first dimension is the batch's belong to its samples.
+
+    A draw of another shape (a scalar that decides for the whole batch) is keyed by its place among the draws alone, so
+    it is the same in every part of a batch.
+    """
+
+    def __init__(self, numbers: Sequence[int], seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers, self._seed, self._count = list(numbers), seed, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _FACTORIES | _IN_PLACE | _FUNCTIONAL:
+            return func(*args, **kwargs)
+        self._count += 1
+        rows, samples = _num_rows(args), len(self._numbers)
+        if not rows or not samples or rows % samples:
+            return self._with_seed(0, func, args, kwargs)
+        own = rows // samples
+        # What a sample gets must not depend on its place, so each draws a tensor of its own rows alone.
+        drawn = torch.cat([
+            self._with_seed(number + 1, func, _rows_of(args, rows, place * own, own), kwargs)
+            for place, number in enumerate(self._numbers)
+        ])  # fmt: skip
+        return args[0].copy_(drawn) if name in _IN_PLACE else drawn
+
+    def _with_seed(self, number: int, func: Any, args: Any, kwargs: Any) -> Tensor:
+        key = hash((self._seed, number, self._count)) & 0x7FFFFFFF
+        torch.default_generator.manual_seed(key)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(key)
+        result: Tensor = func(*args, **kwargs)
+        return result
+
+
+def _num_rows(args: Any) -> int:
+    """The first dimension of what is drawn; 0 for a scalar."""
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.dim():
+            return arg.shape[0]
+        if isinstance(arg, (list, tuple)) and arg:
+            return int(arg[0])
+    return 0
+
+
+def _rows_of(args: Any, rows: int, start: int, count: int) -> list[Any]:
+    """The arguments of a draw for some of its rows alone."""
+
+    def cut(arg: Any) -> Any:
+        if isinstance(arg, Tensor) and arg.dim() and arg.shape[0] == rows:
+            return arg[start : start + count].clone()
+        if isinstance(arg, (list, tuple)) and arg and arg[0] == rows:
+            return [count, *arg[1:]]
+        return arg
+
+    return [cut(arg) for arg in args]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the global generators back to where they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_generators(key: int) -> None:
+    """Seed Python's, numpy's and torch's global generators."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+
+def state_of_generators() -> int:
+    """A number that changes whenever one of the global generators is drawn from."""
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    return hash((python, numpy[1].tobytes(), numpy[2], own.numpy().tobytes()))  # type: ignore[index]

@@ -1,0 +1,271 @@
+"""Watches a trainer from inside its process without its help: torch's optimizer hooks and the loss tensor's own hook.
+
+What it sees is written out at once, entry by entry, so that it survives a kill -9.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from drivetrain.core.loss import LossSum
+from drivetrain.proving.trace import MicroBatch, Reported, StepTrace
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a process kills itself with SIGKILL, counted from its start."""
+
+    step: int  # optimizer steps done before it
+    when: Literal["micro_batch", "after_step", "saving"] = "after_step"
+    number: int = 0  # of the micro-batch in the step; of the file operation in the save
+
+    def __str__(self) -> str:
+        if self.when == "micro_batch":
+            return f"in step {self.step + 1}, after micro-batch {self.number + 1}"
+        return f"after step {self.step}" if self.when == "after_step" else f"in a save after step {self.step}"
+
+
+class Recorder:
+    """Records one rank of a run. Everything a trainer may call is public; most need to call nothing.
+
+    Args:
+        path: where entries are written.
+        keep_gradients: of how many steps from the first the gradients are kept by name.
+        digests: whether weights, buffers and optimizer state are digested before every step.
+        kill: when this process is to kill itself.
+        folder: the folder whose file operations count as saving.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep_gradients: int = 2,
+        digests: bool = False,
+        kill: Kill | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._keep_gradients, self._digests, self._kill = keep_gradients, digests, kill
+        self._models: list[nn.Module] = []
+        self._micro_batches: list[MicroBatch] = []
+        self._num_backwards = 0
+        self.num_steps = 0  # optimizer steps seen in this process
+        self._has_weights = False
+        self._given: dict[str, Tensor] | None = None
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._num_operations = 0
+        if kill is not None and kill.when == "saving" and folder is not None:
+            self._watch_files(folder)
+
+    # What a trainer may call
+
+    def restart(self) -> None:
+        """Forget what was recorded: training begins now. For trainers that try the model out before the first step."""
+        self._micro_batches.clear()
+        self.num_steps = self._num_backwards = 0
+        self._write("restart", None)
+
+    def report(self, step: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
+        """Hand in what the trainer itself says of step `step` (from 0): its loss, its norm before clipping."""
+        self._write("reported", Reported(step, loss, grad_norm))
+
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Hand in the gradients of the step that is about to be taken, where parameters' `.grad` does not hold them."""
+        self._given = {own_name(name): _whole(value) for name, value in gradients.items()}
+
+    def weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Hand in the final weights and buffers by name, where the model does not hold them whole."""
+        self._has_weights = True
+        self._write("weights", {own_name(name): _whole(value) for name, value in weights.items()})
+
+    def note(self, text: str) -> None:
+        """Leave a sentence for the certificate."""
+        self._write("note", text)
+
+    # What the case calls
+
+    def built(self, model: nn.Module) -> nn.Module:
+        """Remember a model that the trainer asked for: its parameters give gradients their names."""
+        self._models.append(model)
+        return model
+
+    def watch_loss(self, numbers: Sequence[int], result: Any, content: Sequence[int] = ()) -> None:
+        """Record a micro-batch once a gradient arrives at its loss; the gradient is what it was multiplied by."""
+        value = result.total if isinstance(result, LossSum) else result
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return
+        shown = float(value.detach() / result.count) if isinstance(result, LossSum) else float(value.detach().mean())
+
+        def arrived(gradient: Tensor) -> None:
+            weight = float(gradient.detach().double().abs().max())
+            self._micro_batches.append(MicroBatch(tuple(numbers), shown, weight, tuple(content)))
+            kill = self._kill
+            if kill is not None and kill.when == "micro_batch" and self.num_steps >= kill.step:
+                if self._num_backwards >= kill.number or self.num_steps > kill.step:
+                    _die()
+                self._num_backwards += 1
+
+        value.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def finish(self, returned: Any) -> None:
+        """Record the final weights: those that the trainer returned, else those of the model it trained."""
+        for hook in self._hooks:
+            hook.remove()
+        if isinstance(returned, nn.Module):
+            returned = returned.state_dict()
+        if isinstance(returned, Mapping):
+            self.weights({name: value for name, value in returned.items() if isinstance(value, Tensor)})
+        elif not self._has_weights and self._models:
+            model = self._trained_model(None)
+            if not any(_is_shard(parameter) for parameter in model.parameters()):
+                self.weights({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+        self._file.close()
+
+    # Torch's hooks
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._models:
+            return
+        model = self._trained_model(optimizer)
+        if self.num_steps == 0:
+            self._write("first_weights", {name: _whole(value) for name, value in _named(model)})
+        given, self._given = self._given, None
+        gradients: dict[str, Tensor] | None = given
+        if gradients is None and self.num_steps < self._keep_gradients:
+            gradients = {
+                own_name(name): _whole(parameter.grad)
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+        norms = [_norm(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        self._step = StepTrace(
+            tuple(self._micro_batches),
+            tuple(float(group["lr"]) for group in optimizer.param_groups),
+            float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0,
+            gradients,
+            self._weights(model) if self.num_steps < self._keep_gradients else None,
+            self._digest(model, optimizer) if self._digests else None,
+        )
+        self._micro_batches.clear()
+        self._write("step", self._step)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._models:
+            return
+        self.num_steps += 1
+        self._num_backwards = 0
+        kill = self._kill
+        if kill is not None and kill.when == "after_step" and self.num_steps >= kill.step:
+            _die()
+
+    def _trained_model(self, optimizer: Optimizer | None) -> nn.Module:
+        """The model whose parameters the optimizer holds; else the last one that has gradients; else the last one."""
+        if optimizer is not None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for model in reversed(self._models):
+                if any(id(parameter) in held for parameter in model.parameters()):
+                    return model
+            for model in reversed(self._models):
+                if any(parameter.grad is not None for parameter in model.parameters()):
+                    return model
+        return self._models[-1]
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {own_name(name): _whole(parameter) for name, parameter in model.named_parameters()}
+
+    def _digest(self, model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+        found = {f"weights/{name}": _digest(value) for name, value in _named(model)}
+        names = {id(parameter): own_name(name) for name, parameter in model.named_parameters()}
+        for number, (parameter, state) in enumerate(optimizer.state.items()):
+            name = names.get(id(parameter), f"#{number}")
+            for field, value in state.items():
+                found[f"optimizer/{name}/{field}"] = _digest(value) if isinstance(value, Tensor) else hash(repr(value))
+        return found
+
+    # Files
+
+    def _write(self, kind: str, value: Any) -> None:
+        self._file.write(pickle.dumps((kind, value)))
+
+    def _watch_files(self, folder: Path) -> None:
+        """Count what is opened for writing, renamed or made below the folder, and kill this process on the way."""
+        inside, kill = str(folder), self._kill
+        assert kill is not None
+
+        def seen(event: str, args: tuple[Any, ...]) -> None:
+            if event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.truncate"):
+                return
+            if not args or not str(args[0]).startswith(inside) or self.num_steps < kill.step:
+                return
+            if event == "open" and not _writes(args):
+                return
+            self._num_operations += 1
+            if self._num_operations > kill.number:
+                _die()
+
+        sys.addaudithook(seen)
+
+
+def own_name(name: str) -> str:
+    """A parameter's name without what wrappers put around it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _writes(args: tuple[Any, ...]) -> bool:
+    mode, flags = (args[1] if len(args) > 1 else "r"), (args[2] if len(args) > 2 else 0)
+    by_mode = isinstance(mode, str) and any(letter in mode for letter in "wax+")
+    return by_mode or (isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR)))
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(own_name(name), value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A copy in host memory; of a sharded tensor, all of it. Ranks that hold shards take part together."""
+    return _gathered(tensor).to("cpu", copy=True)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(_gathered(gradient).double())
+    return norm.cpu()
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    whole = tensor.detach() if gather is None else gather().detach()
+    return whole.to_dense() if whole.is_sparse else whole
+
+
+def _digest(tensor: Tensor) -> int:
+    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    own = tensor if local is None else local()
+    own = own.detach().contiguous().cpu()
+    return zlib.crc32(own.view(torch.uint8).numpy().data if own.dim() else repr(own.item()).encode())

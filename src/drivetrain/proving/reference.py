@@ -1,0 +1,434 @@
+"""The plain loop that trainers are compared with, and the same loop with known bugs planted.
+
+It shares no code with the trainer: whole batches of explicitly given samples, one process, float64 where the model
+can. Of Drivetrain it uses what the user's job holds, and the library of mixtures of experts, which is part of models.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.loss import LossSum
+from drivetrain.moe.balance import Settlement, auxiliary_loss
+from drivetrain.proving.case import Case, build_model, factor_at, loss_of, parameter_groups, plain_batch
+from drivetrain.proving.draws import generators_kept, seed_generators, state_of_generators, turn_dropout_off
+
+Division = Sequence[Sequence[Sequence[int]]]  # of one step: of each rank, the samples of its micro-batches
+LossKind = Literal["samples", "weighted", "sum", "counted", "coupled"]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What is done wrong. The default is nothing: every step is the user's loss on the undivided batch.
+
+    Attributes:
+        weight: the factor of a micro-batch's own mean in the step's gradient, from (its samples, the samples of all,
+            the number of micro-batches of its rank, the number of ranks, its number on its rank); `right`: whatever
+            gives the undivided batch's gradient. None: the batch is not divided.
+        clears: when gradients are cleared: before every step, or never.
+        clip: what is clipped: the step's gradient, each micro-batch's, each rank's before reduction; or nothing.
+        norm_scale: what the norm is mistaken by: clipping happens as if it were this much larger.
+        schedule: from (step, ranks, micro-batches of a rank) to the step that the schedule is asked for.
+        forgets_moments_at: steps before which the optimizer's state is lost.
+        buffers: how the ranks' buffers come together: rank 0's before each forward, or never.
+        decays_all: whether parameters that the job leaves out of weight decay get it, too.
+    """
+
+    weight: Callable[[int, int, int, int, int], float] | Literal["right"] | None = None
+    clears: Literal["step", "never"] = "step"
+    clip: Literal["step", "micro_batch", "rank", "never"] = "step"
+    norm_scale: float = 1.0
+    schedule: Callable[[int, int, int], int] | None = None
+    forgets_moments_at: Sequence[int] = ()
+    buffers: Literal["shared", "apart"] = "shared"
+    decays_all: bool = False
+
+
+NO_BUG = Bug()
+DIVIDED = Bug(weight="right")
+BY_SAMPLES = Bug(weight=lambda own, total, micro_batches, ranks, number: own / total)
+
+
+@dataclass
+class Outcome:
+    """What a plain loop came to."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # before clipping
+    learning_rates: list[tuple[float, ...]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # after clipping, of the first steps
+    first_weights: dict[str, Tensor] = field(default_factory=dict)
+    step_weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each of the first steps
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    rank_buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of a step: its gradient at the step's weights, of its own loss."""
+
+    rank: int
+    number: int  # on its rank
+    samples: tuple[int, ...]
+    gradients: Mapping[str, Tensor]
+    loss: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found out about a job before anything is compared."""
+
+    dtype: torch.dtype | None  # what it is compared in
+    why_not_double: str
+    keys_draws: bool  # whether the loss draws random numbers with dropout off
+    draws_unkeyed: bool  # and some of them could not be keyed by sample
+    loss_kind: LossKind
+    shares: tuple[float, ...]  # the weights of the three parts that fit best
+    misfit: float  # of that fit, relative
+    num_parameters: int
+    seconds_per_sample: float
+    least_part: int  # samples that a micro-batch must have: batch statistics need two
+    items_draw: bool  # whether reading an item draws random numbers
+    model_draws: bool  # whether the loss draws as the user has it, dropout included
+    remembers: bool  # whether a second call on the same batch, weights, buffers and seeds gives another loss
+
+
+def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gradients: int = 2) -> Outcome:
+    """Train on these samples, step by step, and return everything that a trainer may be compared by."""
+    model, optimizer = _made(case, bug)
+    settlement = Settlement(model)
+    base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    outcome = Outcome(first_weights=_state(model))
+    num_ranks = max((len(division) for division in divisions), default=1)
+    buffers = [_buffers(model) for _ in range(num_ranks)] if bug.weight is not None else []
+    for step, division in enumerate(divisions):
+        if step < keep_gradients:
+            outcome.step_weights.append(_parameters(model))
+        if step in bug.forgets_moments_at:
+            optimizer.state.clear()
+        if bug.clears == "step":
+            optimizer.zero_grad()
+        loss = _backward(case, model, division, bug, buffers)
+        norm = _norm(model) * bug.norm_scale
+        if case.clip_norm is not None and bug.clip == "step":
+            _scale_gradients(model, min(1.0, case.clip_norm / (norm + 1e-6)))
+        asked = step
+        if bug.schedule is not None:
+            asked = bug.schedule(step, len(division), max(len(rank) for rank in division))
+        factor = factor_at(case.job, asked, case.num_steps)
+        for group, base in zip(optimizer.param_groups, base_rates, strict=True):
+            group["lr"] = base * factor
+        outcome.losses.append(loss)
+        outcome.norms.append(norm)
+        outcome.learning_rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        if step < keep_gradients:
+            outcome.gradients.append(gradients_of(model))
+        optimizer.step()
+        if settlement.layers:
+            settlement.settle()
+    outcome.weights = _state(model)
+    outcome.rank_buffers = buffers
+    return outcome
+
+
+def undivided(samples: Sequence[Sequence[int]]) -> list[Division]:
+    """Steps of whole batches."""
+    return [[[list(numbers)]] for numbers in samples]
+
+
+def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> list[Piece]:
+    """The gradient of every micro-batch of a step, after the right steps before it."""
+    model, optimizer = _made(case, NO_BUG)
+    found = []
+    if before:
+        trained = train(case, before)
+        model.load_state_dict(trained.weights)
+    for rank, micro_batches in enumerate(division):
+        for number, samples in enumerate(micro_batches):
+            if samples:
+                kept = _buffers(model)
+                optimizer.zero_grad()
+                loss = _own_mean(case, model, samples)
+                loss.backward()  # type: ignore[no-untyped-call]
+                found.append(Piece(rank, number, tuple(samples), gradients_of(model), float(loss.detach())))
+                _put_buffers(model, kept)
+    return found
+
+
+def find_facts(case: Case) -> Facts:
+    """Try the job out on one batch: what it can be computed in, what it draws, what kind of loss it has."""
+    numbers = list(case.order[0])
+    why_not_double = ""
+    try:
+        _one_step(replace(case, dtype=torch.float64), numbers)
+        case = replace(case, dtype=torch.float64)
+    except Exception as error:  # noqa: BLE001  (any error means that the model cannot)
+        why_not_double = f"{type(error).__name__}: {error}".splitlines()[0]
+        case = replace(case, dtype=None)
+    keys_draws = _draws(case, numbers)
+    case = replace(case, keys_draws=keys_draws)
+    draws_unkeyed = keys_draws and _varies(case, numbers)
+    began = time.perf_counter()
+    num_parameters = _one_step(case, numbers)
+    seconds = (time.perf_counter() - began) / len(numbers)
+    least = 1 if _takes(case, numbers[:1]) else 2
+    kind, shares, misfit = loss_kind(case, numbers, least)
+    return Facts(
+        case.dtype,
+        why_not_double,
+        keys_draws,
+        draws_unkeyed,
+        kind,
+        shares,
+        misfit,
+        num_parameters,
+        seconds,
+        least,
+        _items_draw(case, numbers),
+        _draws(replace(case, randomness="own"), numbers),
+        _remembers(replace(case, randomness="own"), numbers),
+    )
+
+
+def loss_kind(case: Case, numbers: Sequence[int], least: int = 1) -> tuple[LossKind, tuple[float, ...], float]:
+    """Fit the gradient of a batch by those of three unequal parts of it, and read the kind of loss from the weights."""
+    numbers = list(numbers)[:24]
+    count = len(numbers)
+    cuts = sorted({0, least * max(1, count // 6), count // 2, count})
+    parts = [numbers[start:stop] for start, stop in pairwise(cuts)]
+    if min(map(len, parts)) < least:
+        parts = [part for part in (numbers[: count // 2], numbers[count // 2 :]) if len(part) >= least]
+    if len(parts) < 2:
+        return "samples", (), 0.0
+    whole = _flat(pieces(case, [[numbers]])[0].gradients)
+    columns = torch.stack([_flat(pieces(case, [[part]])[0].gradients) for part in parts], 1)
+    shares, misfit = fit(columns, whole)
+    by_samples = torch.tensor([len(part) / count for part in parts], dtype=torch.float64)
+    tolerance = 1e-7 if case.dtype == torch.float64 else 1e-3
+    found = tuple(float(share) for share in shares)
+    if misfit_of(columns, whole, by_samples) < tolerance:
+        return "samples", tuple(by_samples.tolist()), misfit
+    if misfit > tolerance:
+        return "coupled", found, misfit
+    if misfit_of(columns, whole, torch.ones_like(by_samples)) < tolerance:
+        return "sum", found, misfit
+    return "weighted", found, misfit
+
+
+def fit(columns: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """The weights with which columns come closest to a target, and what is left of it, relative."""
+    weights = torch.linalg.lstsq(columns, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return weights, misfit_of(columns, target, weights)
+
+
+def misfit_of(columns: Tensor, target: Tensor, weights: Tensor) -> float:
+    size = float(target.norm()) or 1.0
+    return float((columns @ weights - target).norm()) / size
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
+    model = build_model(case.job, case.seed, case.dtype)
+    if case.randomness == "off":
+        turn_dropout_off(model)
+    groups = parameter_groups(case.job, model)
+    if bug.decays_all:
+        groups = [{"params": [parameter for group in groups for parameter in group["params"]]}]
+        if case.job.weight_decay is not None:
+            groups[0]["weight_decay"] = case.job.weight_decay
+    return model, case.job.optimizer(groups)
+
+
+def _backward(case: Case, model: nn.Module, division: Division, bug: Bug, buffers: list[dict[str, Tensor]]) -> float:
+    """Add the gradient of a step to what is there, and return the loss of the undivided batch or of its parts."""
+    everything = [number for rank in division for micro_batch in rank for number in micro_batch]
+    if bug.weight is None:
+        value = _own_mean(case, model, everything)
+        value.backward()  # type: ignore[no-untyped-call]
+        return float(value.detach())
+    before = {name: tensor.clone() for name, tensor in gradients_of(model).items()}
+    total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    touched: set[str] = set()
+    loss = 0.0
+    right = _right_weights(case, model, division) if bug.weight == "right" else {}
+    for rank, micro_batches in enumerate(division):
+        _put_buffers(model, buffers[0 if bug.buffers == "shared" else rank])
+        of_rank = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+        for number, samples in enumerate(micro_batches):
+            if not samples:
+                continue
+            model.zero_grad()
+            value = _own_mean(case, model, samples)
+            if bug.weight == "right":
+                weight = right[rank, number]
+            else:
+                weight = bug.weight(len(samples), len(everything), len(micro_batches), len(division), number)
+            (value * weight).backward()  # type: ignore[no-untyped-call]
+            loss += float(value.detach()) * len(samples) / len(everything)
+            found = gradients_of(model)
+            touched |= found.keys()
+            scale = _clip_scale(case, found) if bug.clip == "micro_batch" else 1.0
+            for name, gradient in found.items():
+                of_rank[name] += gradient * scale
+        scale = 1.0
+        if bug.clip == "rank":  # each rank clips what it has before the ranks' gradients are averaged
+            scale = _clip_scale(case, {name: value * len(division) for name, value in of_rank.items()})
+        for name in total:
+            total[name] += of_rank[name] * scale
+        buffers[rank] = _buffers(model)
+    if bug.buffers == "shared" and buffers:
+        _put_buffers(model, buffers[0])
+    for name, parameter in model.named_parameters():
+        if name in touched or name in before:
+            parameter.grad = total[name] + before.get(name, torch.zeros_like(total[name]))
+    return loss
+
+
+def _right_weights(case: Case, model: nn.Module, division: Division) -> dict[tuple[int, int], float]:
+    """The weights of the micro-batches' own gradients that give the undivided batch's, at the model's weights."""
+    kept = _buffers(model)
+
+    def gradient(samples: Sequence[int]) -> Tensor:
+        _put_buffers(model, kept)
+        model.zero_grad()
+        _own_mean(case, model, samples).backward()  # type: ignore[no-untyped-call]
+        found = gradients_of(model)
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+        return _flat({name: found.get(name, zero) for name, zero in zeros.items()})
+
+    places = [(rank, number) for rank, own in enumerate(division) for number, samples in enumerate(own) if samples]
+    columns = torch.stack([gradient(division[rank][number]) for rank, number in places], 1)
+    whole = gradient([number for own in division for samples in own for number in samples])
+    weights, _ = fit(columns, whole)
+    model.zero_grad()
+    _put_buffers(model, kept)
+    return {place: float(weight) for place, weight in zip(places, weights, strict=True)}
+
+
+def _own_mean(case: Case, model: nn.Module, numbers: Sequence[int]) -> Tensor:
+    """The user's loss of these samples as one batch, with what mixtures of experts add to it."""
+    result = loss_of(case, model, plain_batch(case, numbers), numbers)
+    auxiliary = auxiliary_loss(model)
+    value = result.total / result.count if isinstance(result, LossSum) else result
+    return value if auxiliary is None else value + auxiliary
+
+
+def _clip_scale(case: Case, gradients: Mapping[str, Tensor]) -> float:
+    if case.clip_norm is None:
+        return 1.0
+    norm = float(torch.stack([tensor.double().norm() for tensor in gradients.values()]).norm())
+    return min(1.0, case.clip_norm / (norm + 1e-6))
+
+
+def _scale_gradients(model: nn.Module, scale: float) -> None:
+    if scale < 1.0:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+
+def _norm(model: nn.Module) -> float:
+    norms = [tensor.double().norm() for tensor in gradients_of(model).values()]
+    return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_buffers()}
+
+
+def _put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])
+
+
+def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Gradients as one vector of at most some hundred thousand entries, evenly taken."""
+    whole = torch.cat([tensor.double().reshape(-1) for tensor in gradients.values()])
+    return whole[:: max(1, whole.numel() // 200_000)]
+
+
+def _one_step(case: Case, numbers: Sequence[int]) -> int:
+    model, optimizer = _made(case, NO_BUG)
+    _own_mean(case, model, numbers).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _takes(case: Case, numbers: Sequence[int]) -> bool:
+    """Whether the loss can be computed of so few samples."""
+    try:
+        _one_step(case, numbers)
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _draws(case: Case, numbers: Sequence[int]) -> bool:
+    """Whether the loss draws from a global generator although dropout is off."""
+    model, _ = _made(case, NO_BUG)
+    batch = plain_batch(case, numbers)
+    with generators_kept():
+        before = state_of_generators()
+        loss_of(case, model, batch, numbers)
+        return state_of_generators() != before
+
+
+def _varies(case: Case, numbers: Sequence[int]) -> bool:
+    """Whether the loss still varies with the generators' state although its draws are keyed."""
+    values = []
+    for seed in (1, 2):
+        model, _ = _made(case, NO_BUG)
+        with generators_kept():
+            seed_generators(seed)
+            values.append(float(_own_mean(case, model, numbers).detach()))
+    return values[0] != values[1]
+
+
+def _items_draw(case: Case, numbers: Sequence[int]) -> bool:
+    data: Any = case.job.source.dataset
+    with generators_kept():
+        before = state_of_generators()
+        for number in numbers[:4]:
+            _ = data[number] if not hasattr(data, "__getitems__") else data.__getitems__([number])
+        return state_of_generators() != before
+
+
+def _remembers(case: Case, numbers: Sequence[int]) -> bool:
+    """Whether the model or the loss keeps something between calls that is neither parameter nor buffer."""
+    model, _ = _made(case, NO_BUG)
+    batch = plain_batch(case, numbers)
+    values = []
+    buffers = _buffers(model)
+    for _ in range(3):
+        _put_buffers(model, buffers)
+        with generators_kept():
+            seed_generators(1)
+            result = loss_of(case, model, batch, numbers)
+        auxiliary_loss(model)
+        Settlement(model).forget()
+        value = result.total / result.count if isinstance(result, LossSum) else result
+        values.append(float(value.detach()))
+    return len(set(values)) > 1
