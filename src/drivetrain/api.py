@@ -112,7 +112,7 @@ class _Run(Setup):
         plan: Plan,
     ) -> Result:
         job, world, precision = self.job, self.world, self.precision
-        division = Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, world.size)
+        division = self.division(built)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
         model, optimizer = self.dressed(built)

@@ -35,7 +35,7 @@ from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
-from drivetrain.data.division import Division, Position
+from drivetrain.data.division import Position
 from drivetrain.data.orders import refuse_unequal_orders
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.monitor.memory import watch_memory
@@ -129,7 +129,7 @@ class Drive:
             setup.follow(recorded)
         self._precision = setup.precision
         stack.enter_context(setup.numerics())
-        self._division = Division(job.num_samples or 0, job.global_batch or 0, setup.way.micro_batch, world.size)
+        self._division = setup.division(job.model if isinstance(job.model, nn.Module) else None)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         self._loader = setup.loader(self._division, job.source, shuffle=job.shuffle, start=start)
         stack.callback(setup.close_loaders)
@@ -348,7 +348,7 @@ class Drive:
 
     def _enter_forward(self) -> None:
         if self._micro is not None and not self._micro.weight:
-            self._apart.enter_context(uncounted())
+            self._apart.enter_context(uncounted(self._plain))
         if self._around_forward is not None:
             self._around_forward.__enter__()
             self._is_inside = True

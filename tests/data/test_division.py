@@ -11,6 +11,7 @@ divisions = st.builds(
     global_batch=st.integers(1, 100),
     micro_batch=st.integers(1, 40),
     world_size=st.integers(1, 9),
+    least=st.integers(1, 3),
 )
 
 
@@ -39,15 +40,20 @@ def test_no_micro_step_is_empty_or_too_large(division: Division, step: int) -> N
     place = division.place(step)
     for rank in range(division.world_size):
         for part in division.micro_steps(place, rank):
-            assert 1 <= part.num_samples <= division.micro_batch
+            assert 1 <= part.num_samples <= division.micro_batch + (division.least - 1) * part.weight or not part.weight
             assert place.start <= part.start < part.stop <= place.stop
-            assert part.weight == 1 or part.num_samples == 1
+            assert part.weight == 1 or part.num_samples == min(division.least, place.num_samples)
+            if division.micro_batch >= division.least <= place.num_samples:
+                assert part.num_samples >= division.least
 
 
 @given(divisions, st.integers(0, 50))
 def test_ranks_share_as_equally_as_can_be(division: Division, step: int) -> None:
     place = division.place(step)
     sizes = [stop - start for start, stop in (division.rank_slice(place, r) for r in range(division.world_size))]
+    if place.num_samples < division.least * division.world_size:
+        sizes = [size for size in sizes if size] or [0]
+        assert min(sizes) >= min(division.least, place.num_samples)
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == place.num_samples
 

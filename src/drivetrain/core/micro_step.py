@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
+
 _uncounted = [0]
 
 
@@ -12,10 +14,13 @@ def is_counted() -> bool:
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
-    """Around a forward whose samples are not part of the step."""
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """Around a forward whose samples are not part of the step: what they did to the model's buffers is undone."""
     _uncounted[0] += 1
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         _uncounted[0] -= 1
+        for buffer, saved in before:
+            buffer.data.copy_(saved)  # `data`: for autograd nothing has happened to what its backward may need

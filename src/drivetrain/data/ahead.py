@@ -78,7 +78,8 @@ class NumbersAhead:
     def _most_numbers(self) -> int:
         """Of a piece: this rank's samples of its steps, and those that are repeated at weight 0."""
         division = self._division
-        in_a_step = -(-division.global_batch // division.world_size) + division.num_micro_steps(division.place(0))
+        place = division.place(0)
+        in_a_step = division.largest_slice(place) + division.least * division.num_micro_steps(place)
         return in_a_step * max(1, max(FIRST, FOLLOWING) // division.global_batch)
 
     def _begin(self, num_positions: int) -> Future[Indices] | None:

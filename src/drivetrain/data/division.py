@@ -3,6 +3,9 @@
 A step takes the next `global_batch` samples of the stream, the last of an epoch what is left. Each rank takes one
 contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. All ranks run
 equally many micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
+
+A model that normalises over a batch cannot train on one sample. For it no slice and no micro-step has less than `least`
+samples, as long as the step has as many: a step that is too small for all ranks goes to the first ones.
 """
 
 from collections.abc import Mapping
@@ -85,6 +88,7 @@ class Division:
     global_batch: int
     micro_batch: int
     world_size: int
+    least: int = 1  # samples of a micro-step
 
     @property
     def steps_per_epoch(self) -> int:
@@ -100,23 +104,47 @@ class Division:
 
     def rank_slice(self, place: Place, rank: int) -> tuple[int, int]:
         """This rank's positions: contiguous, and together with the others' exactly the step's."""
-        count = place.num_samples
-        return place.start + count * rank // self.world_size, place.start + count * (rank + 1) // self.world_size
+        count, num_ranks = place.num_samples, self._num_ranks(place)
+        rank = min(rank, num_ranks)  # those behind get nothing
+        last = min(rank + 1, num_ranks)
+        return place.start + count * rank // num_ranks, place.start + count * last // num_ranks
+
+    def _num_ranks(self, place: Place) -> int:
+        """How many have samples of this step, or may have."""
+        return self.world_size if self.least == 1 else max(1, min(self.world_size, place.num_samples // self.least))
+
+    def largest_slice(self, place: Place) -> int:
+        """Of a step's slices."""
+        return -(-place.num_samples // self._num_ranks(place))
 
     def num_micro_steps(self, place: Place) -> int:
         """The same on every rank: as many as the largest slice needs."""
-        largest = -(-place.num_samples // self.world_size)
+        largest = self.largest_slice(place)
+        if self.least > 1:
+            return max(1, len(self._cut(0, largest)))
         return max(1, -(-largest // self.micro_batch))
+
+    def _cut(self, start: int, stop: int) -> list[MicroStep]:
+        """The micro-steps of a slice."""
+        size, least = self.micro_batch, self.least
+        found = [MicroStep(first, min(first + size, stop), 1) for first in range(start, stop, size)]
+        if least > 1 and len(found) > 1 and found[-1].num_samples < least <= size:
+            before, last = found[-2:]
+            middle = last.stop - least
+            if middle - before.start >= least:
+                found[-2:] = [MicroStep(before.start, middle, 1), MicroStep(middle, stop, 1)]
+            else:  # none to spare: one of them is larger than asked for
+                found[-2:] = [MicroStep(before.start, stop, 1)]
+        return found
 
     def micro_steps(self, place: Place, rank: int) -> list[MicroStep]:
         if self.world_size == 1 and place.num_samples <= self.micro_batch:
             return [MicroStep(place.start, place.stop, 1)]
         start, stop = self.rank_slice(place, rank)
-        found = [
-            MicroStep(first, min(first + self.micro_batch, stop), 1) for first in range(start, stop, self.micro_batch)
-        ]
-        # The sample that is repeated is one of this step's own, so that no other data is touched.
-        spare = min(start, place.stop - 1)
+        found = self._cut(start, stop)
+        # What is repeated is of this step, so that no other data is touched.
+        num_spare = min(self.least, place.num_samples)
+        spare = min(start, place.stop - num_spare)
         while len(found) < self.num_micro_steps(place):
-            found.append(MicroStep(spare, spare + 1, 0))
+            found.append(MicroStep(spare, spare + num_spare, 0))
         return found

@@ -34,6 +34,7 @@ from drivetrain.plan.tune import Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.making import checked, make_model, refuse_lazy
+from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import explained
 from drivetrain.run.pinned import of_asked_length, plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
@@ -344,6 +345,14 @@ class Setup:
     def rank_samples(self) -> int:
         """Of each step, on the rank that has the most."""
         return -(-(self.job.global_batch or 0) // self.world.size)
+
+    def division(self, model: nn.Module | None) -> Division:
+        """How steps are divided, the way that is followed."""
+        job, least = self.job, 1
+        is_synced = self.config.distributed.sync_batchnorm and self.world.size > 1  # sees the samples of all ranks
+        if model is not None and not is_synced and couples_samples(model):
+            least = 2  # one sample alone has no variance
+        return Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, self.world.size, least)
 
     def _micro_batch(self) -> int:
         """The user's, else a rank's whole share at once."""

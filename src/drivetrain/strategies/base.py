@@ -216,7 +216,7 @@ class Objective(nn.Module):
 
     def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         if not weight:
-            with uncounted():
+            with uncounted(self.model):
                 result = self._computed(batch)
         elif self._around_forward is None:
             result = self._loss(self._called[0], batch)
