@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
+from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.interrupt import stopping_cleanly, written_first
@@ -147,7 +148,7 @@ class _Run(Setup):
             plan = plan.not_captured(why_not_captured)
         resumed_from = 0
         if checkpoint is not None:
-            strategy.load(checkpoint)
+            strategy.load(plainly_named(checkpoint, model.state_dict()))
             self.load_hooks(checkpoint)
             resumed_from = checkpoint.step
 

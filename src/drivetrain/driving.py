@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
+from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
@@ -151,7 +152,7 @@ class Drive:
         objective = self._strategy.prepare(parts, Trial(None if setup.sharded else partial(_touching_all, model), 1))
         self.resumed_from = 0
         if checkpoint is not None:
-            self._strategy.load(checkpoint)
+            self._strategy.load(plainly_named(checkpoint, model.state_dict()))
             setup.load_hooks(checkpoint)
             self.resumed_from = checkpoint.step
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import numerics
@@ -29,7 +30,7 @@ def evaluate(
         with numerics(setup.precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
             model, _, called = setup.model()
             source = checkpoint if setup.experts is None else setup.experts.seen(checkpoint)
-            _load(model, source, checkpoint.path)
+            _load(model, plainly_named(source, model.state_dict()), checkpoint.path)
             return setup.validator(setup.way.micro_batch).measure(model, called)
     finally:
         setup.close_loaders()

@@ -6,6 +6,7 @@ from pathlib import Path
 from drivetrain.checkpoint.checkpoint import Checkpoint
 from drivetrain.checkpoint.errors import CheckpointError
 from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.plain_names import plain_name
 from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, arranged, encoded
 
 
@@ -16,7 +17,10 @@ def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: 
 
     A file that is there already is replaced in one go, or left as it is.
     """
-    names = {key: key.removeprefix(prefix) for key in checkpoint.keys if key.startswith(prefix)}
+    found = [key for key in checkpoint.keys if key.startswith(prefix)]
+    names = {key: plain_name(key.removeprefix(prefix)) for key in found}
+    if len(set(names.values())) < len(names):
+        names = {key: key.removeprefix(prefix) for key in found}
     if not names:
         known = sorted({key.split("/")[0] + "/" for key in checkpoint.keys if "/" in key})
         raise CheckpointError(
@@ -32,7 +36,8 @@ def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: 
         )
     infos = checkpoint.keys
     if instead:
-        names = {instead + name if instead + name in infos else key: name for key, name in names.items()}
+        others = {key: instead + key.removeprefix(prefix) for key in names}
+        names = {others[key] if others[key] in infos else key: name for key, name in names.items()}
     keys = list(names)
     entries = [Entry(names[key], CODES[infos[key].dtype], infos[key].shape) for key in keys]
     files = Files()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint.checkpoint import Checkpoint
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from drivetrain.checkpoint.manifest import MANIFEST_NAME
+from drivetrain.checkpoint.plain_names import renamed
 from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
 from drivetrain.core.state import local_part, offsets_of
 
@@ -27,6 +28,14 @@ class Weights:
     path: Path  # the file, or the checkpoint that was found
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]  # a range of one: its name, offsets, shape
+
+    def called(self, own: Collection[str]) -> "Weights":
+        """Under the names of a model, which are `own`, where they were written with that model wrapped."""
+        stored = {plain: name for name, plain in renamed(self.shapes.keys(), own).items()}
+        if len(stored) < len(self.shapes):
+            return self
+        shapes = {plain: self.shapes[name] for plain, name in stored.items()}
+        return Weights(self.path, shapes, lambda name, offsets, shape: self.read(stored[name], offsets, shape))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import DrivetrainError
@@ -29,6 +30,52 @@ def checked(made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise DrivetrainError(f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module")
     return made
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The model itself without what others wrapped it in, and what is to be said of that.
+
+    Wrappers put words of their own into the names of weights. What was compiled stays so: the module is called as the
+    wrapper would have called it. What copies a model or reduces its gradients is left out: a run does that itself.
+    """
+    notes = list[str]()
+    while _is_compiled(model) or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        if _is_compiled(model):
+            model = _compiled_in_place(model)
+        else:
+            notes.append(f"the model came wrapped in {type(model).__name__}: its module is trained, and divided here")
+            model = cast(nn.Module, model.module)
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and _is_compiled(child):
+                module._modules[name] = _compiled_in_place(child)
+    return model, notes
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether it is what `torch.compile` made of a module. What defines that class is slow to import."""
+    return type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod")
+
+
+def _compiled_in_place(wrapper: Any) -> nn.Module:
+    """As `nn.Module.compile` does it, with what the wrapper was made with."""
+    model: nn.Module = wrapper._orig_mod
+    model._compiled_call_impl = wrapper.dynamo_ctx(model._call_impl)
+    return model
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raises where weights or buffers have a shape and no values: training could not begin with anything."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found = [name for name, tensor in named if tensor.is_meta]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise DrivetrainError(
+            f"{len(found)} of the model's {len(named)} tensors are on the meta device and have no values: "
+            f"{', '.join(found[:3])}{more}",
+            remedy="build the model outside torch.device('meta'), or call model.to_empty(device='cpu') and initialise "
+            "or load every weight and buffer before the model function returns it",
+        )
 
 
 def refuse_lazy(model: nn.Module) -> None:

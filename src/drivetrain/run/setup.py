@@ -33,7 +33,7 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.tune import Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
-from drivetrain.run.making import checked, make_model, refuse_lazy
+from drivetrain.run.making import checked, make_model, refuse_lazy, refuse_meta, unwrapped
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import explained
 from drivetrain.run.pinned import of_asked_length, plan_anew, refuse_other_batch
@@ -469,8 +469,11 @@ class Setup:
     def build(self) -> nn.Module:
         """The model as the user made it, on its device unless it is going to be sharded."""
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
-        made = self._made()
+        made, notes = unwrapped(self._made())
+        for note in () if self.quiet else notes:
+            print(f"drivetrain: {note}", file=sys.stderr)
         refuse_lazy(made)
+        self._refuse_meta(made)
         self._num_weights = sum(parameter.numel() for parameter in made.parameters())
         self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
         if self.shards:
@@ -543,6 +546,21 @@ class Setup:
         if self.experts is not None:
             self.experts.cut_state(optimizer)
         return model, optimizer
+
+    def _refuse_meta(self, made: nn.Module) -> None:
+        """Where the model is cut, ranks other than the main one may make it without values, and get those later."""
+        if isinstance(self.job.model, nn.Module) or not self._cuts(self.config.distributed.strategy):
+            refuse_meta(made)
+            return
+        problem = None
+        try:
+            if self.world.is_main:
+                refuse_meta(made)
+        except DrivetrainError as error:
+            problem = {"message": error.message, "remedy": error.remedy}
+        problem = self.world.agree(problem)
+        if problem is not None:
+            raise DrivetrainError(problem["message"], remedy=problem["remedy"])
 
     def called_loss(self) -> LossFunction | None:
         """What is called in place of the loss function where it is compiled, with the model inside."""

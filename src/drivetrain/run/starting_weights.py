@@ -25,7 +25,7 @@ def take_weights(
     """
     taken, problem = None, None
     try:
-        weights = read_weights(Path(source))
+        weights = read_weights(Path(source)).called(model.state_dict())
         taken = _taken(model, weights, {} if experts is None else experts.held)
     except CheckpointError as error:
         problem = {"message": error.message, "remedy": error.remedy}
