@@ -15,6 +15,7 @@ from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum
+from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.again import SamplesAgain
 from drivetrain.data.batch import to_device
@@ -117,6 +118,7 @@ class _Run(Setup):
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
         model, optimizer = self.dressed(built)
+        watch = ParameterWatch(model)
         called_loss = self.called_loss()
         taken = None
         if checkpoint is None and job.init_from is not None:
@@ -150,6 +152,7 @@ class _Run(Setup):
         if checkpoint is not None:
             strategy.load(plainly_named(checkpoint, model.state_dict()))
             self.load_hooks(checkpoint)
+            watch.check()
             resumed_from = checkpoint.step
 
         check = self.device_check(model)
@@ -173,6 +176,7 @@ class _Run(Setup):
             tell_deepspeed(self, books)
 
             def state() -> State:
+                watch.check()
                 shards, meta = strategy.save()
                 meta |= {**self.meta(division), "validation": dict(validation.state_dict()) if validation else None}
                 meta["data"] = None if job.source.is_keyed else loader.position.to_json()
@@ -194,6 +198,7 @@ class _Run(Setup):
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
             trainer.before_step = books.before_step
+            trainer.check_model = watch.check
             trainer.tell, trainer.say = books.event, books.say
             trainer.rehearsal = self._rehearsal(loader, optimizer)
             if validation is not None:

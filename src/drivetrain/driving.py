@@ -32,6 +32,7 @@ from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum
 from drivetrain.core.micro_step import uncounted
+from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard
 from drivetrain.core.world import World
@@ -138,6 +139,7 @@ class Drive:
         refuse_unequal_orders(self._loader.fingerprint, world)
 
         model, optimizer, called = _as_they_are(setup)
+        self._watch = ParameterWatch(model)
         taken = None
         if checkpoint is None and job.init_from is not None:
             taken = take_weights(job.init_from, model, world, setup.experts)
@@ -154,11 +156,14 @@ class Drive:
         if checkpoint is not None:
             self._strategy.load(plainly_named(checkpoint, model.state_dict()))
             setup.load_hooks(checkpoint)
+            self._watch.check()
             self.resumed_from = checkpoint.step
 
         check = setup.device_check(model)
         self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
         self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
+        if world.size == 1:
+            self._watch.note = self._note
         if taken is not None:
             write_down(taken, self._books)
         tell_notes(self._loader, self._books)
@@ -174,6 +179,7 @@ class Drive:
         self._trainer.snapshot = self._saves.snapshot
         self._trainer.check_after_first_step = self._saves.prepare
         self._trainer.before_step = self._books.before_step
+        self._trainer.check_model = self._watch.check
         self._trainer.tell, self._trainer.say = self._books.event, self._books.say
         if average is not None:
             self._trainer.average_of = average.of
@@ -266,6 +272,7 @@ class Drive:
         self._is_stepped = True
         if micro.is_last:
             self._check_rates()
+            self._watch.check_frozen()
             self._is_whole = False  # until all that follows a step went well
             self._is_stepping = True
             outcome = self._strategy.step(self._trainer.wants_stop)
@@ -382,12 +389,17 @@ class Drive:
         self._saves.report()
         self.last = record
 
+    def _note(self, text: str) -> None:
+        self._books.event("note", text=text)
+        self._books.say(text)
+
     def _remember(self) -> None:
         """Where the state is that of `steps` steps. The next forward may change buffers; it does not change weights."""
         self._versions = [buffer._version for buffer in self._buffers]
         self._position = self._loader.position
 
     def _state(self) -> tuple[list[Shard], dict[str, Any]]:
+        self._watch.check()
         shards, meta = self._strategy.save()
         is_keyed = self._setup.job.source.is_keyed
         meta |= {**self._setup.meta(self._division), "validation": None}

@@ -113,6 +113,7 @@ class Trainer:
         self.measure: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
         self.rehearsal: Rehearsal | None = None
         self.before_step: Callable[[int], None] | None = None  # with its number, from 1
+        self.check_model: Callable[[], None] = lambda: None  # raises for what a hook must not change in it
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
         # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
         self.snapshot: Callable[[int], Callable[[bool], None]] | None = None
@@ -403,6 +404,7 @@ class Trainer:
             put_away(self._model)
             verdicts.append(hook(context) or Verdict())
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
+        self.check_model()
         self._stepper.look_again()
         return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
 
