@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.collector import forking
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.main_guard import REMEDY, trains_when_imported
 from drivetrain.data.ahead import NumbersAhead
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
@@ -131,6 +132,7 @@ class Loader:
         self._position = start or Position()
         self._behind: RankStep | None = None  # the step that was yielded last
         self.notes: list[str] = []  # what was decided on the way
+        self.tell: Callable[[str], None] = lambda note: None  # called with each that follows
         self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
         self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
         self._order = self.source.order(division.global_batch, seed, shuffle=shuffle)
@@ -331,6 +333,11 @@ class Loader:
 
     def _start_workers(self, keys: "_Keys", steps: RankSteps) -> Iterator[Any] | None:
         reason = _cannot_be_found_by_workers(self.source, self._collate)
+        remedy = "make the data set picklable (no lambdas, no open files), or use --num-workers 0"
+        if not reason and _start_method(self.source) != "fork" and trains_when_imported():
+            reason = "started by spawn or forkserver, they import the script, and it trains when it is imported"
+            remedy = f"{REMEDY}; or use --num-workers 0"
+            reason = f"{reason}; {REMEDY}" if self._may_do_without_workers else reason
         if not reason:
             try:
                 with forking():
@@ -342,9 +349,11 @@ class Loader:
         if not self._may_do_without_workers:
             raise DrivetrainError(
                 f"the loader's {self._num_workers} workers could not be started: {reason}",
-                remedy="make the data set picklable (no lambdas, no open files), or use --num-workers 0",
+                remedy=remedy,
             )
-        self.notes.append(f"loaded in the training process: the {self._num_workers} workers could not start: {reason}")
+        note = f"loaded in the training process: the {self._num_workers} workers could not start: {reason}"
+        self.notes.append(note)
+        self.tell(note)
         self._num_workers = 0
         return None
 
@@ -445,10 +454,14 @@ def _in_own_words(workers: Iterator[Any]) -> Iterator[Any]:
         raise DrivetrainError(message, remedy=remedy) from None
 
 
+def _start_method(source: Source) -> str:
+    context = source.wishes.context
+    return str(context.get_start_method() if context is not None else multiprocessing.get_start_method())
+
+
 def _cannot_be_found_by_workers(source: Source, collate: Collate) -> str:
     """In a notebook, what is defined there exists only there: workers that are not forked would die looking for it."""
-    context = source.wishes.context
-    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    method = _start_method(source)
     if method == "fork" or hasattr(sys.modules["__main__"], "__file__"):
         return ""
     for thing in (source.dataset, collate):

@@ -76,10 +76,14 @@ def open_books(
 
 def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
     """What was made of the data that was handed in."""
-    notes = [*loader.source.notes, *loader.notes]
-    if notes:
-        books.event("data", notes=notes)
-        books.say("\n".join(f"  data       {note}" for note in notes))
+
+    def tell(*notes: str) -> None:
+        if notes:
+            books.event("data", notes=notes)
+            books.say("\n".join(f"  data       {note}" for note in notes))
+
+    tell(*loader.source.notes, *loader.notes)
+    loader.tell = tell
 
 
 def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:

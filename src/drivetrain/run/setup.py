@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.main_guard import refuse_while_importing
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import RunFolder, is_finished, read_job
 from drivetrain.core.supervision import supervision
@@ -131,6 +132,7 @@ class Setup:
     @classmethod
     def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
         """Find the devices and join the world, which the caller closes."""
+        refuse_while_importing()
         _runs[0] += 1
         config = config or _command_line.get() or Config()
         place = World.detect()
