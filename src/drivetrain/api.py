@@ -77,9 +77,11 @@ def export(
     which: Which = "last",
     average: bool = True,
 ) -> Path:
-    """The weights of a run as one plain safetensors file, under the model's own names.
+    """Write the weights of a run as one plain file, under the model's own names, and return its path.
 
-    The newest, or those that validated best. Where a moving average was kept, it is taken, unless `average` is false.
+    The suffix says the format: `.safetensors`, or `.pt`, `.pth`, `.bin` for a state_dict by `torch.save`; others are
+    refused. `which` is "last", the newest checkpoint, or "best", the one that validated best. Where a moving average
+    was kept, it is taken, unless `average` is false.
     """
     checkpoint = checkpoint_of(run, which)
     folder = run.folder if isinstance(run, Result) else Path(run)

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from drivetrain.checkpoint import Checkpointer
+from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.config import Config
@@ -34,7 +34,7 @@ from drivetrain.core.loss import LossSum
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.records import StepRecord
-from drivetrain.core.state import Shard
+from drivetrain.core.state import Shard, local_part
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
@@ -186,7 +186,7 @@ class Drive:
         stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
 
         self.model: Any = model if called is None else called
-        self._plain, self._optimizer = model, optimizer
+        self._plain, self._optimizer, self._average = model, optimizer, average
         self._trained = [] if setup.sharded else parts.trained  # shards get their gradients at the end of a step
         self._buffers = list(model.buffers())
         self._around_forward = around_forward(parts)
@@ -199,6 +199,7 @@ class Drive:
         self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
         self.last: StepRecord | None = None  # read one step late, so that nobody waits for the device
         self.finished = False
+        self._is_over = False  # the loop was left, at its end or before
         self._is_whole = True
         self._remember()
         self._stack = stack.pop_all()
@@ -295,13 +296,34 @@ class Drive:
         self._stack.close()
 
     def export(self, path: Path | str | None = None) -> Path:
-        """The weights of the newest checkpoint as one safetensors file, which the main process writes."""
+        """Write the weights as one file, on the main process: safetensors, or a state_dict for `.pt`, `.pth`, `.bin`.
+
+        Inside the loop these are the weights as they are now, after it those of the last checkpoint. Where processes
+        hold parts of the weights, they are those of the last checkpoint at any time, and it is reported if the run is
+        further than that. A moving average is taken where there is one.
+        """
         if self._failure is not None:
             raise self._failure
         target = Path(path) if path is not None else self.folder / "model.safetensors"
         if self.world.is_main:
-            export_checkpoint(checkpoint_of(self.folder, "last"), target, prefix="model/", instead="ema/")
+            export_checkpoint(self._weights(), target, prefix="model/", instead="ema/")
         return target
+
+    def _weights(self) -> Checkpoint | LiveTensors:
+        if self._is_over or (self._holds_parts and self.world.size > 1):
+            saved = checkpoint_of(self.folder, "last")
+            if saved.step != self.steps and not self._is_over:
+                self._note(f"export writes the weights of step {saved.step}, the last one saved; {self.steps} are done")
+            return saved
+        found = {f"model/{name}": value for name, value in self._plain.state_dict().items()}
+        if self._average is not None:
+            found |= {f"ema/{name}": value for name, (value, _) in self._average.named().items()}
+        return LiveTensors(self.folder, {key: local_part(value) for key, value in found.items()})
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether a process has only some of the weights, so that one alone cannot write them."""
+        return self._setup.sharded is not None or self._setup.strategy == ExpertParallelStrategy.name
 
     # The loop
 
@@ -322,6 +344,8 @@ class Drive:
                 # `break` and an error in the loop's body look alike from here. Neither is an error of this generator.
                 if not isinstance(error, GeneratorExit):
                     raise
+            finally:
+                self._is_over = True
         if self.finished and self.world.is_main and self._setup.config.watch.report:
             with written_first(self._books.say):
                 for problem in write_report(self.folder):
@@ -425,8 +449,7 @@ class Drive:
             return
         saved = self._checkpointer.steps()
         strategy = self._setup.strategy
-        holds_parts = self._setup.sharded or strategy == ExpertParallelStrategy.name
-        if holds_parts and self.world.size > 1 and self.steps not in saved:
+        if self._holds_parts and self.world.size > 1 and self.steps not in saved:
             self._books.say(
                 f"the loop was left after step {self.steps}; with {strategy} a checkpoint takes all processes, and "
                 f"they may be gone: it will go on from step {max(saved, default=0)}"

@@ -4,7 +4,7 @@ from drivetrain.checkpoint.background import BackgroundSaver, SaveOutcome
 from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
-from drivetrain.checkpoint.export import export
+from drivetrain.checkpoint.export import LiveTensors, export
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.manifest import FORMAT_VERSION
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Files",
+    "LiveTensors",
     "NewerFormatError",
     "SaveOutcome",
     "Shard",

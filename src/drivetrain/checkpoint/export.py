@@ -1,22 +1,71 @@
-"""Out of drivetrain's format: one plain safetensors file that everything else reads."""
+"""Out of drivetrain's format: one plain file that everything else reads, safetensors or a pickled state_dict."""
 
+import io
 import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
-from drivetrain.checkpoint.checkpoint import Checkpoint
+import torch
+from torch import Tensor
+
 from drivetrain.checkpoint.errors import CheckpointError
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.plain_names import plain_name
 from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Entry, arranged, encoded
 
+PICKLED = (".pt", ".pth", ".bin")  # what `torch.save` writes, by custom
+SUFFIXES = (".safetensors", *PICKLED)
 
-def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: str = "") -> Path:
-    """The whole tensors below the prefix, named without it. One tensor at a time is in memory.
 
-    With `instead`, a tensor of the same name below that prefix is taken where there is one.
+class _Info(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
 
-    A file that is there already is replaced in one go, or left as it is.
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Source(Protocol):
+    """A checkpoint, or anything else that has whole tensors by key."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def keys(self) -> Mapping[str, _Info]: ...
+
+    def read(self, key: str) -> Tensor: ...
+
+
+class LiveTensors:
+    """Tensors of a model that is being trained, as a checkpoint would give them; `path` is its run's folder."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.keys = path, tensors
+
+    def read(self, key: str) -> Tensor:
+        return self.keys[key].detach().cpu().contiguous()
+
+
+def check_suffix(path: Path) -> None:
+    """Raises for a name that promises a format which `export` does not write."""
+    if path.suffix.lower() not in ("", *SUFFIXES):
+        raise CheckpointError(
+            f"{path} ends in {path.suffix!r}, and weights are written as safetensors or as a state_dict",
+            remedy=f"end its name in one of {', '.join(SUFFIXES)}: the first is safetensors, the others torch.save",
+            path=path,
+        )
+
+
+def export(checkpoint: Source, path: Path, prefix: str = "model/", instead: str = "") -> Path:
+    """Write the whole tensors below the prefix, named without it, in the format that the suffix of `path` says.
+
+    `.pt`, `.pth` and `.bin` get a state_dict by `torch.save`; any other allowed name gets safetensors, for which one
+    tensor at a time is in memory. With `instead`, a tensor of the same name below that prefix is taken where there is
+    one. A file that is there already is replaced in one go, or left as it is.
     """
+    check_suffix(path)
     found = [key for key in checkpoint.keys if key.startswith(prefix)]
     names = {key: plain_name(key.removeprefix(prefix)) for key in found}
     if len(set(names.values())) < len(names):
@@ -39,13 +88,16 @@ def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: 
         others = {key: instead + key.removeprefix(prefix) for key in names}
         names = {others[key] if others[key] in infos else key: name for key, name in names.items()}
     keys = list(names)
-    entries = [Entry(names[key], CODES[infos[key].dtype], infos[key].shape) for key in keys]
+    entries = [Entry(names[key], CODES[infos[key].dtype], tuple(infos[key].shape)) for key in keys]
     files = Files()
     draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
-        files.write_file(
-            draft, encoded(arranged(entries, {"format": "pt"}), lambda number: checkpoint.read(keys[number]))
-        )
+        if path.suffix.lower() in PICKLED:
+            files.write_file(draft, _pickled({name: checkpoint.read(key) for key, name in names.items()}))
+        else:
+            files.write_file(
+                draft, encoded(arranged(entries, {"format": "pt"}), lambda number: checkpoint.read(keys[number]))
+            )
         files.rename(draft, path)
         files.fsync_folder(path.parent)
     except OSError as error:
@@ -57,3 +109,9 @@ def export(checkpoint: Checkpoint, path: Path, prefix: str = "model/", instead: 
     finally:
         files.remove_file(draft)
     return path
+
+
+def _pickled(state: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    yield buffer.getbuffer()

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.names import step_name
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.records import StepRecord
 
 CHECKPOINTS = "checkpoints"
@@ -31,6 +31,10 @@ class Result:
 
 def checkpoint_of(run: Path | str | Result, which: Which) -> Checkpoint:
     """The newest of a run, or the one that validated best. Changes nothing, so a run may go on beside it."""
+    if which not in get_args(Which):
+        raise ConfigError(
+            [Problem("which", f"got {which!r}", allowed=" or ".join(map(repr, get_args(Which))), remedy="which='last'")]
+        )
     folder = run.folder if isinstance(run, Result) else Path(run)
     if not (folder / CHECKPOINTS).is_dir():
         raise DrivetrainError(f"{folder} holds no checkpoints", remedy="give the folder of a run, such as runs/digits")
