@@ -1,6 +1,7 @@
 """What the user wants: a model, data, a loss, an optimizer, how much of it. Nothing about devices."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from drivetrain.core.closures import closure_error, needs_closure
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.fused import use_fused
 from drivetrain.core.hook import PERIODS, Hook, is_period
@@ -127,6 +129,7 @@ class Job:
         problems = list(self._problems())
         if problems:
             raise ConfigError(problems)
+        object.__setattr__(self, "seed", operator.index(self.seed))  # numpy's, too, is plain from here on
         self._take_from_data()
 
     def _take_from_data(self) -> None:
@@ -192,6 +195,8 @@ class Job:
                 f"the optimizer function returned {type(optimizer).__name__}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
+        if needs_closure(optimizer):
+            raise closure_error(optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])  # what the schedule's factor is of; torch's own name for it
         use_fused(optimizer, model)
@@ -230,6 +235,8 @@ class Job:
         def problem(name: str, value: object, message: str, remedy: str, allowed: str = "") -> Problem:
             return Problem(f"Job.{name}", message, value, "Python", allowed, remedy)
 
+        if not hasattr(self.seed, "__index__") or not -(2**63) <= operator.index(self.seed) < 2**64:
+            yield problem("seed", self.seed, f"got {self.seed!r}", "for example seed=1", "a whole number of 64 bits")
         wrong_name = problem_with_name(self.name)
         if wrong_name:
             yield problem("name", self.name, f"{self.name!r}: {wrong_name}", 'for example name="mine"', ALLOWED_NAMES)

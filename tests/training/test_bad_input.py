@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,38 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
     fails(tmp_path, "that the model does not have", optimizer=lambda groups: torch.optim.SGD([torch.zeros(3)], lr=0.1))
 
 
+class Sam(torch.optim.SGD):
+    """As published: two steps around a second backward, or a closure."""
+
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class Asserting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "this optimizer requires closure"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]], lr=0.1),
+        lambda groups: Sam(groups, lr=0.1),
+        lambda groups: Asserting(groups, lr=0.1),
+    ],
+)
+def test_optimizers_that_need_a_closure(tmp_path: Path, make: Any) -> None:
+    error = fails(tmp_path, "it needs a closure", optimizer=make)
+    assert "AdamW or SGD" in error.remedy
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1, np.int64(7)])
+def test_seeds_of_64_bits(tmp_path: Path, seed: int) -> None:
+    result = train(make_job(SMALL, seed=seed, max_steps=1), config(tmp_path), quiet=True)
+    assert result.finished
+
+
 class Every:
     """A user's own hook."""
 
@@ -86,6 +119,10 @@ class Every:
         ({"hooks": [Every(-4)]}, "Every.every is -4"),
         ({"hooks": [Every("step")]}, "Every.every is 'step'"),
         ({"hooks": [print]}, "every is None"),
+        ({"seed": 2**64}, "got 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "Job.seed"),
+        ({"seed": 1.5}, "got 1.5"),
+        ({"seed": None}, "got None"),
         ({"name": "../up"}, r"'../up': it names another folder"),
         ({"name": ".."}, "another folder"),
         ({"name": "/tmp/up"}, "another folder"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.closures import closure_error
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.loss import LossSum
 from drivetrain.core.micro_step import uncounted
@@ -113,7 +114,12 @@ class StrategyParts:
             self.scaler.update()
             skipped = (self.scale() < before).double()  # the scale falls after infinite gradients, and only then
         else:
-            self.optimizer.step()
+            try:
+                self.optimizer.step()
+            except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+                if "closure" in str(error):  # asked for in words of its own
+                    raise closure_error(self.optimizer) from error
+                raise
         return norm, skipped
 
     def _clip(self, most: float, together: "Together | None") -> Tensor:
