@@ -124,6 +124,9 @@ class Job:
     # What a run's configuration says of the length (`epochs`, `max_steps`) goes before the job's own, unless whoever
     # made the job has read that already, as for recipes: they may mean something else by an epoch.
     length_is_read: bool = False
+    # Samples per device and micro-step where `global_batch` is None and the configuration says only how many of these
+    # are accumulated: for recipes, whose batch is a default.
+    default_batch: int | None = None
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -242,6 +245,7 @@ class Job:
             yield problem("name", self.name, f"{self.name!r}: {wrong_name}", 'for example name="mine"', ALLOWED_NAMES)
         for name, least in (
             ("global_batch", 1),
+            ("default_batch", 1),
             ("epochs", 1),
             ("max_steps", 1),
             ("checkpoint_every", 1),

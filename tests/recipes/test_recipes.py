@@ -54,6 +54,15 @@ def test_flags_reach_the_job(tmp_path: Path) -> None:
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
 
 
+@pytest.mark.parametrize(("recipe", "batch"), [("digits", 64), ("digits-moe", 64)])
+def test_accumulating_multiplies_a_recipes_batch(tmp_path: Path, recipe: str, batch: int) -> None:
+    assert train(tmp_path, recipe, "--name", "a", "--max-steps", "2", "--accumulation-steps", "3") == 0
+    rows = [json.loads(line) for line in (tmp_path / "a" / "steps.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in rows] == [3 * batch] * 2
+    plan = yaml.safe_load((tmp_path / "a" / "plan.yaml").read_text())
+    assert (plan["micro_batch"], plan["accumulation"], plan["global_batch"]) == (batch, 3, 3 * batch)
+
+
 def test_bf16_workers_assertions_and_a_smaller_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU without instructions for bf16 a picture takes a hundred times as long.
     monkeypatch.setattr(digits, "NUM_VALID", 8)

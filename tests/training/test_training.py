@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -52,6 +53,21 @@ def test_decay_is_for_weights_only() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def _accumulated(folder: str, accumulation: int) -> dict[str, Any] | None:
+    job = make_job(Variant(steps=1, num_samples=80, global_batch=50))
+    config = configure(output_dir=folder, gpu_mode="cpu", accumulation_steps=accumulation, report=False)
+    result = train(job, config, quiet=True)
+    return yaml.safe_load((result.folder / "plan.yaml").read_text()) if result.is_main else None
+
+
+@pytest.mark.parametrize(("world", "accumulation", "micro_batch"), [(1, 4, 13), (2, 4, 7), (1, 60, 1)])
+def test_accumulating_cuts_a_jobs_own_batch(
+    gloo_pool: GlooPool, tmp_path: Path, world: int, accumulation: int, micro_batch: int
+) -> None:
+    plan = gloo_pool.run(_accumulated, str(tmp_path), accumulation, world=world)[0]
+    assert (plan["global_batch"], plan["micro_batch"]) == (50, micro_batch)
+
+
 def test_fused_where_it_exists(make: Any) -> None:
     optimizer = make_job(SMALL, optimizer=lambda groups: make(groups, lr=0.1)).make_optimizer(Mlp(0.0))
     assert all(group["fused"] is True for group in optimizer.param_groups)

@@ -137,7 +137,10 @@ class BatchSection(Section):
         None, ge=1, description="samples per device and micro-step (auto: by memory, or the recipe's)"
     )
     accumulation: Annotated[int | None, Flag("accumulation-steps")] = Field(
-        None, ge=1, description="micro-steps per optimizer step (auto: by memory, or the recipe's)"
+        None,
+        ge=1,
+        description="micro-steps per optimizer step (auto: by memory, or the recipe's); a job's own global batch "
+        "stays and is cut into so many, a recipe's batch is multiplied by it",
     )
 
     @property

@@ -25,6 +25,7 @@ def job(config: Config) -> Job:
         loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
         global_batch=None if config.batch_asked.is_set else 64,
+        default_batch=64,
         epochs=config.budget.epochs or 15,
         max_steps=config.budget.max_steps,
         seed=config.run.seed,

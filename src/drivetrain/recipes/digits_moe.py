@@ -59,6 +59,7 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
         loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
         global_batch=None if asked.is_set else global_batch,
+        default_batch=global_batch,
         epochs=epochs,
         max_steps=config.budget.max_steps,
         seed=seed,

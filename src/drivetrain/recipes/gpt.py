@@ -30,6 +30,7 @@ def job(config: Config) -> Job:
         loss=next_byte_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
         global_batch=None if config.batch_asked.is_set else min(32, len(Windows(text))),
+        default_batch=min(32, len(Windows(text))),
         epochs=config.budget.epochs or 1,
         max_steps=config.budget.max_steps,
         seed=config.run.seed,

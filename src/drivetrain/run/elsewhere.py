@@ -43,7 +43,11 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
             remedy="leave --parallel-strategy out, or plan on that machine",
         )
     planned = None if config.batch_asked.is_set else config.plan_pins.global_batch
-    global_batch = job.global_batch or planned or min(settings.effective_batch, job.num_samples)
+    by_rule = min(settings.effective_batch, job.num_samples)
+    if config.batch_asked.is_set and job.default_batch is not None:
+        asked = config.batch_asked
+        by_rule = (asked.size or job.default_batch) * (asked.accumulation or 1) * num_gpus
+    global_batch = job.global_batch or planned or by_rule
     refuse_other_batch(config, global_batch)
     share = -(-global_batch // num_gpus)
     fraction = config.memory.gpu_fraction

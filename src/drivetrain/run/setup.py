@@ -294,7 +294,7 @@ class Setup:
         asked, planned = self.config.batch_asked, self.config.plan_pins.global_batch
         if planned is not None and not asked.is_set:
             return planned
-        size, accumulation = asked.size, asked.accumulation
+        size, accumulation = asked.size or (job.default_batch if asked.is_set else None), asked.accumulation
         micro = size or self.settings.micro_batch.value
         product = micro * (accumulation or (1 if size else self.settings.accumulation.value)) * self.num_devices
         return min(product, job.num_samples or product) if size is None and accumulation is None else product
