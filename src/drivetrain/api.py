@@ -51,6 +51,7 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
+from drivetrain.run.loss_weighting import settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.planner import Told, settle
 from drivetrain.step import CapturedStepper, Stepper, make_capturable
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
@@ -99,6 +100,7 @@ class _Run(Setup):
             checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
             checkpoint = checkpointer.latest()
             model = self.build()
+            settle_weighting(self, model, checkpoint)
             plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
             with self.numerics(), self.stream():
                 return self._train(folder, checkpointer, checkpoint, model, plan)
@@ -119,6 +121,10 @@ class _Run(Setup):
         division = self.division(built)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
         loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
+        first = loader.first(job.max_steps, job.epochs)
+        refuse_unequal_orders(loader.fingerprint, world)
+        if checkpoint is None:
+            settle_by_batch(self, built, first.batch, first.num_samples)
         model, optimizer = self.dressed(built)
         watch = ParameterWatch(model)
         called_loss = self.called_loss()
@@ -127,11 +133,17 @@ class _Run(Setup):
             taken = take_weights(job.init_from, model, world, self.experts)
         average = None if job.ema is None else Average(model, job.ema)
         strategy = self.make_strategy()
-        first = loader.first(job.max_steps, job.epochs)
-        refuse_unequal_orders(loader.fingerprint, world)
         offloads = self.settings.activations.value == "offload"
         parts = StrategyParts(
-            model, job.loss, optimizer, job.clip_norm, precision, None, called_loss, average, offloads
+            model,
+            self.weighted(job.loss),
+            optimizer,
+            job.clip_norm,
+            precision,
+            None,
+            None if called_loss is None else self.weighted(called_loss),
+            average,
+            offloads,
         )
         trial = Trial(to_device(first.batch, world.device, channels_last=self.channels_last), first.num_samples)
         watches = self.config.watch.log_every != 0
@@ -176,6 +188,7 @@ class _Run(Setup):
             tell_capture(stepper, books)
             tell_sharding(self, books)
             tell_deepspeed(self, books)
+            tell_weighting(self, books, is_new=checkpoint is None)
 
             def state() -> State:
                 watch.check()
@@ -199,8 +212,8 @@ class _Run(Setup):
             )
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
-            trainer.before_step = books.before_step
             trainer.check_model = watch.check
+            trainer.before_step = watched(self, loader, model, stepper, books)
             trainer.tell, trainer.say = books.event, books.say
             trainer.rehearsal = self._rehearsal(loader, optimizer)
             if validation is not None:

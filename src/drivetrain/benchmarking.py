@@ -24,7 +24,7 @@ from drivetrain.job import Job
 from drivetrain.monitor.flops import count_apart, peak_rate
 from drivetrain.monitor.phases import make_clock
 from drivetrain.run import Setup
-from drivetrain.run.measure import _untouched
+from drivetrain.run.measure import untouched
 from drivetrain.run.peak import peak_meter
 from drivetrain.step import Stepper
 from drivetrain.strategies import StrategyParts, Trial
@@ -76,7 +76,7 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
                 "data that can only be iterated cannot be measured: its items would be used up",
                 remedy="give the job a few of its items as a list",
             )
-        with _untouched(setup.world.device), setup.numerics():
+        with untouched(setup.world.device), setup.numerics():
             found = _measured(setup, num_iterations)
         return Performance.model_validate(setup.world.agree(found.model_dump(mode="json")))
     finally:

@@ -47,7 +47,8 @@ COMMANDS = {
             *_PLACE,
             "precision",
             "memory.activations",
-            "batch",
+            "batch.size",
+            "batch.accumulation",
             "distributed.strategy",
             "data.num_workers",
             "data.pin_memory",
@@ -71,7 +72,10 @@ COMMANDS = {
     "benchmark": Command(
         "drivetrain.recipes.benchmarking",
         "What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
-        tuple(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
+        (
+            *(s for s in SECTIONS if s not in ("watch", "checkpoint", "validation", "plan", "batch")),
+            *("batch.size", "batch.accumulation"),
+        ),
     ),
     "train": Command(
         "drivetrain.launch.training",

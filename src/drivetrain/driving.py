@@ -86,6 +86,9 @@ def drive(
 ) -> "Drive":
     """A run to iterate over. One of the same job under the same name that was cut short is continued, exactly.
 
+    The loss that `run.backward` gets is taken at its word: a scalar is a mean over the batch's samples, and a mean over
+    tokens has to be a `LossSum`. Only `dt.train` can find out what a scalar is a mean of.
+
     Model and optimizer are used as they are: the model is moved to its device in place, modes stay as they were set.
     """
     job = Job(

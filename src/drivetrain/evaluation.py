@@ -13,6 +13,7 @@ from drivetrain.core.precision import numerics
 from drivetrain.core.state import TensorSource, local_part, read_for
 from drivetrain.job import Job
 from drivetrain.run import Result, Setup, Which, checkpoint_of
+from drivetrain.run.loss_weighting import recorded_weighting
 
 
 def evaluate(
@@ -24,6 +25,7 @@ def evaluate(
     checkpoint = checkpoint_of(run, which)
     setup = Setup.join(job, config, quiet=True)
     try:
+        setup.weighting = recorded_weighting(checkpoint)
         recorded = setup.recorded_way(checkpoint)
         if recorded is not None:  # what was validated while it was trained is computed alike
             setup.follow(setup.way.but(precision=recorded.precision, channels_last=recorded.channels_last))

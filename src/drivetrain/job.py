@@ -90,7 +90,8 @@ class Job:
     """Everything that determines what is learnt. The same job means the same on any number of devices.
 
     `model` is a factory, so that it can be built where it is needed; an instance is taken as it is. `loss` returns a
-    mean over its batch's samples, or a `LossSum`. `optimizer` gets the parameters that train, in groups.
+    `LossSum`, or a scalar whose kind (a mean over samples, a mean over tokens, a sum) is measured before the first step.
+    `optimizer` gets the parameters that train, in groups.
     """
 
     name: str

@@ -4,6 +4,7 @@ from drivetrain.config import Config
 from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
 from drivetrain.run import Setup
+from drivetrain.run.loss_weighting import settle_weighting
 from drivetrain.run.planner import OnProbe, described, measured
 
 
@@ -12,7 +13,10 @@ def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_pr
     run = Setup.join(job, config, quiet=True)
     try:
         model = run.build()
-        return measured(run, model, on_probe=on_probe) if measure else described(run, model, None)
+        if not measure:
+            return described(run, model, None)
+        settle_weighting(run, model, None)
+        return measured(run, model, on_probe=on_probe)
     finally:
         run.close_loaders()
         run.close()

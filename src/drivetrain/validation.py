@@ -25,6 +25,7 @@ from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.stream import key_of
 from drivetrain.job import Aim, EarlyStopping, Job
 from drivetrain.strategies.average import Average
+from drivetrain.strategies.base import LossFunction
 
 _VALIDATION = 0x7A11D  # keys what a model draws at random while it is validated: the same every time
 PREFIX = "valid_"
@@ -33,8 +34,11 @@ PREFIX = "valid_"
 class Validator:
     """Runs a model over the validation set. `measure` is collective."""
 
-    def __init__(self, job: Job, loader: Loader, precision: Precision, world: World) -> None:
+    def __init__(
+        self, job: Job, loader: Loader, precision: Precision, world: World, loss: LossFunction | None = None
+    ) -> None:
         self._job, self._loader, self._precision, self._world = job, loader, precision, world
+        self._loss = loss or job.loss
         self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
         # torchmetrics objects are modules; one that was made on another device would stop in its first update.
         self._objects = {
@@ -73,7 +77,7 @@ class Validator:
             for micro in self._micro_batches():
                 outputs.clear()
                 with self._precision.around_forward() or nullcontext():
-                    loss = self._job.loss(called, micro.batch)
+                    loss = self._loss(called, micro.batch)
                 if not micro.weight:
                     continue  # it only kept this rank in step with the others
                 tallies["loss"].add(loss, micro.num_samples)

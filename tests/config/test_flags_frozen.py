@@ -26,6 +26,7 @@ FLAGS = {
     "memory.gpu_fraction": ["--gpu-memory-fraction"],
     "batch.size": ["--batch-size"],
     "batch.accumulation": ["--accumulation-steps"],
+    "batch.loss_weighting": ["--loss-weighting"],
     "budget.epochs": ["--epochs"],
     "budget.max_steps": ["--max-steps"],
     "optimizer.learning_rate": ["--learning-rate"],
@@ -99,7 +100,11 @@ OBEYED = {
         for name in FLAGS
         if not name.startswith(("watch.", "checkpoint.", "validation.")) and name != "plan.auto_optimize"
     ],
-    "benchmark": [name for name in FLAGS if not name.startswith(("watch.", "checkpoint.", "validation.", "plan."))],
+    "benchmark": [
+        name
+        for name in FLAGS
+        if not name.startswith(("watch.", "checkpoint.", "validation.", "plan.")) and name != "batch.loss_weighting"
+    ],
     "eval": [
         name
         for name in FLAGS

@@ -131,7 +131,7 @@ class MemorySection(Section):
 
 
 class BatchSection(Section):
-    """How many samples an optimizer step sees: size × accumulation × devices."""
+    """How many samples a step sees (size × accumulation × devices), and how losses are weighted."""
 
     size: Annotated[int | None, Flag("batch-size")] = Field(
         None, ge=1, description="samples per device and micro-step (auto: by memory, or the recipe's)"
@@ -141,6 +141,11 @@ class BatchSection(Section):
         ge=1,
         description="micro-steps per optimizer step (auto: by memory, or the recipe's); a job's own global batch "
         "stays and is cut into so many, a recipe's batch is multiplied by it",
+    )
+    loss_weighting: Annotated[Literal["auto", "samples", "tokens", "sum"], Flag("loss-weighting")] = Field(
+        "auto",
+        description="how scalar losses of micro-batches are put together: as means over samples, as means over a count "
+        "in the batch (labels that are not ignored, a mask), or as sums; auto measures which one the loss is",
     )
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum
+from drivetrain.core.loss import LossSum, UndividedLoss
 from drivetrain.core.world import World
 
 MetricFunction = Callable[[Any, Any], Tensor | LossSum]
@@ -45,11 +45,16 @@ class Tally:
         self._counts: list[Tensor | float] = []
         self._kind: Literal["whole", "real"] | None = None
 
-    def add(self, value: Tensor | LossSum, num_samples: int) -> None:
-        """A mean over the batch's samples, a `LossSum`, or a tensor with an entry per item: numbers, true or false."""
+    def add(self, value: Tensor | LossSum | UndividedLoss, num_samples: int) -> None:
+        """A mean over the batch's samples, a `LossSum`, or a tensor with an entry per item: numbers, true or false.
+
+        An undivided loss is reported per sample: its sum over the whole set would depend on the size of the set.
+        """
         if isinstance(value, LossSum):
             total, count = value.total, value.count
             self._check_scalar(total)
+        elif isinstance(value, UndividedLoss):
+            total, count = value.total.double(), num_samples
         elif not isinstance(value, Tensor):
             raise DrivetrainError(
                 f"the metric {self._name!r} returned {type(value).__name__}",

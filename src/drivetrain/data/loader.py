@@ -133,6 +133,8 @@ class Loader:
         self._behind: RankStep | None = None  # the step that was yielded last
         self.notes: list[str] = []  # what was decided on the way
         self.tell: Callable[[str], None] = lambda note: None  # called with each that follows
+        # Gets a step's micro-batches while they are on the host, and returns those to run. Not of resident data.
+        self.watch: Callable[[Place, list[MicroBatch]], list[MicroBatch]] | None = None
         self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
         self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
         self._order = self.source.order(division.global_batch, seed, shuffle=shuffle)
@@ -225,6 +227,14 @@ class Loader:
         return _micro_batch(self._fetch(place, content), parts, number)
 
     @property
+    def from_memory(self) -> Callable[[torch.Tensor], Any] | None:
+        """A function from sample numbers to their batch, where all samples are in memory as tensors."""
+        dataset, resident = self.source.dataset, self.resident
+        if resident is not None:
+            return lambda numbers: resident.gather(numbers.to(resident.device))
+        return (lambda numbers: gather(dataset, numbers)) if self._gathers else None
+
+    @property
     def _stream(self) -> SampleStream:
         if not isinstance(self._order, SampleStream):
             raise TypeError("this order has to be read; a step of it cannot be had by its number")
@@ -259,12 +269,18 @@ class Loader:
         elif self.position.step != first_step:
             raise ValueError(f"the data is at step {self.position.step}, and cannot start at {first_step}")
         fetched, self._begun = self._begun or self._fetched(self.position, last_step, last_epoch), None
+        if self.watch is not None and self.resident is None:
+            fetched = self._watched(fetched)
         try:
             for step, micro_batches in self._feed.steps(fetched):
                 self._behind = step
                 yield step.place, micro_batches
         finally:
             self.close()
+
+    def _watched(self, fetched: Fetched) -> Fetched:
+        for step, micro_batches in fetched:
+            yield step, micro_batches if self.watch is None else self.watch(step.place, list(micro_batches))
 
     def _steps(self, start: Position, last_step: int | None, last_epoch: int | None) -> RankSteps:
         return RankSteps(self._order, self.division, self.rank, start, last_step, last_epoch)

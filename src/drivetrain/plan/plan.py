@@ -37,6 +37,14 @@ class Forecast(Value):
     validation_seconds: float | None = None  # of these: an estimate, by what part of a step a forward is; None: none
 
 
+class LossPlan(Value):
+    """How scalar losses of micro-batches are put together: told here, and decided by the job, not by the plan."""
+
+    weighting: str
+    why: str
+    division_is_kept_because: str = ""
+
+
 class Plan(Value):
     job: str
     global_batch: int
@@ -48,6 +56,7 @@ class Plan(Value):
     machine: str = ""  # that it is for, where that is not this one: by rule and memory model
     seconds: float = 0.0  # what planning took
     notes: tuple[str, ...] = ()
+    loss: LossPlan | None = None
     closed: tuple[str, ...] = ()  # choices to which the other way was measured, or ruled out: not to be advised
 
     def as_plain(self) -> dict[str, Any]:
@@ -64,6 +73,7 @@ class Plan(Value):
                 }
                 for name, choice in self.choices.items()
             },
+            **({} if self.loss is None else {"loss": self.loss.model_dump(mode="json", exclude_defaults=True)}),
             "forecast": self.forecast.model_dump(mode="json", exclude_none=True),
             "tried": [
                 {

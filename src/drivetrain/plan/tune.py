@@ -80,7 +80,8 @@ class Scope(Value):
     remaining_samples: int  # of the whole job, on this rank
     memory_limit_bytes: float
     counts_memory: bool = True  # on a CPU nobody does
-    fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or samples of a batch influence each other
+    fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or recorded
+    largest_micro_batch: str = ""  # why the largest that fits is taken, however fast: it is part of what is learnt
     precisions: tuple[PrecisionName, ...] = ()  # to try besides the one to start with, where steps are short
     least_precision_gain: float = LEAST_GAIN
     num_threads: tuple[int, ...] = ()  # to try
@@ -299,8 +300,13 @@ class _Search:
                 num_slower += 1
             else:
                 best, num_slower = (seconds, size), 0
+            if self._scope.largest_micro_batch:
+                break
         if best is None:
             return None
+        if self._scope.largest_micro_batch:
+            self._reasons["micro_batch"] = f"the largest that fits, and kept: {self._scope.largest_micro_batch}"
+            return way.but(micro_batch=best[1])
         by = " in one step" if self._has_few_steps else ""
         self._reasons["micro_batch"] = (
             f"{_rate(best[0])} samples/s measured{by}; forecast to fit: up to {largest} of {self._scope.rank_samples}"

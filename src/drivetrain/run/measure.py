@@ -71,7 +71,7 @@ class Probe:
         if self._world.any(self._journal.crashed_in(way)):
             return Measurement(problem="the last start crashed while it was tried")
         self._journal.begin(way)
-        with _untouched(self._world.device):
+        with untouched(self._world.device):
             own = self._measured(way, seconds)
         self._journal.end(way)
         return self._agreed(own)
@@ -240,7 +240,7 @@ class Journal:
 
 
 @contextmanager
-def _untouched(device: torch.device) -> Iterator[None]:
+def untouched(device: torch.device) -> Iterator[None]:
     """Afterwards the generators are where they were, and the memory of the probe is given back."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -28,7 +28,7 @@ from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.held import num_bytes
-from drivetrain.plan.plan import Forecast, MemoryForecast, Plan
+from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan
 from drivetrain.plan.tune import (
     NO_TIME,
     DoesNotFitError,
@@ -42,7 +42,7 @@ from drivetrain.plan.tune import (
     tune,
 )
 from drivetrain.run.data_path import settle_data_path
-from drivetrain.run.measure import Journal, Probe, couples_samples, has_convolutions
+from drivetrain.run.measure import Journal, Probe, has_convolutions
 from drivetrain.run.needs import explained
 from drivetrain.run.setup import Setup
 from drivetrain.step import why_not_here
@@ -95,6 +95,7 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
             run.follow_data(checkpoint.meta["plan"].get("data"))
             why = _why_resumed(run, checkpoint)
             return described(run, model, None, why=why, is_closed=True)
+        run.keep_division(checkpoint)
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
     if why_not:
@@ -296,7 +297,8 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
         counts_memory=on_gpu,
         # Of the rank that has the least: all have to try the same ways.
         memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
-        fixed_micro_batch=_why_fixed(pinned, model, device),
+        fixed_micro_batch=_why_fixed(run),
+        largest_micro_batch=run.weighting.holds_division,
         precisions=_other_precisions(run) if may_change_precision else (),
         least_precision_gain=0.03 if on_gpu else LEAST_GAIN_OF_BF16,
         num_threads=() if on_gpu else _thread_counts(run),
@@ -312,13 +314,16 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
     )
 
 
-def _why_fixed(pinned: set[str], model: nn.Module, device: torch.device) -> str:
+def _why_fixed(run: Setup) -> str:
     """Empty if the micro-batch is free to be tuned."""
-    if "micro_batch" in pinned:
+    if "micro_batch" in run.pinned():
         return "asked for"
-    if couples_samples(model):
-        return "samples of a batch influence each other (batch normalisation): its size is part of what is learnt"
-    return "a rank's whole share: on a CPU smaller parts gain nothing" if device.type == "cpu" else ""
+    if run.keeps_micro_batch:
+        return f"as it was before: {run.weighting.holds_division}"
+    if run.world.device.type == "cuda":
+        return ""
+    whole = "a rank's whole share: on a CPU smaller parts gain nothing"
+    return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
 
 
 def _other_precisions(run: Setup) -> tuple[Any, ...]:
@@ -479,10 +484,19 @@ def described(
         tried=tuned.tried if tuned else (),
         measured=tuned is not None,
         notes=() if tuned else (why,),
+        loss=_loss(run),
         closed=tuple(_CLOSES) if is_closed else _closed_by(tuned, pinned) if tuned else (),
     )
     why_not = _why_not_captured_here(run) if way.capture else ""
     return plan.not_captured(why_not) if why_not else plan
+
+
+def _loss(run: Setup) -> LossPlan | None:
+    """How losses are weighted, where that was looked at."""
+    found = run.weighting
+    if not found.reason:
+        return None
+    return LossPlan(weighting=str(found), why=found.reason, division_is_kept_because=found.holds_division)
 
 
 # What the doctor may advise, by the topic of its reason and the name of its pin.

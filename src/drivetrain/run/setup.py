@@ -31,6 +31,7 @@ from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detec
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.loss_weighting import Weighting
 from drivetrain.plan.tune import Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
@@ -127,6 +128,9 @@ class Setup:
     sharded: Sharded | None = None  # the model, where ranks hold parts of it
     experts: SharedExperts | None = None  # its experts, where these are shared out and the rest is sharded
     _made_strategy: Strategy | None = None
+    weighting = Weighting()  # of scalar losses, once it is known
+    keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
+    weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
 
     @classmethod
@@ -209,6 +213,21 @@ class Setup:
             return None
         pinned = {name: getattr(self.way, name) for name in self.pinned()}
         return Way.model_validate(recorded["way"] | pinned)
+
+    def keep_division(self, checkpoint: Checkpoint) -> None:
+        """In another world or on another machine, keep the micro-batch where it is part of what is learnt."""
+        if not self.weighting.holds_division or "micro_batch" in self.pinned():
+            return
+        before = int(checkpoint.meta["plan"]["way"]["micro_batch"])
+        self.keeps_micro_batch = True
+        self.follow(self.way.but(micro_batch=min(before, self.rank_samples)))
+        if self.way.micro_batch != before and not self.quiet:
+            print(
+                f"drivetrain: {self.num_devices} devices divide a step into micro-batches of {self.way.micro_batch} "
+                f"samples, and it was {before} before: {self.weighting.holds_division}, so results will differ. "
+                f"Use at most {max(1, (self.job.global_batch or 0) // before)} devices to go on as before",
+                file=sys.stderr,
+            )
 
     def _data_followed(self) -> dict[str, Any] | None:
         """How samples reach the device, where that was measured."""
@@ -437,7 +456,8 @@ class Setup:
         """Over the job's validation set, which it has."""
         valid = source_of(self.job.valid).dataset
         whole = Division(len(valid), len(valid), micro_batch, self.world.size)
-        return Validator(self.job, self.loader(whole, valid, shuffle=False), self.precision, self.world)
+        loader = self.loader(whole, valid, shuffle=False)
+        return Validator(self.job, loader, self.precision, self.world, self.weighted(self.job.loss))
 
     def close_loaders(self) -> None:
         """End their workers, however far the run came."""
@@ -569,6 +589,15 @@ class Setup:
         is_whole = self.way.compile_mode is not None and not self.shards  # of a sharded model, blocks are compiled
         return compiled(self.job.loss, self.way.compile_mode or "default") if is_whole else None
 
+    def weighted(self, loss: LossFunction) -> LossFunction:
+        """The user's loss function, or it compiled, with its results weighted as the run has it when it is called."""
+
+        def weighted_loss(model: Any, batch: Any) -> Any:
+            result, weighting = loss(model, batch), self.weighting
+            return result if weighting.by == "samples" else weighting.weigh(result, batch)
+
+        return weighted_loss
+
     def _made(self) -> nn.Module:
         given = self.job.model
         if isinstance(given, nn.Module):
@@ -596,6 +625,7 @@ class Setup:
                 "data": self._data_followed(),
             },
             "job": self.job.identity(),
+            "loss": self.weighting.model_dump(mode="json"),
             "hooks": [dict(hook.state_dict()) for hook in self.job.hooks],
         }
 

@@ -250,6 +250,9 @@ class CapturedStepper(Stepper):
         self._num_steps = self._num_replays = self._num_starts = 0
         self._start()
 
+    def start_over(self) -> None:
+        self._start()
+
     def _start(self) -> None:
         """Begin with the warm-up, and let go of what was recorded."""
         self._num_starts += 1

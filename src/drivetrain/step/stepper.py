@@ -72,6 +72,9 @@ class Stepper:
     def look_again(self) -> None:
         """Somebody may have changed the model in Python since the last step."""
 
+    def start_over(self) -> None:
+        """Forget recorded steps: what they compute has changed."""
+
     def in_words(self) -> str:
         """Whether steps are captured, for the summary; empty if nobody asked for it."""
         return f"not captured: {self.why_not}" if self.why_not else ""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.closures import closure_error
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum
+from drivetrain.core.loss import LossSum, UndividedLoss
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
@@ -26,7 +26,7 @@ from drivetrain.strategies.activations import offload
 from drivetrain.strategies.average import Average
 from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
 
-LossFunction = Callable[[Any, Any], Tensor | LossSum]
+LossFunction = Callable[[Any, Any], Tensor | LossSum | UndividedLoss]
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]
 
 
@@ -237,6 +237,13 @@ class Objective(nn.Module):
                 self.counts.append(result.count)
             total = result.total if auxiliary is None else result.total + auxiliary * result.count
             return total * factor
+        if isinstance(result, UndividedLoss):
+            if weight:
+                # Recorded so that the step's total divided by its samples is the sum over its micro-batches.
+                self.losses.append((result.total.detach(), step_samples))
+                self.counts.append(num_samples)
+            total = result.total if auxiliary is None else result.total + auxiliary * (num_samples / step_samples)
+            return total * (weight * self.scale)
         if not isinstance(result, Tensor):
             raise DrivetrainError(
                 f"the loss function returned {type(result).__name__}",

@@ -8,9 +8,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from drivetrain.core.loss import LossSum
 from drivetrain.strategies.base import LossFunction
 
 
@@ -23,7 +21,7 @@ def compiled(loss: LossFunction, mode: str) -> LossFunction:
     if inspect.isfunction(loss) or inspect.ismethod(loss):
         return torch.compile(loss, mode=mode)
 
-    def call(model: Any, batch: Any) -> Tensor | LossSum:
+    def call(model: Any, batch: Any) -> Any:
         return loss(model, batch)
 
     return torch.compile(call, mode=mode)

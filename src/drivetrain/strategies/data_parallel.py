@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate as replicate_on_gpus
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum
+from drivetrain.core.loss import LossSum, UndividedLoss
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.stream import key_of
@@ -49,7 +49,7 @@ class DataParallelStrategy(SingleStrategy):
         self._num_samples = num_samples
         return super()._call(batch, num_samples, step_samples, weight)
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor | LossSum:
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor | LossSum | UndividedLoss:
         """The user's loss over the whole batch, from its parts."""
         whole = self._num_samples
         bounds = [whole * number // len(self._devices) for number in range(len(self._devices) + 1)]
@@ -96,7 +96,9 @@ def _with_parameters(replica: nn.Module) -> nn.Module:
     return replica
 
 
-def _together(results: Sequence[tuple[Any, int]], num_samples: int, device: torch.device) -> Tensor | LossSum:
+def _together(
+    results: Sequence[tuple[Any, int]], num_samples: int, device: torch.device
+) -> Tensor | LossSum | UndividedLoss:
     values = [value for value, _ in results]
     if len(values) == 1 or not _are_scalars(values):
         return cast(Tensor, values[0])  # what is wrong with it is found where the losses of other strategies are judged
@@ -104,6 +106,8 @@ def _together(results: Sequence[tuple[Any, int]], num_samples: int, device: torc
         counts = [value.count for value in values]
         count = sum(part.to(device) if isinstance(part, Tensor) else part for part in counts)
         return LossSum(cast(Tensor, sum(value.total.to(device) for value in values)), count)
+    if isinstance(values[0], UndividedLoss):
+        return UndividedLoss(cast(Tensor, sum(value.total.to(device) for value in values)))
     return cast(Tensor, sum(value.to(device) * (share / num_samples) for value, share in results))
 
 
@@ -114,7 +118,10 @@ def _are_scalars(values: Sequence[Any]) -> bool:
             f"the loss function returned {' and '.join(kinds)} for parts of one batch",
             remedy="return the same kind for every batch",
         )
-    return all(isinstance(value, LossSum) or (isinstance(value, Tensor) and value.dim() == 0) for value in values)
+    return all(
+        isinstance(value, (LossSum, UndividedLoss)) or (isinstance(value, Tensor) and value.dim() == 0)
+        for value in values
+    )
 
 
 def part_of(batch: Any, num_samples: int, first: int, last: int) -> Any:

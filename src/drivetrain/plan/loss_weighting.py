@@ -1,0 +1,121 @@
+"""How a job's scalar losses are weighted when micro-batches and ranks are put together, and why."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.loss import LossSum, UndividedLoss
+from drivetrain.core.value import Value
+from drivetrain.data.counts import Count
+from drivetrain.plan.loss_kind import Finding
+
+By = Literal["samples", "tokens", "sum"]
+
+
+class Other(Value):
+    """Another count that explained the loss as well, and what it counted for each item of the chosen one."""
+
+    count: Count
+    ratio: float
+
+
+class Weighting(Value):
+    """The rule by which losses of micro-batches become the loss of a step. A `LossSum` needs none and is left alone."""
+
+    by: By = "samples"
+    count: Count | None = None  # with `tokens`: what the loss is a mean over
+    others: tuple[Other, ...] = ()  # what explains the loss as well on the samples seen so far
+    holds_division: str = ""  # why the micro-batch is part of what is learnt; empty if it may be tuned
+    reason: str = ""
+
+    def weigh(self, result: Any, batch: Any) -> Any:
+        """Turn what the loss function returned into a term of the step's sum."""
+        if self.by == "samples" or not isinstance(result, Tensor):
+            return result
+        if self.count is None:
+            return UndividedLoss(result)
+        count = self.count.of(batch).to(result.device)
+        # A batch that counts nothing has 0/0 for its loss, and contributes nothing.
+        return LossSum(torch.where(count > 0, result * count, torch.zeros_like(result)), count)
+
+    def counts_nothing(self, batch: Any) -> bool:
+        """Tell whether a batch on the host has none of what the loss is a mean over."""
+        return self.count is not None and not self.count.number(batch)
+
+    def is_unambiguous(self, batch: Any, num_samples: int) -> bool:
+        """Tell whether every explanation that is left weights this batch alike."""
+        chosen = num_samples if self.count is None else self.count.number(batch)
+        return all(_are_close(other.count.number(batch), chosen * other.ratio) for other in self.others)
+
+    def ambiguous_samples(self, batch: Any) -> Tensor:
+        """Find the samples of a batch, by their rows, that the explanations that are left weight differently."""
+        found = [
+            other.count.by_sample(batch).double()
+            - other.ratio * (1.0 if self.count is None else self.count.by_sample(batch).double())
+            for other in self.others
+        ]
+        return torch.stack(found).abs().amax(0).gt(1e-6).nonzero().flatten()
+
+    def closed(self) -> "Weighting":
+        """Return the same rule with nothing left to look for."""
+        return self.model_copy(update={"others": ()})
+
+    def __str__(self) -> str:
+        return {"samples": "by samples", "tokens": f"by {self.count}", "sum": "as a sum"}[self.by]
+
+
+def _are_close(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-9 * max(1.0, abs(one), abs(other))
+
+
+def weighting_of(
+    finding: Finding, counts: Sequence[Count], totals: Sequence[float], num_samples: int, couples: str = ""
+) -> Weighting:
+    """Decide how a loss is weighted from what its gradients say.
+
+    Args:
+        finding: what kind of loss the gradients show.
+        counts: the counts that explain it, the likeliest first.
+        totals: what each of them counts in the batch that was measured.
+        num_samples: how many samples that batch has.
+        couples: why the model couples the samples of a batch (batch normalisation), if it does.
+    """
+    if finding.kind == "samples":
+        return Weighting(
+            others=_others(counts, totals, num_samples, shifted=False),
+            holds_division=couples,
+            reason="a mean over samples, measured before the first step",
+        )
+    if finding.kind == "count":
+        return Weighting(
+            by="tokens",
+            count=counts[0],
+            others=_others(counts[1:], totals[1:], totals[0], shifted=True),
+            holds_division=couples,
+            reason=f"a mean over {counts[0]}, not over samples, measured before the first step",
+        )
+    if finding.kind == "sum":
+        return Weighting(
+            by="sum", holds_division=couples, reason="a sum over the batch, not a mean, measured before the first step"
+        )
+    reason = _REASONS[finding.kind]
+    return Weighting(holds_division=couples or reason, reason=reason)
+
+
+_REASONS = {
+    "weighted": "the loss is a weighted mean whose weights match no count in the batch (class weights, for example)",
+    "coupled": "the loss is not a mean or a sum over samples: it couples the samples of a batch, or adds terms that "
+    "belong to no sample",
+    "unknown": "how the loss weights its samples could not be found out",
+}
+
+
+def _others(counts: Sequence[Count], totals: Sequence[float], chosen: float, *, shifted: bool) -> tuple[Other, ...]:
+    """What later batches are compared by. Shifted variants of one tensor part ways where the tensor itself does."""
+    return tuple(
+        Other(count=count, ratio=total / chosen)
+        for count, total in zip(counts, totals, strict=True)
+        if shifted or count.part == "all"
+    )

@@ -1,0 +1,271 @@
+"""Measures what kind of loss a job has: gradients of a batch and of its three unequal parts, on the job's own model.
+
+It is the user's model and loss in fp32, without autocast, compiler or fused attention. What the whole batch drew at
+random (dropout, noise, masks) is replayed for the parts, each getting its own samples' draws: with draws of their own,
+the parts would look unlike the batch for that reason alone. Weights, buffers and generators are afterwards what they
+were before.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.core.loss import LossSum
+from drivetrain.core.micro_step import uncounted
+from drivetrain.core.precision import Precision, numerics
+from drivetrain.data.batch import map_tensors, to_device
+from drivetrain.data.counts import Count, candidates
+from drivetrain.data.items import what_draws
+from drivetrain.job import LossFunction
+from drivetrain.moe.balance import Settlement
+from drivetrain.plan.loss_kind import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
+
+MOST_ENTRIES = 2_000_000  # of all gradients together, that are compared
+PART_SHARES = (0.2, 0.5)  # where a batch is cut: parts of 20, 30 and 50 % of its samples
+
+
+class Parts(NamedTuple):
+    """A batch, and the same samples as three batches of different sizes."""
+
+    whole: Any
+    parts: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    reordered: Callable[[], Any] | None = None  # the whole batch with its samples in another order
+
+
+class Probed(NamedTuple):
+    """What the gradients say, and in the words of which counts."""
+
+    finding: Finding
+    counts: tuple[Count, ...]  # those that explain the loss, the likeliest first
+    why_unknown: str = ""
+    returns_sum: bool = False  # the function returns a `LossSum`: there is nothing to find out
+
+
+def part_bounds(num_samples: int) -> list[int]:
+    """Where a batch of at least six samples is cut into three parts that differ in size."""
+    first = max(1, round(PART_SHARES[0] * num_samples))
+    second = max(first + 2, round(PART_SHARES[1] * num_samples))
+    return [0, first, second, num_samples]
+
+
+def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device) -> Probed:
+    """Find out how a loss weights the parts of a batch. Errors of the user's code are raised as they are."""
+    model, batches = _in_fp32(model, [parts.whole, *parts.parts])
+    batches = [to_device(batch, device) for batch in batches]
+    found = [candidate for candidate in candidates(batches[0]) if _can_be_counted(candidate, batches)]
+    counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
+    with _measuring(model, device):
+        draws, gradients = what_draws(lambda: _gradients(loss, model, batches, parts.sizes), device)
+        if gradients is None:
+            return Probed(Finding(kind="samples"), (), returns_sum=True)
+        vectors, cannot_replay = gradients
+        products = (vectors @ vectors.T).tolist()
+        finding = judge(products, parts.sizes, counts)
+        if finding.kind in ("weighted", "coupled") and TOLERANCE < finding.residual < MOST_TOLERANCE:
+            tolerance = _tolerance(loss, model, parts, device, vectors[0])
+            finding = judge(products, parts.sizes, counts, tolerance)
+    if finding.kind == "unknown":
+        return Probed(finding, (), "its gradient on the first samples is zero or not finite")
+    if finding.kind in ("weighted", "coupled"):
+        if cannot_replay:
+            why = f"it draws random numbers that belong to no sample ({cannot_replay})"
+            return Probed(Finding(kind="unknown"), (), why)
+        if draws.python:
+            return Probed(Finding(kind="unknown"), (), "it draws random numbers outside of torch")
+    return Probed(finding, tuple(found[number] for number in finding.counts))
+
+
+def _can_be_counted(count: Count, batches: Sequence[Any]) -> bool:
+    """Whether every part has the tensor: collate functions may leave one out."""
+    try:
+        return all(bool(torch.isfinite(count.of(batch).double())) for batch in batches)
+    except (KeyError, IndexError, AttributeError, AssertionError, TypeError):
+        return False
+
+
+def _gradients(
+    loss: LossFunction, model: nn.Module, batches: Sequence[Any], sizes: Sequence[int]
+) -> tuple[Tensor, str] | None:
+    """One row for the whole batch and for each part; and what was drawn that could not be replayed."""
+    recorder = Draws()
+    rows, start, num_samples = [], 0, sum(sizes)
+    for number, batch in enumerate(batches):
+        if number:
+            recorder.replay(start, sizes[number - 1], num_samples)
+            start += sizes[number - 1]
+        with recorder:
+            row = _gradient(loss, model, batch)
+        if row is None:
+            return None
+        rows.append(row)
+    return torch.stack(rows), recorder.not_replayed
+
+
+def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None:
+    result = loss(model, batch)
+    Settlement(model).forget()
+    if isinstance(result, LossSum):
+        return None
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(result, parameters, allow_unused=True)
+    num_entries = sum(parameter.numel() for parameter in parameters)
+    every = max(1, -(-num_entries // MOST_ENTRIES))
+    entries = [
+        (torch.zeros_like(parameter) if gradient is None else gradient).to_dense().reshape(-1)[::every].double()
+        for parameter, gradient in zip(parameters, found, strict=True)
+    ]
+    return torch.cat(entries).cpu()
+
+
+def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device, whole: Tensor) -> float:
+    """How far rounding alone moves a gradient: that of the same samples in another order."""
+    if parts.reordered is None:
+        return TOLERANCE
+    _, (batch,) = _in_fp32(model, [parts.reordered()])
+    with Draws():
+        other = _gradient(loss, model, to_device(batch, device))
+    if other is None:
+        return TOLERANCE
+    floor = float((other - whole).norm() / whole.norm())
+    return max(TOLERANCE, min(FLOORS * floor, MOST_TOLERANCE))
+
+
+def _in_fp32(model: nn.Module, batches: list[Any]) -> tuple[nn.Module, list[Any]]:
+    """Rounding of bf16 or fp16 weights would hide what is looked for: such a model is copied to fp32."""
+    low = (torch.bfloat16, torch.float16)
+    if not any(tensor.dtype in low for tensor in model.parameters()):
+        return model, batches
+
+    def widened(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in low else tensor
+
+    return copy.deepcopy(model).float(), [map_tensors(widened, batch) for batch in batches]
+
+
+@contextmanager
+def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """What changes the sum of a batch's parts without being part of the loss is switched off, and put back."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
+    dropout = [module.dropout for module in recurrent]
+    # Whether a mean over tokens is one has nothing to do with batch normalisation, which is known by its type.
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    with ExitStack() as stack:
+        stack.enter_context(numerics(Precision("fp32", device.type), deterministic=False, cudnn_benchmark=False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_without_autocast())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(uncounted())
+        for module in recurrent:
+            module.dropout = 0.0  # inside cuDNN it cannot be replayed
+        for norm in norms:
+            norm.eval()
+        try:
+            yield
+        finally:
+            for module, value in zip(recurrent, dropout, strict=True):
+                module.dropout = value
+            for norm in norms:
+                norm.train()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Autocast that a loss function turns on by itself would round to bf16, and hide what is looked for."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *error: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what a forward draws at random, and replays the draws of some of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.not_replayed = ""  # the first operation whose draws could not be divided among samples
+        self._recorded: list[tuple[str, Tensor]] = []
+        self._range: tuple[int, int, int] | None = None  # first sample, their number, the whole batch's
+        self._next = 0
+
+    def replay(self, first: int, count: int, num_samples: int) -> None:
+        """From now on hand out what samples from `first` on drew, from the beginning."""
+        self._range, self._next = (first, count, num_samples), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith(_DRAWS_NOTHING):
+            return result
+        if name.startswith("aten.native_dropout"):
+            return self._dropped(name, result, args)
+        if not isinstance(result, Tensor) or name.startswith("aten.randperm"):
+            self.not_replayed = self.not_replayed or name
+            return result
+        drawn = self._drawn(name, result)
+        if drawn is not result:
+            with torch.no_grad():
+                result.copy_(drawn)
+        return result
+
+    def _dropped(self, name: str, result: Any, args: Any) -> Any:
+        """The fused dropout of GPUs: the mask is drawn, the output follows from it."""
+        _, mask = result
+        kept = self._drawn(name, mask)
+        probability = args[1]
+        scale = 0.0 if probability == 1 else 1 / (1 - probability)
+        return args[0] * kept * scale, kept
+
+    def _drawn(self, name: str, result: Tensor) -> Tensor:
+        if self._range is None:
+            self._recorded.append((name, result.detach().clone()))
+            return result
+        number, self._next = self._next, self._next + 1
+        if number < len(self._recorded) and self._recorded[number][0] == name:
+            part = _samples_of(self._recorded[number][1], result.shape, *self._range)
+            if part is not None:
+                return part
+        self.not_replayed = self.not_replayed or name
+        return result
+
+
+# Tagged as random by torch for what they do with dropout, which is off here.
+_DRAWS_NOTHING = ("aten._cudnn_rnn", "aten._scaled_dot_product", "aten.miopen_rnn", "aten._flash_attention")
+
+
+def _samples_of(drawn: Tensor, shape: torch.Size, first: int, count: int, num_samples: int) -> Tensor | None:
+    """The entries that belong to some samples of what the whole batch drew; None if none can be told apart.
+
+    The dimension of samples is the one whose length is a multiple of their number, as here. A part that is padded to a
+    shorter length gets the draws of its positions.
+    """
+    if drawn.shape == shape and num_samples != count:
+        return drawn  # one draw for all samples
+    if drawn.dim() != len(shape):
+        return None
+    rows = None
+    for dim, (size, wanted) in enumerate(zip(drawn.shape, shape, strict=True)):
+        if rows is None and size % num_samples == 0 and size // num_samples * count == wanted:
+            rows = dim
+            each = size // num_samples
+            drawn = drawn.narrow(dim, first * each, count * each)
+        elif size > wanted:
+            drawn = drawn.narrow(dim, 0, wanted)
+        elif size < wanted:
+            return None
+    return drawn if rows is not None else None

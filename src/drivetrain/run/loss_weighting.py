@@ -1,0 +1,361 @@
+"""Finds out before the first step how a job's scalar loss is to be weighted, and looks again while that is open.
+
+Rank 0 measures (`loss_probe`) and all ranks follow. The samples are taken by their place in the global order, so the
+answer does not depend on the number of ranks. A run records the answer in its checkpoints and never asks twice.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.markup import escape
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
+from drivetrain.data.counts import IGNORE_INDEX, Count, candidates
+from drivetrain.data.division import Place
+from drivetrain.data.generators import global_generators_kept
+from drivetrain.data.items import Collated, KeyedItems
+from drivetrain.data.loader import Loader
+from drivetrain.data.stream import SampleStream
+from drivetrain.monitor.books import Books, NoBooks
+from drivetrain.plan.loss_kind import Finding
+from drivetrain.plan.loss_weighting import Weighting, weighting_of
+from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
+from drivetrain.run.measure import couples_samples, untouched
+from drivetrain.run.setup import Setup
+from drivetrain.step import Stepper
+from drivetrain.strategies.data_parallel import part_of
+
+FEWEST_SAMPLES, MOST_SAMPLES = 6, 16
+FEWEST_CUT = 4  # samples of a batch that can only be cut, not made anew
+MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for some that differ in what they count
+SAMPLES_AT_ONCE, LOOK_AT_ALL_SECONDS = 4096, 1.0  # of data that is in memory
+MOST_WEIGHTS_ON_CPU = 100_000_000  # of a sharded model, which rank 0 has whole in host memory
+_PROBE_EPOCH = 2**48  # keys what items draw at random while they are looked at: an epoch that no run reaches
+BATCH_NORM = "batch normalisation couples the samples of a batch"
+BEFORE = "the run was begun by a version that weighted every scalar loss by samples"
+
+
+def settle_weighting(run: Setup, model: nn.Module, checkpoint: Checkpoint | None) -> None:
+    """Set `run.weighting`: recorded, asked for, or measured where samples can be had by number. All ranks call it."""
+    asked = run.config.batch.loss_weighting
+    if checkpoint is not None:
+        run.weighting = recorded_weighting(checkpoint)
+        if asked not in ("auto", run.weighting.by):
+            raise DrivetrainError(
+                f"--loss-weighting {asked} would change what the run learns: it was begun {run.weighting}",
+                remedy="leave the flag out to go on with that run, or use another --name for this one",
+            )
+        return
+    couples = BATCH_NORM if couples_samples(model) else ""
+    if asked in ("samples", "sum"):
+        run.weighting = Weighting(by=asked, holds_division=couples, reason="asked for")
+    elif run.job.source.is_keyed and run.job.global_batch != 1:
+        numbers = _first_samples(run)
+        run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
+        _refuse_unfound(run)
+    else:
+        run.weighting = Weighting(holds_division=couples, reason="not measured yet")
+        run.weighs_first_batch = run.job.global_batch != 1
+
+
+def recorded_weighting(checkpoint: Checkpoint) -> Weighting:
+    """How a run weighted its losses when the checkpoint was written."""
+    recorded = checkpoint.meta.get("loss")
+    return Weighting.model_validate(recorded) if recorded else Weighting(reason=BEFORE)
+
+
+def settle_by_batch(run: Setup, model: nn.Module, batch: Any, num_samples: int) -> None:
+    """Set `run.weighting` from the first batch of data that has no numbers. All ranks call it."""
+    if run.weighs_first_batch:
+        run.weighs_first_batch = False
+        run.weighting = _measured_by_rank_0(run, model, lambda: _cut(batch, num_samples))
+        _refuse_unfound(run)
+
+
+def _refuse_unfound(run: Setup) -> None:
+    if run.config.batch.loss_weighting == "tokens" and run.weighting.by != "tokens":
+        raise DrivetrainError(
+            f"--loss-weighting tokens: the loss is not a mean over a count of the batch ({run.weighting.reason})",
+            remedy="return dt.LossSum(sum, count) from the loss function, or leave the flag out",
+        )
+
+
+def _measured_by_rank_0(run: Setup, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
+    """Measure on rank 0 and agree."""
+    found = _measured(run, model, parts) if run.world.is_main else None
+    return Weighting.model_validate(run.world.agree(None if found is None else found.model_dump(mode="json")))
+
+
+def _measured(run: Setup, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
+    couples = BATCH_NORM if couples_samples(model) else ""
+    device = next((parameter.device for parameter in model.parameters()), run.world.device)
+    why_not = _why_not_here(run, model, device)
+    if not why_not:
+        try:
+            with untouched(run.world.device):
+                made = parts()
+                probed = probe_loss(run.job.loss, model, made, device)
+            if probed.returns_sum:
+                return Weighting(holds_division=couples, reason="the loss function returns a LossSum")
+            if not probed.why_unknown:
+                totals = [count.number(made.whole) for count in probed.counts]
+                return weighting_of(probed.finding, probed.counts, totals, sum(made.sizes), couples)
+            why_not = probed.why_unknown
+        except torch.OutOfMemoryError:
+            why_not = f"{FEWEST_SAMPLES} samples in fp32 do not fit into memory"
+        except Exception as error:  # noqa: BLE001  (if the job is at fault, its first step shows where)
+            why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    found = weighting_of(Finding(kind="unknown"), (), (), 0, couples)
+    words = f"{found.reason}: {why_not}"
+    return found.model_copy(update={"reason": words, "holds_division": couples or words})
+
+
+def _why_not_here(run: Setup, model: nn.Module, device: torch.device) -> str:
+    if device.type == "meta":
+        return "rank 0 does not hold the whole model"
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    if device.type == "cpu" and run.world.device.type == "cuda" and num_weights > MOST_WEIGHTS_ON_CPU:
+        return "the model is sharded, and too large to be tried out whole"
+    return ""
+
+
+# Samples
+
+
+def _first_samples(run: Setup) -> list[int]:
+    """The first samples of the global order: the same on any number of ranks."""
+    job = run.job
+    order = job.source.order(job.global_batch or 1, job.seed, shuffle=job.shuffle)
+    assert isinstance(order, SampleStream)
+    found: list[int] = order.samples(0, 0, min(MOST_LOOKED_AT, order.num_samples)).tolist()
+    return found
+
+
+def _parts_by_number(run: Setup, numbers: Sequence[int]) -> Parts:
+    """A batch and its parts, made by the job's own collate function, from samples that count differently."""
+    job = run.job
+    source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
+    wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.global_batch or 1) // 8))
+    with global_generators_kept():
+        items: list[Any] = []
+        began = time.perf_counter()
+        for number in numbers:
+            items += source.__getitems__([(_PROBE_EPOCH, number)])
+            if len(items) >= wanted and time.perf_counter() - began > LOOK_SECONDS:
+                break
+        while len(items) < FEWEST_SAMPLES:
+            items += items
+        chosen = _chosen(items, [collate([item]) for item in items], min(wanted, len(items)))
+        bounds = part_bounds(len(chosen))
+        return Parts(
+            collate(chosen),
+            tuple(collate(chosen[first:last]) for first, last in pairwise(bounds)),
+            tuple(last - first for first, last in pairwise(bounds)),
+            lambda: collate(chosen[::-1]),
+        )
+
+
+def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
+    """Choose items that differ in what they count, those with the least first: then a count is told from the rest."""
+    counts = [count for count in candidates(alone[0]) if _is_in_all(count, alone)]
+    columns = {count: [count.number(batch) for batch in alone] for count in counts}
+    labels = [columns[count] for count in counts if count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0)]
+    # The loss of samples that have no label at all may be 0/0.
+    kept = [number for number in range(len(items)) if all(column[number] > 0 or not any(column) for column in labels)]
+    numbers = kept if len(kept) >= FEWEST_SAMPLES else list(range(len(items)))
+    varying = [column for column in columns.values() if min(column) < max(column)]
+    if not varying:
+        return [items[number] for number in numbers[:wanted]]
+    by = max(varying, key=lambda column: (max(column) - min(column)) / max(1.0, max(column)))
+    numbers.sort(key=by.__getitem__)
+    half = min(wanted, len(numbers)) // 2
+    return [items[number] for number in (*numbers[: min(wanted, len(numbers)) - half], *numbers[-half:])]
+
+
+def _is_in_all(count: Count, batches: list[Any]) -> bool:
+    try:
+        for batch in batches:
+            count.number(batch)
+    except (KeyError, IndexError, AttributeError, AssertionError, TypeError):
+        return False
+    return True
+
+
+def _cut(batch: Any, num_samples: int) -> Parts:
+    """A batch that was handed over whole, cut by its rows."""
+    if num_samples < FEWEST_CUT:
+        raise DrivetrainError(f"a batch of {num_samples} samples is too small to be cut into parts")
+    count = min(num_samples, MOST_SAMPLES)
+    whole, bounds = part_of(batch, num_samples, 0, count), part_bounds(count)
+    pairs = list(pairwise(bounds))
+    parts = tuple(part_of(whole, count, first, last) for first, last in pairs)
+    return Parts(whole, parts, tuple(last - first for first, last in pairs))
+
+
+# While the run goes on
+
+
+class LossWatch:
+    """Looks at micro-batches on the host: whether they tell apart what is still open, and whether they count nothing.
+
+    A micro-batch that counts nothing runs as another one at weight 0: its own loss is 0/0, and so may its gradients be.
+    """
+
+    def __init__(
+        self, run: Setup, loader: Loader, model: nn.Module, stepper: Stepper, tell: Callable[[], None]
+    ) -> None:
+        self._run, self._loader, self._model, self._stepper, self._tell = run, loader, model, stepper, tell
+        self._host = _host_world(run.world)
+        self._place: Place | None = None
+        self._telling: tuple[int, list[int], Any, int] | None = None  # step, sample numbers, batch, its samples
+        self._filler: MicroBatch | None = None
+        loader.watch = self.look
+
+    def look(self, place: Place, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Look at one rank's micro-batches of a step, before they are copied to the device."""
+        self._place, weighting = place, self._run.weighting
+        if weighting.others and self._telling is None:
+            for number, micro in enumerate(micro_batches):
+                if micro.weight and not weighting.is_unambiguous(micro.batch, micro.num_samples):
+                    self._telling = place.step, self._numbers(place, number), micro.batch, micro.num_samples
+                    break
+        if weighting.count is None:
+            return micro_batches
+        empty = [weighting.counts_nothing(micro.batch) for micro in micro_batches]
+        if not all(empty):
+            self._filler = micro_batches[empty.index(False)]
+        if self._filler is None or not any(empty):
+            return micro_batches
+        filler = self._filler
+        return [
+            micro._replace(batch=filler.batch, num_samples=filler.num_samples, weight=0) if is_empty else micro
+            for micro, is_empty in zip(micro_batches, empty, strict=True)
+        ]
+
+    def before_step(self, step: int) -> None:
+        """Decide before the first step whose batches tell the open explanations apart. Ranks call it together."""
+        weighting = self._run.weighting
+        if not weighting.others:
+            return
+        found = self._telling if self._telling is not None and self._telling[0] < step else None
+        if self._host.any(found is not None):
+            self._decide(found)
+        elif self._place is not None and self._place.epoch > 0:
+            self._run.weighting = weighting.closed()  # all samples were seen once
+
+    def _decide(self, found: tuple[int, list[int], Any, int] | None) -> None:
+        run, before = self._run, self._run.weighting
+        if run.sharded is not None or run.uses_deepspeed:
+            words = f"{before.reason}; batches that would tell more cannot be tried on a sharded model"
+            after = before.closed().model_copy(
+                update={"reason": words, "holds_division": before.holds_division or words}
+            )
+        elif run.job.source.is_keyed:
+            told = self._host.gather([] if found is None else found[1])
+            numbers = [number for part in told for number in part]
+            after = _measured_by_rank_0(run, self._model, lambda: _parts_by_number(run, numbers))
+        else:
+            own = None if found is None else _measured(run, self._model, lambda: _cut(found[2], found[3]))
+            told = self._host.gather(None if own is None else own.model_dump(mode="json"))
+            after = Weighting.model_validate(next(each for each in told if each is not None))
+        run.weighting, self._telling = after, None
+        if (after.by, after.count) != (before.by, before.count):
+            self._stepper.start_over()
+        self._tell()
+
+    def _numbers(self, place: Place, number: int) -> list[int]:
+        """The samples of a micro-batch, and some of its step's others, where samples have numbers."""
+        if not self._run.job.source.is_keyed:
+            return []
+        division, rank = self._loader.division, self._loader.rank
+        part, samples = division.micro_steps(place, rank)[number], self._loader.samples_of(place)
+        own = samples[part.start - place.start : part.stop - place.start]
+        return [*own[:MOST_SAMPLES], *samples[:MOST_SAMPLES]]
+
+
+def _host_world(world: World) -> World:
+    """The same ranks, over a group whose collectives do not wait for the device."""
+    if world.group is None or dist.get_backend(world.group) == "gloo":
+        return world
+    return World(world.rank, world.size, world.local_rank, group=dist.new_group(backend="gloo"))
+
+
+def watched(
+    run: Setup, loader: Loader, model: nn.Module, stepper: Stepper, books: Books | NoBooks
+) -> Callable[[int], None] | None:
+    """Return what is called before each step: the watch over losses, where one is needed, and the books."""
+    others = books.before_step
+    if run.weighting.others and loader.from_memory is not None:
+        _look_at_all(run, loader.from_memory, len(loader.source.dataset), model, books)
+    weighting = run.weighting
+    if loader.resident is not None or (not weighting.others and weighting.count is None):
+        return others
+    watch = LossWatch(run, loader, model, stepper, lambda: tell_weighting(run, books))
+
+    def before_step(step: int) -> None:
+        watch.before_step(step)
+        if others is not None:
+            others(step)
+
+    return before_step
+
+
+def _look_at_all(
+    run: Setup, fetch: Callable[[Tensor], Any], num_samples: int, model: nn.Module, books: Books | NoBooks
+) -> None:
+    """Look for samples that tell open explanations apart in data that is in memory, and decide by them."""
+    telling: list[int] | None = []
+    if run.world.is_main:
+        telling = _telling_samples(run.weighting, fetch, num_samples)
+    telling = run.world.agree(telling)
+    if telling is None:
+        return  # there was no time to look at all of them: they are watched while they are used
+    if telling:
+        numbers = [*telling, *_first_samples(run)]
+        run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
+        tell_weighting(run, books)
+    run.weighting = run.weighting.closed()
+
+
+def _telling_samples(weighting: Weighting, fetch: Callable[[Tensor], Any], num_samples: int) -> list[int] | None:
+    began, found = time.perf_counter(), list[int]()
+    for start in range(0, num_samples, SAMPLES_AT_ONCE):
+        numbers = torch.arange(start, min(start + SAMPLES_AT_ONCE, num_samples))
+        found += (weighting.ambiguous_samples(fetch(numbers)) + start).tolist()
+        if len(found) >= MOST_SAMPLES:
+            break
+        if time.perf_counter() - began > LOOK_AT_ALL_SECONDS:
+            return None
+    return found[:MOST_SAMPLES]
+
+
+def tell_weighting(run: Setup, books: Books | NoBooks, *, is_new: bool = True) -> None:
+    """Report a loss that is not a plain mean over samples, and what that means for the run."""
+    weighting, job = run.weighting, run.job
+    books.event("loss weighting", **weighting.model_dump(mode="json"))
+    lines = []
+    if weighting.by != "samples" and weighting.reason != "asked for":
+        lines.append(
+            f"{weighting.reason}: micro-batches are weighted {weighting} (--loss-weighting samples treats it as a mean "
+            "over samples)"
+        )
+    if weighting.reason == BEFORE:
+        lines.append(f"weighted by samples: {BEFORE}")
+    if weighting.holds_division and job.global_batch != 1:
+        size = run.way.micro_batch
+        whole = " = the whole step" if size >= (job.global_batch or 0) else ""
+        lines.append(
+            f"{weighting.holds_division}: what is learnt depends on the micro-batch ({size} samples{whole}), which is "
+            f"kept from now on; more than {max(1, (job.global_batch or 0) // size)} devices would have to divide it. "
+            "dt.LossSum(sum, count) makes a loss independent of the division"
+        )
+    for line in lines:
+        books.say(f"  loss       {escape(line)}")
