@@ -90,7 +90,7 @@ class Job:
     """Everything that determines what is learnt. The same job means the same on any number of devices.
 
     `model` is a factory, so that it can be built where it is needed; an instance is taken as it is. `loss` returns a
-    `LossSum`, or a scalar whose kind (a mean over samples, a mean over tokens, a sum) is measured before the first step.
+    `LossSum`, or a scalar: what that is (a mean over samples or over tokens, a sum) is measured before the first step.
     `optimizer` gets the parameters that train, in groups.
     """
 

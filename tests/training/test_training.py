@@ -119,7 +119,7 @@ def test_a_record_comes_after_the_next_step_was_given_to_the_device(tmp_path: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_record", record)
-        run(str(tmp_path), SMALL, loss=loss)
+        run(str(tmp_path), SMALL, loss=loss, settings={"loss_weighting": "samples"})
     assert events[1:] == [
         "step", "step", "record 1", "step", "record 2", "step", "record 3", "step", "record 4", "step", "record 5",
         "record 6",
