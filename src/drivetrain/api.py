@@ -51,7 +51,7 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
-from drivetrain.run.loss_weighting import settle_by_batch, settle_weighting, tell_weighting, watched
+from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.planner import Told, settle
 from drivetrain.step import CapturedStepper, Stepper, make_capturable
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
@@ -123,8 +123,8 @@ class _Run(Setup):
         loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
         first = loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(loader.fingerprint, world)
-        if checkpoint is None:
-            settle_by_batch(self, built, first.batch, first.num_samples)
+        settle_by_batch(self, built, first.batch, first.num_samples)
+        look_at_all(self, loader, built)
         model, optimizer = self.dressed(built)
         watch = ParameterWatch(model)
         called_loss = self.called_loss()
@@ -188,7 +188,7 @@ class _Run(Setup):
             tell_capture(stepper, books)
             tell_sharding(self, books)
             tell_deepspeed(self, books)
-            tell_weighting(self, books, is_new=checkpoint is None)
+            tell_weighting(self, books)
 
             def state() -> State:
                 watch.check()

@@ -1,6 +1,6 @@
 """How a job's scalar losses are weighted when micro-batches and ranks are put together, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -64,6 +64,24 @@ class Weighting(Value):
 
     def __str__(self) -> str:
         return {"samples": "by samples", "tokens": f"by {self.count}", "sum": "as a sum"}[self.by]
+
+
+class LossRule:
+    """Holds the weighting of a run, which may change while explanations are open."""
+
+    def __init__(self, weighting: Weighting) -> None:
+        self.weighting = weighting
+
+    def around(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Weight what a loss function returns; the function itself where nothing is left to be done."""
+        if self.weighting.by == "samples" and not self.weighting.others:
+            return loss
+
+        def weighted_loss(model: Any, batch: Any) -> Any:
+            result, weighting = loss(model, batch), self.weighting
+            return result if weighting.by == "samples" else weighting.weigh(result, batch)
+
+        return weighted_loss
 
 
 def _are_close(one: float, other: float) -> bool:

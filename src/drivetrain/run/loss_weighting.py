@@ -217,12 +217,13 @@ class LossWatch:
         self._place: Place | None = None
         self._telling: tuple[int, list[int], Any, int] | None = None  # step, sample numbers, batch, its samples
         self._filler: MicroBatch | None = None
+        self._is_over = False
         loader.watch = self.look
 
     def look(self, place: Place, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Look at one rank's micro-batches of a step, before they are copied to the device."""
         self._place, weighting = place, self._run.weighting
-        if weighting.others and self._telling is None:
+        if weighting.others and self._telling is None and not self._is_over:
             for number, micro in enumerate(micro_batches):
                 if micro.weight and not weighting.is_unambiguous(micro.batch, micro.num_samples):
                     self._telling = place.step, self._numbers(place, number), micro.batch, micro.num_samples
@@ -242,14 +243,13 @@ class LossWatch:
 
     def before_step(self, step: int) -> None:
         """Decide before the first step whose batches tell the open explanations apart. Ranks call it together."""
-        weighting = self._run.weighting
-        if not weighting.others:
+        if self._is_over or not self._run.weighting.others:
             return
         found = self._telling if self._telling is not None and self._telling[0] < step else None
         if self._host.any(found is not None):
             self._decide(found)
         elif self._place is not None and self._place.epoch > 0:
-            self._run.weighting = weighting.closed()  # all samples were seen once
+            self._is_over = True  # all samples were seen once
 
     def _decide(self, found: tuple[int, list[int], Any, int] | None) -> None:
         run, before = self._run, self._run.weighting
@@ -292,10 +292,7 @@ def watched(
     run: Setup, loader: Loader, model: nn.Module, stepper: Stepper, books: Books | NoBooks
 ) -> Callable[[int], None] | None:
     """Return what is called before each step: the watch over losses, where one is needed, and the books."""
-    others = books.before_step
-    if run.weighting.others and loader.from_memory is not None:
-        _look_at_all(run, loader.from_memory, len(loader.source.dataset), model, books)
-    weighting = run.weighting
+    weighting, others = run.weighting, books.before_step
     if loader.resident is not None or (not weighting.others and weighting.count is None):
         return others
     watch = LossWatch(run, loader, model, stepper, lambda: tell_weighting(run, books))
@@ -308,20 +305,20 @@ def watched(
     return before_step
 
 
-def _look_at_all(
-    run: Setup, fetch: Callable[[Tensor], Any], num_samples: int, model: nn.Module, books: Books | NoBooks
-) -> None:
+def look_at_all(run: Setup, loader: Loader, model: nn.Module) -> None:
     """Look for samples that tell open explanations apart in data that is in memory, and decide by them."""
+    fetch = loader.from_memory
+    if not run.weighting.others or fetch is None:
+        return
     telling: list[int] | None = []
     if run.world.is_main:
-        telling = _telling_samples(run.weighting, fetch, num_samples)
+        telling = _telling_samples(run.weighting, fetch, len(loader.source.dataset))
     telling = run.world.agree(telling)
     if telling is None:
         return  # there was no time to look at all of them: they are watched while they are used
     if telling:
         numbers = [*telling, *_first_samples(run)]
         run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
-        tell_weighting(run, books)
     run.weighting = run.weighting.closed()
 
 
@@ -337,11 +334,9 @@ def _telling_samples(weighting: Weighting, fetch: Callable[[Tensor], Any], num_s
     return found[:MOST_SAMPLES]
 
 
-def tell_weighting(run: Setup, books: Books | NoBooks, *, is_new: bool = True) -> None:
+def tell_weighting(run: Setup, books: Books | NoBooks) -> None:
     """Report a loss that is not a plain mean over samples, and what that means for the run."""
-    weighting, job = run.weighting, run.job
-    books.event("loss weighting", **weighting.model_dump(mode="json"))
-    lines = []
+    weighting, job, lines = run.weighting, run.job, list[str]()
     if weighting.by != "samples" and weighting.reason != "asked for":
         lines.append(
             f"{weighting.reason}: micro-batches are weighted {weighting} (--loss-weighting samples treats it as a mean "
@@ -357,5 +352,7 @@ def tell_weighting(run: Setup, books: Books | NoBooks, *, is_new: bool = True) -
             f"kept from now on; more than {max(1, (job.global_batch or 0) // size)} devices would have to divide it. "
             "dt.LossSum(sum, count) makes a loss independent of the division"
         )
+    if lines:
+        books.event("loss weighting", **weighting.model_dump(mode="json"))
     for line in lines:
         books.say(f"  loss       {escape(line)}")

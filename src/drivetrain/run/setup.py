@@ -31,7 +31,7 @@ from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detec
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.loss_weighting import Weighting
+from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.tune import Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
@@ -128,7 +128,6 @@ class Setup:
     sharded: Sharded | None = None  # the model, where ranks hold parts of it
     experts: SharedExperts | None = None  # its experts, where these are shared out and the rest is sharded
     _made_strategy: Strategy | None = None
-    weighting = Weighting()  # of scalar losses, once it is known
     keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
@@ -181,6 +180,7 @@ class Setup:
         self.name = config.run.name or job.name
         self.job = self._settled(job)
         self.zero = Zero.of(config)
+        self._rule = LossRule(Weighting())
         self.data_path: DataPath | None = None  # by measuring; None: by rule
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
@@ -589,14 +589,18 @@ class Setup:
         is_whole = self.way.compile_mode is not None and not self.shards  # of a sharded model, blocks are compiled
         return compiled(self.job.loss, self.way.compile_mode or "default") if is_whole else None
 
+    @property
+    def weighting(self) -> Weighting:
+        """How scalar losses are weighted, once that is known."""
+        return self._rule.weighting
+
+    @weighting.setter
+    def weighting(self, found: Weighting) -> None:
+        self._rule.weighting = found
+
     def weighted(self, loss: LossFunction) -> LossFunction:
-        """The user's loss function, or it compiled, with its results weighted as the run has it when it is called."""
-
-        def weighted_loss(model: Any, batch: Any) -> Any:
-            result, weighting = loss(model, batch), self.weighting
-            return result if weighting.by == "samples" else weighting.weigh(result, batch)
-
-        return weighted_loss
+        """Return the user's loss function, or it compiled, with its results weighted by the rule that holds by then."""
+        return self._rule.around(loss)
 
     def _made(self) -> nn.Module:
         given = self.job.model
