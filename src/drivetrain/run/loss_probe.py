@@ -164,7 +164,7 @@ def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(_without_autocast())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(uncounted())
+        stack.enter_context(uncounted(model))
         for module in recurrent:
             module.dropout = 0.0  # inside cuDNN it cannot be replayed
         for norm in norms:
