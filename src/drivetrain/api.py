@@ -16,6 +16,7 @@ from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum
 from drivetrain.core.parameter_watch import ParameterWatch
+from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.again import SamplesAgain
 from drivetrain.data.batch import to_device
@@ -197,8 +198,12 @@ class _Run(Setup):
                 meta["data"] = None if job.source.is_keyed else loader.position.to_json()
                 return shards, meta
 
+            last: StepRecord | None = None
+
             def report(context: StepContext, metrics: dict[str, float], seconds: float) -> None:
-                books.metrics(context.step, context.epoch, metrics, seconds)
+                # The record of the step that is validated was read before: its epoch is what `steps.jsonl` has.
+                epoch = context.epoch if last is None else last.epoch
+                books.metrics(context.step, epoch, metrics, seconds)
 
             validation = self._validation(division, average, report)
             if validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
@@ -221,7 +226,6 @@ class _Run(Setup):
             if average is not None:
                 trainer.average_of = average.of
             memory = watch_memory(world.device, books.event, books.say)
-            last = None
             try:
                 with stopping_cleanly(trainer.stop, books.say):
                     for record in () if validation and validation.stopped_because else trainer.run():

@@ -364,7 +364,7 @@ class Trainer:
         return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0)
 
     def _not_finite(self, step: int, epoch: int, loss: float) -> DrivetrainError:
-        where = f"the loss of step {step} (epoch {epoch}) is {loss}"
+        where = f"the loss of step {step} (epoch {epoch + 1}) is {loss}"
         if step == 1:
             return DrivetrainError(
                 f"{where}: before anything was learnt, so the data or the first weights are to blame",

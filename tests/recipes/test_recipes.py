@@ -32,7 +32,7 @@ def test_digits_learns_and_leaves_its_files(tmp_path: Path, capsys) -> None:
     run = tmp_path / "digits"
     assert str(run) in capsys.readouterr().out.replace("\n", "")
     epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in epochs] == [1, 2, 3, 4]
+    assert [row["epoch"] for row in epochs] == [0, 1, 2, 3]
     assert epochs[-1]["valid_accuracy"] > 0.95
     assert (run / "training_metrics.png").read_bytes().startswith(b"\x89PNG")
     assert "compilation           not used" in (run / "performance_summary.txt").read_text()

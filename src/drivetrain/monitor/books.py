@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from drivetrain.config import Config
 from drivetrain.core.records import StepRecord
-from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.run_folder import RunFolder, read_rows
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.console import RunConsole
@@ -151,6 +151,8 @@ class Books(NoBooks):
             if num_damaged:
                 self._messages.put(f"{num_damaged} damaged lines of {name}.jsonl are left out")
         self._steps = self._logs["steps"]
+        if facts.resumed_from and not quiet:
+            self._console.take_up(read_rows(folder.path / "steps.jsonl")[0])
         folder.write("hardware.json", hardware.to_json())
         folder.write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         plan = asdict(facts.plan)
@@ -325,7 +327,7 @@ class Books(NoBooks):
             tracker.log(figures, step)
 
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
-        """Of a validation after `step` steps."""
+        """Of a validation after `step` steps; `epoch` is that of the last of them, from 0, as in `steps.jsonl`."""
         self._checkups.saw_validation()
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
         self._track(values, step)

@@ -4,9 +4,9 @@ Only the main process has one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -54,7 +54,9 @@ class RunConsole:
         self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="", warning="")
         self._quiet = quiet
         self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
-        self._loss_sum, self._count, self._samples, self._skipped = 0.0, 0.0, 0, 0
+        # Since the last line; the seconds are those of the steps, since several records may be read at once.
+        self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
+        self._epoch, self._epoch_sum, self._epoch_count = -1, 0.0, 0.0  # since the epoch began, whoever did the steps
         self._began = time.perf_counter()
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
@@ -68,7 +70,7 @@ class RunConsole:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._steps_per_epoch is None and self._last is not None and self._count:
-            self._say_line(self._last)
+            self._say_line(self._last, of_epoch=True)
         self._shown(self._progress.stop)
 
     def say(self, text: str) -> None:
@@ -86,22 +88,39 @@ class RunConsole:
         except (OSError, ValueError):
             self._console.quiet = True
 
+    def take_up(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Steps that were done before this run went on, as `steps.jsonl` has them: those of its last epoch count."""
+        for row in rows:
+            if {"epoch", "loss", "num_items"} <= row.keys():
+                self._add_to_epoch(row["epoch"], row["loss"], row["num_items"])
+
+    def _add_to_epoch(self, epoch: int, loss: float, num_items: float) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._epoch_sum, self._epoch_count = epoch, 0.0, 0.0
+        self._epoch_sum += loss * num_items
+        self._epoch_count += num_items
+
     def show(self, record: StepRecord) -> None:
         if self._quiet:
             return
         if self._steps_per_epoch is None and self._last is not None and self._last.epoch < record.epoch and self._count:
-            self._say_line(self._last)  # how long an epoch is shows only when the next one begins
+            self._say_line(self._last, of_epoch=True)  # how long it is shows only when the next one begins
         self._last = record
+        self._add_to_epoch(record.epoch, record.loss, record.num_items)
         self._loss_sum += record.loss * record.num_items
         self._count += record.num_items
         self._samples += record.samples
         self._skipped += record.skipped
+        self._seconds += record.seconds
         now = time.perf_counter()
         if not self._progress.disable and now - self._bar_moved > self.BAR_SECONDS:
             self._shown(lambda: self._move_bar(record))
             self._bar_moved = now
-        if self._is_line_due(record.step, now):
-            self._say_line(record)
+        ends_epoch = record.step == self._num_steps or (
+            self._steps_per_epoch is not None and record.step % self._steps_per_epoch == 0
+        )
+        if ends_epoch or self._is_line_due(record.step, now):
+            self._say_line(record, of_epoch=ends_epoch)
 
     def _move_bar(self, record: StepRecord) -> None:
         self._progress.update(
@@ -112,19 +131,20 @@ class RunConsole:
             warning=self._warning,
         )
 
-    def _say_line(self, record: StepRecord) -> None:
-        now = time.perf_counter()
+    def _say_line(self, record: StepRecord, *, of_epoch: bool) -> None:
+        """Show the mean loss of an epoch that ends, else of the steps since the last line; and how fast these were."""
+        total, count = (self._epoch_sum, self._epoch_count) if of_epoch else (self._loss_sum, self._count)
+        rate = self._samples / self._seconds if self._seconds else 0.0
         self.say(
-            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {self._loss_sum / (self._count or 1.0):.4f}   "
-            f"{self._samples / (now - self._began):>9,.0f} samples/s"
+            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {total / (count or 1.0):.4f}   "
+            f"{rate:>9,.0f} samples/s"
             + (f"   {self._skipped} steps skipped: gradients were infinite" if self._skipped else "")
             + (f"   {self._warning}" if self._warning else "")
         )
-        self._loss_sum, self._count, self._samples, self._skipped, self._began = 0.0, 0.0, 0, 0, now
+        self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
+        self._began = time.perf_counter()
 
     def _is_line_due(self, step: int, now: float) -> bool:
-        if step == self._num_steps or (self._steps_per_epoch and step % self._steps_per_epoch == 0):
-            return True
         if self._line_every and step % self._line_every == 0:
             return True
         return self._progress.disable and now - self._began > self.LINE_SECONDS

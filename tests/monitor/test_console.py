@@ -1,0 +1,92 @@
+"""The lines on the terminal: the mean loss of an epoch, and how fast it went."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drivetrain as dt
+from drivetrain.config import configure
+from drivetrain.core.records import StepRecord
+from drivetrain.monitor.console import RunConsole
+from tests.training.jobs import Variant, make_job, vector_loss
+
+LINE = re.compile(r"epoch +(\d+) +step +(\d+) +loss ([\d.]+) +([\d,]+) samples/s")
+
+
+def record(step: int, epoch: int, loss: float, seconds: float = 1.0, items: float = 33.0) -> StepRecord:
+    return StepRecord(step, epoch, 33, loss, items, 0.1, None, seconds)
+
+
+def lines(text: str) -> list[tuple[int, int, float, int]]:
+    return [(int(e), int(s), float(loss), int(rate.replace(",", ""))) for e, s, loss, rate in LINE.findall(text)]
+
+
+def test_records_that_are_read_at_once_do_not_look_fast(capsys: Any) -> None:
+    """The records of several steps, here each an epoch of its own, may come within microseconds."""
+    console = RunConsole(3, 1, 0)
+    for step in (1, 2, 3):
+        console.show(record(step, step - 1, 0.5))
+    assert lines(capsys.readouterr().out) == [(1, 1, 0.5, 33), (2, 2, 0.5, 33), (3, 3, 0.5, 33)]
+
+
+def test_an_epochs_line_is_of_the_whole_epoch(capsys: Any) -> None:
+    console = RunConsole(8, 4, 0, line_every=3)
+    for step in range(1, 9):
+        console.show(record(step, (step - 1) // 4, float(step), items=float(step)))
+    shown = lines(capsys.readouterr().out)
+    assert [line[:2] for line in shown] == [(1, 3), (1, 4), (2, 6), (2, 8)]
+    whole = [sum(n * n for n in steps) / sum(steps) for steps in ((1, 2, 3), (1, 2, 3, 4), (5, 6), (5, 6, 7, 8))]
+    assert [line[2] for line in shown] == pytest.approx(whole, abs=1e-4)
+
+
+def test_epochs_of_unknown_length(capsys: Any) -> None:
+    with RunConsole(None, None, 0) as console:
+        for step, epoch in ((1, 0), (2, 0), (3, 1)):
+            console.show(record(step, epoch, float(step)))
+    assert [line[:3] for line in lines(capsys.readouterr().out)] == [(1, 2, 1.5), (2, 3, 3.0)]
+
+
+class Stop:
+    every = 1
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, context: dt.StepContext) -> None:
+        if context.step == self.at:
+            raise RuntimeError("planted")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def test_after_a_resume_the_mean_is_of_the_whole_epoch(tmp_path: Path, capsys: Any) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        time.sleep(0.02)
+        return vector_loss(model, batch)
+
+    variant = Variant(steps=10, global_batch=8, num_samples=40, save_every=3)  # five steps an epoch
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, batch_size=8, report=False)
+    with pytest.raises(RuntimeError, match="planted"):
+        dt.train(make_job(variant, loss=loss, hooks=[Stop(4)]), config)
+    capsys.readouterr()
+    result = dt.train(make_job(variant, loss=loss, hooks=[Stop(0)], valid=make_job(variant).data), config)
+    assert result.resumed_from == 3
+    rows = [json.loads(line) for line in (result.folder / "steps.jsonl").read_text().splitlines()]
+    shown = lines(capsys.readouterr().out)
+    assert [line[:2] for line in shown] == [(1, 5), (2, 10)]
+    for epoch, line in enumerate(shown):
+        own = [row for row in rows if row["epoch"] == epoch]
+        mean = sum(row["loss"] * row["num_items"] for row in own) / sum(row["num_items"] for row in own)
+        assert line[2] == pytest.approx(mean, abs=1e-4)
+        assert 8 < line[3] <= 8 / 0.02
+    metrics = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    epochs = {row["step"]: row["epoch"] for row in rows}
+    assert [(row["step"], row["epoch"]) for row in metrics] == [(step, epochs[step]) for step in (5, 10)]
