@@ -65,3 +65,22 @@ def test_a_steps_place_knows_nothing_of_the_world(division: Division, step: int,
     assert division.place(step).num_samples == division.global_batch or step % division.steps_per_epoch == (
         division.steps_per_epoch - 1
     )
+
+
+@given(
+    num_samples=st.integers(1, 200),
+    global_batch=st.integers(1, 70),
+    micro_batch=st.integers(1, 70),
+    world_size=st.integers(1, 6),
+    least=st.sampled_from([1, 2]),
+)
+def test_a_fixed_division_is_the_same_on_any_number_of_ranks(
+    num_samples: int, global_batch: int, micro_batch: int, world_size: int, least: int
+) -> None:
+    alone = Division(num_samples, global_batch, micro_batch, 1, least, True)
+    shared = Division(num_samples, global_batch, micro_batch, world_size, least, True)
+    for step in range(alone.steps_per_epoch):
+        place = alone.place(step)
+        by_rank = [shared.micro_steps(place, rank) for rank in range(world_size)]
+        assert len({len(parts) for parts in by_rank}) == 1, "all ranks run equally many"
+        assert [part for parts in by_rank for part in parts if part.weight] == alone.micro_steps(place, 0)

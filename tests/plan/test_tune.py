@@ -176,6 +176,16 @@ def test_a_pinned_micro_batch_is_left_alone() -> None:
     assert tuned.way == Way(micro_batch=7, compile_mode="default")
 
 
+def test_the_largest_micro_batch_is_taken_where_it_is_part_of_what_is_learnt() -> None:
+    faster_when_small = {"overhead": 1e-6, "per_sample": 1e-6, "slower_above": 16}
+    assert Machine(**faster_when_small).tune().way.micro_batch == 16
+    tuned = Machine(**faster_when_small).tune(largest_micro_batch="the loss couples samples")
+    assert tuned.way.micro_batch == 64
+    assert tuned.reasons["micro_batch"] == "the largest that fits, and kept: the loss couples samples"
+    tight = Machine(fixed=1000, memory=1000 + 100 * 40, **faster_when_small)
+    assert tight.tune(largest_micro_batch="coupled").way.micro_batch == 32
+
+
 def test_compiling_pays_or_is_not_used() -> None:
     modes = {"compile_modes": ("default",)}
     long, short, shorter = (

@@ -152,7 +152,7 @@ def job_of(loss: Callable[..., Tensor], data: Any = None, model: Callable[[], nn
     )
 
 
-def trained(folder: str, job: Job, micro_batch: int, **settings: Any) -> dict[str, Any]:
+def trained(folder: str, job: Job, micro_batch: int | None, **settings: Any) -> dict[str, Any]:
     """Train on this rank; all that the test compares, from rank 0."""
     config = configure(output_dir=Path(folder), batch_size=micro_batch, quiet=True, report=False, **settings)
     result = train(job, config)
@@ -317,6 +317,23 @@ def test_a_run_that_was_begun_before_goes_on_by_samples(tmp_path: Path, monkeypa
     found = trained(str(tmp_path), replace(job, hooks=(StopAt(None),)), 4)
     assert found["rule"]["by"] == "samples"
     assert "begun by a version" in found["events"]
+
+
+def contrastive_run(folder: str, stop_at: int | None, micro_batch: int | None) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    job = job_of(contrastive, checkpoint_every=1, hooks=(StopAt(stop_at),))
+    try:
+        return trained(folder, job, micro_batch)
+    except KeyboardInterrupt:
+        return {}
+
+
+def test_another_world_keeps_the_division_of_a_coupled_loss(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    whole = contrastive_run(str(tmp_path / "whole"), None, 4)
+    gloo_pool.run(contrastive_run, str(tmp_path / "moved"), 3, 4, world=1)
+    moved = gloo_pool.run(contrastive_run, str(tmp_path / "moved"), None, None, world=2)[0]
+    for key, value in whole["weights"].items():
+        assert torch.allclose(moved["weights"][key], value, atol=1e-10), key
 
 
 def test_validation_weights_alike(tmp_path: Path) -> None:

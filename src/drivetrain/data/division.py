@@ -1,7 +1,8 @@
 """How a global batch is divided: over ranks, then into micro-steps. Only work is divided; what a step means is not.
 
 A step takes the next `global_batch` samples of the stream, the last of an epoch what is left. Each rank takes one
-contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. All ranks run
+contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. (A division
+that is fixed is cut first and shared out then: any number of ranks sees the same micro-batches.) All ranks run
 equally many micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
 
 A model that normalises over a batch cannot train on one sample. For it no slice and no micro-step has less than `least`
@@ -89,6 +90,7 @@ class Division:
     micro_batch: int
     world_size: int
     least: int = 1  # samples of a micro-step
+    is_fixed: bool = False  # whether steps are cut into the same micro-steps by any number of ranks
 
     @property
     def steps_per_epoch(self) -> int:
@@ -104,6 +106,9 @@ class Division:
 
     def rank_slice(self, place: Place, rank: int) -> tuple[int, int]:
         """This rank's positions: contiguous, and together with the others' exactly the step's."""
+        if self.is_fixed:
+            parts = self._share(place, rank)
+            return (parts[0].start, parts[-1].stop) if parts else (place.stop, place.stop)
         count, num_ranks = place.num_samples, self._num_ranks(place)
         rank = min(rank, num_ranks)  # those behind get nothing
         last = min(rank + 1, num_ranks)
@@ -115,10 +120,15 @@ class Division:
 
     def largest_slice(self, place: Place) -> int:
         """Of a step's slices."""
+        if self.is_fixed:
+            slices = (self.rank_slice(place, rank) for rank in range(self.world_size))
+            return max(stop - start for start, stop in slices)
         return -(-place.num_samples // self._num_ranks(place))
 
     def num_micro_steps(self, place: Place) -> int:
         """The same on every rank: as many as the largest slice needs."""
+        if self.is_fixed:
+            return max(1, -(-len(self._cut(place.start, place.stop)) // self.world_size))
         largest = self.largest_slice(place)
         if self.least > 1:
             return max(1, len(self._cut(0, largest)))
@@ -137,11 +147,16 @@ class Division:
                 found[-2:] = [MicroStep(before.start, stop, 1)]
         return found
 
+    def _share(self, place: Place, rank: int) -> list[MicroStep]:
+        """This rank's micro-steps where the step is cut before it is shared out."""
+        parts = self._cut(place.start, place.stop)
+        return parts[len(parts) * rank // self.world_size : len(parts) * (rank + 1) // self.world_size]
+
     def micro_steps(self, place: Place, rank: int) -> list[MicroStep]:
         if self.world_size == 1 and place.num_samples <= self.micro_batch:
             return [MicroStep(place.start, place.stop, 1)]
         start, stop = self.rank_slice(place, rank)
-        found = self._cut(start, stop)
+        found = self._share(place, rank) if self.is_fixed else self._cut(start, stop)
         # What is repeated is of this step, so that no other data is touched.
         num_spare = min(self.least, place.num_samples)
         spare = min(start, place.stop - num_spare)

@@ -153,7 +153,6 @@ def _in_fp32(model: nn.Module, batches: list[Any]) -> tuple[nn.Module, list[Any]
 @contextmanager
 def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """What changes the sum of a batch's parts without being part of the loss is switched off, and put back."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     dropout = [module.dropout for module in recurrent]
     # Whether a mean over tokens is one has nothing to do with batch normalisation, which is known by its type.
@@ -176,9 +175,6 @@ def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
                 module.dropout = value
             for norm in norms:
                 norm.train()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
 
 @contextmanager

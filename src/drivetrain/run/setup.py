@@ -373,7 +373,10 @@ class Setup:
         is_synced = self.config.distributed.sync_batchnorm and self.world.size > 1  # sees the samples of all ranks
         if model is not None and not is_synced and couples_samples(model):
             least = 2  # one sample alone has no variance
-        return Division(job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, self.world.size, least)
+        is_fixed = bool(self.weighting.holds_division)
+        return Division(
+            job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, self.world.size, least, is_fixed
+        )
 
     def _micro_batch(self) -> int:
         """The user's, else a rank's whole share at once."""
