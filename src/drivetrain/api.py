@@ -49,6 +49,7 @@ from drivetrain.run import (
     tell_deepspeed,
     tell_notes,
     tell_plain_optimizer,
+    tell_repeatable,
     tell_sharding,
     write_down,
 )
@@ -187,6 +188,7 @@ class _Run(Setup):
             tell_notes(loader, books)
             tell_plain_optimizer(optimizer, books)
             tell_capture(stepper, books)
+            tell_repeatable(self, books)
             tell_sharding(self, books)
             tell_deepspeed(self, books)
             tell_weighting(self, books)

@@ -19,6 +19,7 @@ FLAGS = {
     "precision.dtype": ["--precision", "--precision-type", "--amp-dtype"],
     "precision.mixed": ["--mixed-precision"],
     "kernels.deterministic": ["--deterministic"],
+    "kernels.repeatable": ["--repeatable"],
     "kernels.num_threads": ["--num-threads"],
     "kernels.cudnn_benchmark": ["--cudnn-benchmark"],
     "kernels.capture": ["--capture"],

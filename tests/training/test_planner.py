@@ -424,7 +424,7 @@ def test_probes_run_with_the_kernels_of_the_run(
         seen.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark))
         return loss_function(model, batch)
 
-    decide(monkeypatch, Way(micro_batch=20))
-    run(tmp_path, make_job(VARIANT, loss=watched), **settings)
     is_strict = settings.get("deterministic", False)
+    decide(monkeypatch, Way(micro_batch=20, repeat="strict" if is_strict else "off"))
+    run(tmp_path, make_job(VARIANT, loss=watched), loss_weighting="samples", **settings)
     assert set(seen) == {(is_strict, settings.get("cudnn_benchmark", not is_strict))}

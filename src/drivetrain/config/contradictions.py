@@ -132,6 +132,21 @@ def _between_values(case: _Case) -> Iterator[Problem]:
             f"{case.spelled('kernels.deterministic')}",
             remedy="drop one of the two",
         )
+    if config.kernels.deterministic and config.kernels.repeatable in ("off", "fixed"):
+        yield case.problem(
+            "kernels.repeatable",
+            f"{config.kernels.repeatable} allows kernels that do not repeat, but there is "
+            f"{case.spelled('kernels.deterministic')}",
+            remedy="drop one of the two",
+        )
+    is_repeated = config.kernels.repeatable in ("fixed", "strict")
+    if is_repeated and config.kernels.cudnn_benchmark and "kernels.cudnn_benchmark" in given:
+        yield case.problem(
+            "kernels.cudnn_benchmark",
+            f"the fastest convolution of the moment is not the same every time, but there is "
+            f"{case.spelled('kernels.repeatable')}",
+            remedy="drop one of the two",
+        )
     if config.data.pin_memory and cpu:
         yield case.problem(
             "data.pin_memory",

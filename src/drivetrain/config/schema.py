@@ -100,6 +100,12 @@ class KernelSection(Section):
     deterministic: Annotated[bool, Flag("deterministic")] = Field(
         False, description="only kernels that give the same bits every time; an operation without one is an error"
     )
+    repeatable: Annotated[Literal["auto", "off", "fixed", "strict"], Flag("repeatable")] = Field(
+        "auto",
+        description="which kernels: off is the fastest; fixed none that is chosen by timing; "
+        "strict is --deterministic; auto measures on a GPU whether steps repeat to the bit, and takes the first "
+        "of these that does if it costs at most 3%",
+    )
     num_threads: Annotated[int | None, Flag("num-threads")] = Field(
         None, ge=1, description="threads that a CPU computes with (auto: one or all, as measured, else as torch has it)"
     )

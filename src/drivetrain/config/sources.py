@@ -74,7 +74,8 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
 PLAN_CHOICES = frozenset({
     "distributed.strategy", "distributed.expert_rest", "deepspeed.offload_optimizer", "precision.dtype", "batch.size",
     "batch.accumulation", "compile.enabled", "compile.mode", "kernels.capture", "kernels.num_threads",
-    "memory.activations", "data.channels_last", "data.resident", "data.num_workers", "data.prefetch_factor",
+    "kernels.repeatable", "memory.activations", "data.channels_last", "data.resident", "data.num_workers",
+    "data.prefetch_factor",
 })  # fmt: skip
 
 

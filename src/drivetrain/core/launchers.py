@@ -97,6 +97,14 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place:
     return Place("python")
 
 
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is alone, whoever started this one."""
+    meant = {"MASTER_ADDR", "MASTER_PORT"}
+    for names in _TABLE:
+        meant |= {names.mark, names.rank, names.size, names.local_rank, names.local_size}
+    return {name: value for name, value in environ.items() if name not in meant}
+
+
 def _read(names: _Names, environ: Mapping[str, str]) -> Place:
     if names.launcher == "accelerate" and not environ.get("RANK"):
         return Place("accelerate")  # one process: it sets no ranks

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.value import Value
-from drivetrain.plan.tune import Tried
+from drivetrain.plan.repeat import Repeatability
+from drivetrain.plan.tune import Tried, Way
+
+
+class Repeated(Value):
+    """What came of trying whether a way repeats: the way that was followed then, and why."""
+
+    chosen: Way
+    followed: Way
+    found: Repeatability
 
 
 class _File(Value):
     format: int = 1
     tried: tuple[Tried, ...] = ()
+    repeats: tuple[Repeated, ...] = ()
 
 
 def key_of_facts(facts: Mapping[str, Any]) -> str:
@@ -34,18 +44,33 @@ class PlanCache:
         self.journal = folder / f"{key}.probes.jsonl"
 
     def read(self) -> tuple[Tried, ...]:
+        return self._read().tried
+
+    def repeated(self, chosen: Way) -> Repeated | None:
+        """What was found of this way at an earlier start."""
+        return next((each for each in self._read().repeats if each.chosen == chosen), None)
+
+    def _read(self) -> _File:
         try:
             found = _File.from_json(self.path.read_bytes())
         except (OSError, ValueError):
-            return ()
-        return found.tried if found.format == 1 else ()
+            return _File()
+        return found if found.format == 1 else _File()
 
     def write(self, tried: Iterable[Tried]) -> None:
         """Whole or not at all. What ran out of memory is kept, too: it is not tried again."""
+        self._write(_File(tried=tuple(tried), repeats=self._read().repeats))
+
+    def write_repeated(self, repeated: Repeated) -> None:
+        before = self._read()
+        others = tuple(each for each in before.repeats if each.chosen != repeated.chosen)
+        self._write(before.model_copy(update={"repeats": (*others, repeated)}))
+
+    def _write(self, file: _File) -> None:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(_File(tried=tuple(tried)).to_json(), encoding="utf-8")
+            temporary.write_text(file.to_json(), encoding="utf-8")
             temporary.replace(self.path)
 
     def forget(self) -> None:

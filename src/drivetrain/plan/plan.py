@@ -9,6 +9,7 @@ import yaml
 
 from drivetrain.core.value import Value
 from drivetrain.plan.choice import Choice
+from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.tune import Tried
 
 
@@ -57,6 +58,7 @@ class Plan(Value):
     seconds: float = 0.0  # what planning took
     notes: tuple[str, ...] = ()
     loss: LossPlan | None = None
+    repeatable: Repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
     closed: tuple[str, ...] = ()  # choices to which the other way was measured, or ruled out: not to be advised
 
     def as_plain(self) -> dict[str, Any]:
@@ -74,6 +76,7 @@ class Plan(Value):
                 for name, choice in self.choices.items()
             },
             **({} if self.loss is None else {"loss": self.loss.model_dump(mode="json", exclude_defaults=True)}),
+            "repeatable": self.repeatable.as_plain(),
             "forecast": self.forecast.model_dump(mode="json", exclude_none=True),
             "tried": [
                 {

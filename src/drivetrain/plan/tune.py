@@ -14,6 +14,9 @@ from drivetrain.core.value import Value
 from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, bound_to_fit, largest_that_fits, next_size_to_measure
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+# Which kernels may be used: `off` any, the fastest; `fixed` none that is chosen by timing, and of cuDNN only
+# deterministic ones; `strict` torch's deterministic algorithms, and recurrent dropout outside cuDNN.
+Repeat = Literal["off", "fixed", "strict"]
 
 LEAST_GAIN = 0.03  # below this a difference is noise, or not worth a change
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
@@ -40,6 +43,7 @@ class Way(Value):
     recompute: bool = False
     capture: bool = False
     num_threads: int | None = None  # on a CPU; None: as torch has it
+    repeat: Repeat = "off"
 
     def __str__(self) -> str:
         words = [self.precision, f"micro-batch {self.micro_batch}"]
@@ -48,7 +52,13 @@ class Way(Value):
         words += ["channels-last"] if self.channels_last else []
         words += ["activations recomputed"] if self.recompute else []
         words += [f"{self.num_threads} threads"] if self.num_threads else []
+        words += {"off": [], "fixed": ["fixed kernels"], "strict": ["deterministic kernels"]}[self.repeat]
         return ", ".join(words)
+
+    @property
+    def splits_recurrent_dropout(self) -> bool:
+        """Whether dropout between recurrent layers is computed outside cuDNN, whose own waits for the device."""
+        return self.capture or self.repeat == "strict"
 
     def but(self, **changes: object) -> "Way":
         return Way.model_validate({**self.model_dump(), **changes})

@@ -92,7 +92,8 @@ class _Done(BaseException):
 def with_job(target: str, config: Config, action: Callable[[Job], T]) -> T:
     """What an action makes of a target's job, which is not trained. A script is run up to its first `dt.train`."""
     if target in RECIPES:
-        return action(RECIPES[target].job(config))
+        with configured(config, target):
+            return action(RECIPES[target].job(config))
     if not target.endswith(".py"):
         with configured(config, target):
             return action(_job_of(target))

@@ -6,6 +6,7 @@ from drivetrain.run.books import (
     tell_deepspeed,
     tell_notes,
     tell_plain_optimizer,
+    tell_repeatable,
     tell_sharding,
 )
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
@@ -33,6 +34,7 @@ __all__ = [
     "tell_deepspeed",
     "tell_notes",
     "tell_plain_optimizer",
+    "tell_repeatable",
     "tell_sharding",
     "write_down",
 ]

@@ -109,6 +109,15 @@ def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
     tell_plain_steps(optimizer, tell)
 
 
+def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
+    """Whether steps repeat to the bit, where that was tried, or is not known on a device where they may not."""
+    found = run.repeatability
+    books.event("repeatable", **found.as_plain())
+    if found.value is not None or run.world.device.type == "cuda" or run.way.repeat != "off":
+        words = {True: "", False: "no: ", None: ""}[found.value]
+        books.say(f"  repeats    {words}{escape(found.reason)}")
+
+
 def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
     """How the model was cut, and why."""
     sharded = run.sharded

@@ -32,11 +32,13 @@ from drivetrain.job import Job
 from drivetrain.plan.held import count_held
 from drivetrain.plan.tune import Measurement, Way
 from drivetrain.run.peak import CudaPeakMeter, NoPeakMeter
+from drivetrain.run.switches import switches_of
 from drivetrain.step import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.rates import put_rates_on_device
+from drivetrain.strategies.recurrent import split_recurrent_dropout
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
 ROUND_SECONDS = 0.02
@@ -56,12 +58,10 @@ class Probe:
         make_loader: Callable[[Division], Loader],
         journal: "Journal",
         *,
-        deterministic: bool = False,
         cudnn_benchmark: bool = True,
     ) -> None:
         self._job, self._model, self._world = job, model, world
-        # As the run has them: otherwise kernels would be measured that the run does not use.
-        self._kernels = {"deterministic": deterministic, "cudnn_benchmark": cudnn_benchmark}
+        self._cudnn_benchmark = cudnn_benchmark
         self._make_loader, self._journal = make_loader, journal
         self._alone = World(device=world.device)
         self._longest: list[int | None] | None = None
@@ -104,17 +104,20 @@ class Probe:
         model = copy.deepcopy(self._model)
         if way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if way.splits_recurrent_dropout:
+            split_recurrent_dropout(model)
         if way.recompute:
             recompute(model)
         precision = Precision(way.precision, device.type)
-        with numerics(precision, **self._kernels), num_threads(way.num_threads):
+        # As the run has them: otherwise kernels would be measured that the run does not use.
+        with numerics(precision, **switches_of(way, self._cudnn_benchmark)), num_threads(way.num_threads):
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
             called, graphs = None, 0
             if way.compile_mode:  # to look for the compiler alone takes seconds
                 graphs = num_graphs()
-                called = compiled(job.loss, way.compile_mode)
+                called = compiled(job.loss, way.compile_mode, fixed=way.repeat != "off")
             optimizer = job.make_optimizer(model)
             if way.capture:
                 problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision)
@@ -183,7 +186,7 @@ class Probe:
             return ""
         if way.precision not in self._found_to_stray:
             # To look for the fastest convolutions of both would take longer than the rest of the probe.
-            with numerics(precision, **{**self._kernels, "cudnn_benchmark": False}):
+            with numerics(precision, **switches_of(way, False)):
                 reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
                 found = _loss(self._job, model, batch, precision)
             # A loss that is not a number is near nothing: any comparison with it is false.

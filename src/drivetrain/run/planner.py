@@ -25,10 +25,11 @@ from drivetrain.data.division import Division
 from drivetrain.data.source import source_of
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
-from drivetrain.plan.cache import PlanCache, key_of_facts
+from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.held import num_bytes
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan
+from drivetrain.plan.repeat import IN_WORDS, Repeatability, find_repeatable
 from drivetrain.plan.tune import (
     NO_TIME,
     DoesNotFitError,
@@ -44,6 +45,7 @@ from drivetrain.plan.tune import (
 from drivetrain.run.data_path import settle_data_path
 from drivetrain.run.measure import Journal, Probe, has_convolutions
 from drivetrain.run.needs import explained
+from drivetrain.run.repeat import RepeatProbe
 from drivetrain.run.setup import Setup
 from drivetrain.step import why_not_here
 from drivetrain.strategies.sharding import forecast_local, layout_of
@@ -56,6 +58,11 @@ BUDGET_SHARE = 0.05
 # What compiling took on models of ordinary size, by the number of their smallest modules.
 COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
+# Trying whether steps repeat: what starting two processes takes, what compiling in both at once takes against one, how
+# many steps are run, and the share of the job that it may take; looking for a way that repeats may take as much again.
+REPEAT_START_SECONDS = {"cuda": 20.0, "cpu": 10.0}
+REPEAT_COMPILING, REPEAT_STEPS, REPEAT_SHARE = 1.5, 16, 0.05
+CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
 READING_SECONDS = 0.5  # that measuring what reading takes may take
 LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
 MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
@@ -93,18 +100,27 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
         if recorded is not None:
             run.follow(recorded)
             run.follow_data(checkpoint.meta["plan"].get("data"))
+            _remember_repeatability(run, checkpoint, recorded)
             why = _why_resumed(run, checkpoint)
             return described(run, model, None, why=why, is_closed=True)
         run.keep_division(checkpoint)
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
     if why_not:
+        run.repeatability = Repeatability(reason=f"not measured: {why_not}")
         is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
         return described(run, model, None, why=why_not, is_closed=is_closed)
     try:
         return measured(run, model, steps_done, on_probe, is_short_of_time=True)
     except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
         return described(run, model, None, why=f"by rule: {error.message}")
+
+
+def _remember_repeatability(run: Setup, checkpoint: Checkpoint, way: Way) -> None:
+    """As it was found before the checkpoint, unless something else is followed now."""
+    recorded = checkpoint.meta["plan"]
+    if "repeatable" in recorded and Way.model_validate(recorded["way"]) == way:
+        run.repeatability = Repeatability.model_validate(recorded["repeatable"])
 
 
 def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
@@ -131,6 +147,7 @@ _PINS = {
     "recompute": ("activations", {"memory.activations"}),
     "capture": ("capturing", {"kernels.capture"}),
     "num_threads": ("threads", {"kernels.num_threads"}),
+    "repeat": ("repeatable kernels", {"kernels.repeatable", "kernels.deterministic"}),
 }
 
 
@@ -185,7 +202,6 @@ def measured(
         world,
         lambda division: run.loader(division, job.source, shuffle=job.shuffle),
         Journal(cache.journal),
-        deterministic=run.config.kernels.deterministic,
         cudnn_benchmark=run.config.kernels.cudnn_benchmark,
     )
     scope = _scope(run, model, steps_done, is_short_of_time=is_short_of_time)
@@ -241,8 +257,103 @@ def measured(
     if job.hooks:
         notes.append(f"the forecast of the job's time does not count its hooks ({len(job.hooks)})")
     run.follow(tuned.way)
+    way, run.repeatability = _repeatable(run, model, tuned, steps_done, cache, is_short_of_time=is_short_of_time)
+    if way != tuned.way:
+        tuned = _followed_instead(tuned, way, run.repeatability.cost or 0.0)
+        run.follow(way)
     found = described(run, model, tuned, data=_data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time))
     return found.model_copy(update={"notes": tuple(notes), "seconds": clock()})
+
+
+def _repeatable(
+    run: Setup, model: nn.Module, tuned: Tuned, steps_done: int, cache: PlanCache, *, is_short_of_time: bool
+) -> tuple[Way, Repeatability]:
+    """The way to follow, and whether it repeats to the bit: tried, or as an earlier start found."""
+    way, chosen, began = tuned.way, tuned.chosen, time.monotonic()
+    why_not = _why_not_repeated(run, way)
+    if why_not or chosen is None or chosen.problem:
+        return way, Repeatability(reason=why_not or "not measured: no step was")
+    remembered = cache.repeated(way) if run.config.plan.cache else None
+    if remembered is not None:
+        return remembered.followed, remembered.found
+    step_seconds = chosen.sample_seconds * run.rank_samples
+    seconds_left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
+    one_way = REPEAT_COMPILING * chosen.setup_seconds + REPEAT_STEPS * step_seconds
+    most = REPEAT_SHARE * seconds_left if is_short_of_time else math.inf
+    if REPEAT_START_SECONDS[run.world.device.type] + one_way > most:
+        return way, Repeatability(
+            reason=f"not measured: about {seconds_left:.0f} s of work are left, too little to spend some "
+            f"{REPEAT_START_SECONDS[run.world.device.type] + one_way:.0f} s on it"
+        )
+    micro_batch = _micro_batch_of_copies(run, way, chosen)
+    if not micro_batch:
+        return way, Repeatability(reason="not measured: the memory does not hold the steps of two processes")
+    if not run.quiet:
+        print(
+            "drivetrain: planning: running the first steps twice, to see whether they repeat to the bit",
+            file=sys.stderr,
+        )
+
+    def why_stop() -> str:
+        spent = time.monotonic() - began
+        if spent + one_way > 2 * most or spent > run.config.plan.budget_seconds + 4 * one_way:
+            return f"{spent:.0f} s were spent on it, and the job is too short for more"
+        return ""
+
+    eager = tuned.measurement_of(way.but(compile_mode=None)) if way.compile_mode else None
+    eager_cost = None if eager is None or eager.problem else eager.sample_seconds / chosen.sample_seconds - 1
+    probe = RepeatProbe(run, model, micro_batch)
+    try:
+        followed, found = find_repeatable(
+            way,
+            probe.attempt,
+            probe.cost_of,
+            why_stop,
+            pinned=run.pinned(),
+            is_cudnn=has_convolutions(model) or any(isinstance(module, nn.RNNBase) for module in model.modules()),
+            eager_cost=eager_cost,
+        )
+    finally:
+        probe.close()
+    if probe.note:
+        found = found.model_copy(update={"reason": f"{found.reason} ({probe.note})"})
+    if found.value is not None and run.config.plan.cache:
+        cache.write_repeated(Repeated(chosen=way, followed=followed, found=found))
+    return followed, found
+
+
+def _why_not_repeated(run: Setup, way: Way) -> str:
+    """Why it is not tried whether steps repeat; empty if it is."""
+    if "repeat" in run.pinned() and way.repeat == "off":
+        return "not measured: --repeatable off asks for the fastest kernels"
+    if run.world.device.type == "cpu" and way.repeat == "off":
+        return "not measured: on a CPU kernels are not chosen by timing, and sum in a fixed order"
+    if run.world.size > 1:
+        return f"not measured: {run.world.size} processes share a step"
+    return ""
+
+
+def _micro_batch_of_copies(run: Setup, way: Way, chosen: Measurement) -> int:
+    """The largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
+    if run.world.device.type != "cuda":
+        return way.micro_batch
+    held = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
+    limit = _free_bytes(run) * run.config.memory.gpu_fraction
+    size = way.micro_batch
+    while size:
+        peak = held + max(0, chosen.peak_bytes - held) * size / way.micro_batch + CONTEXT_BYTES
+        if 3 * peak <= limit:
+            return size
+        size //= 2
+    return 0
+
+
+def _followed_instead(tuned: Tuned, way: Way, cost: float) -> Tuned:
+    """The same, with the way that repeats; its figures are those of the fastest, with what it costs."""
+    chosen = tuned.chosen
+    assert chosen is not None
+    measured = chosen.model_copy(update={"sample_seconds": chosen.sample_seconds * (1 + cost)})
+    return tuned.model_copy(update={"way": way, "tried": (*tuned.tried, Tried(way=way, measurement=measured))})
 
 
 def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
@@ -290,7 +401,7 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
     pinned, on_gpu = run.pinned(), run.world.device.type == "cuda"
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
-    may_change_precision = "precision" not in pinned and run.config.kernels.deterministic is False
+    may_change_precision = "precision" not in pinned and run.way.repeat != "strict"
     return Scope(
         rank_samples=run.rank_samples,
         remaining_samples=run.rank_samples * num_steps,
@@ -453,6 +564,15 @@ def described(
             reason=reasons.get("activations", settings.activations.reason),
             alternatives=settings.activations.alternatives,
         ),
+        "kernels.repeatable": Choice(
+            value=way.repeat,
+            reason=("asked for; " if "repeat" in pinned else "") + (run.repeatability.reason if tuned else why),
+            alternatives=tuple(
+                f"{IN_WORDS[trial.way.repeat]}: {100 * trial.cost:+.1f} %"
+                for trial in run.repeatability.trials
+                if trial.cost is not None and trial.way != way
+            ),
+        ),
         **_data_choices(run, data),
     }
     if run.world.device.type == "cpu" and (way.num_threads is not None or "threads" in reasons):
@@ -485,6 +605,7 @@ def described(
         measured=tuned is not None,
         notes=() if tuned else (why,),
         loss=_loss(run),
+        repeatable=run.repeatability,
         closed=tuple(_CLOSES) if is_closed else _closed_by(tuned, pinned) if tuned else (),
     )
     why_not = _why_not_captured_here(run) if way.capture else ""

@@ -32,7 +32,8 @@ from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.loss_weighting import LossRule, Weighting
-from drivetrain.plan.tune import Way
+from drivetrain.plan.repeat import Repeatability
+from drivetrain.plan.tune import Repeat, Way
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.making import checked, make_model, refuse_lazy, refuse_meta, unwrapped
@@ -42,6 +43,7 @@ from drivetrain.run.pinned import of_asked_length, plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy, strategy_for
+from drivetrain.run.switches import switches_of
 from drivetrain.step import own_stream, why_not_captured
 from drivetrain.strategies import (
     DataParallelStrategy,
@@ -59,8 +61,9 @@ from drivetrain.strategies import (
 )
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compiled, num_graphs
+from drivetrain.strategies.compiling import compile_options, compiled, num_graphs
 from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
+from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.validation import Validator
 
@@ -103,6 +106,17 @@ def target_of_run() -> str:
     return _target.get() or (str(Path(script).absolute()) if script.endswith(".py") else "")
 
 
+def target_to_rerun() -> str:
+    """What a fresh process can run to get the job that is being trained; empty where there is no such thing.
+
+    A script is run up to its first `dt.train`: a later one cannot be reached. Of `python -m` the module is not known.
+    """
+    main = sys.modules["__main__"]
+    if num_trained() != 1 or (not _target.get() and getattr(main, "__spec__", None) is not None):
+        return ""
+    return target_of_run()
+
+
 def note_end(finished: bool) -> None:
     """How the run that ended last in this process ended; asked for by whoever ran a script."""
     _ended[0] = finished
@@ -131,6 +145,7 @@ class Setup:
     keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
+    repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
 
     @classmethod
     def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
@@ -199,7 +214,15 @@ class Setup:
             recompute=self.settings.activations.value == "recompute",
             capture=self.config.kernels.capture == "on",
             num_threads=self.config.kernels.num_threads,
+            repeat=self._repeat_asked() or "off",
         )
+
+    def _repeat_asked(self) -> Repeat | None:
+        """Which kernels the user asked for; None where that is to be measured."""
+        if self.config.kernels.deterministic:
+            return "strict"
+        asked = self.config.kernels.repeatable
+        return None if asked == "auto" else asked
 
     def follow(self, way: Way) -> None:
         """Run steps this way. Before the parts are built that depend on it."""
@@ -253,6 +276,7 @@ class Setup:
             "recompute": config.memory.activations != "auto",
             "capture": config.kernels.capture != "auto",
             "num_threads": config.kernels.num_threads is not None,
+            "repeat": self._repeat_asked() is not None,
         }
         return {name for name, is_fixed in fixed.items() if is_fixed}
 
@@ -426,12 +450,7 @@ class Setup:
     @contextmanager
     def numerics(self) -> Iterator[None]:
         """The switches of torch that this run wants, for the time of the run."""
-        config = self.config
-        switches = numerics(
-            self.precision,
-            deterministic=config.kernels.deterministic,
-            cudnn_benchmark=config.kernels.cudnn_benchmark,
-        )
+        switches = numerics(self.precision, **switches_of(self.way, self.config.kernels.cudnn_benchmark))
         with switches, num_threads(self.way.num_threads):
             yield
 
@@ -489,7 +508,8 @@ class Setup:
             model = model.to(self.world.device)
         if self.way.compile_mode is None or self.shards:
             return model, optimizer, None
-        return model, optimizer, torch.compile(model, mode=self.way.compile_mode)
+        how = compile_options(self.way.compile_mode, fixed=self.way.repeat != "off")
+        return model, optimizer, torch.compile(model, **how)
 
     def build(self) -> nn.Module:
         """The model as the user made it, on its device unless it is going to be sharded."""
@@ -556,6 +576,8 @@ class Setup:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.shards and self.way.compile_mode is not None:
             compile_blocks(model, self.way.compile_mode, shares_experts=self.experts is not None)
+        if self.way.splits_recurrent_dropout:
+            split_recurrent_dropout(model)
         if self.way.recompute:
             self.recomputed = recompute(model)
             if not self.recomputed and self.settings.activations.pinned:
@@ -590,7 +612,9 @@ class Setup:
     def called_loss(self) -> LossFunction | None:
         """What is called in place of the loss function where it is compiled, with the model inside."""
         is_whole = self.way.compile_mode is not None and not self.shards  # of a sharded model, blocks are compiled
-        return compiled(self.job.loss, self.way.compile_mode or "default") if is_whole else None
+        if not is_whole:
+            return None
+        return compiled(self.job.loss, self.way.compile_mode or "default", fixed=self.way.repeat != "off")
 
     @property
     def weighting(self) -> Weighting:
@@ -630,6 +654,7 @@ class Setup:
                 "machine": self.machine(),
                 "way": self.way.but(micro_batch=division.micro_batch).model_dump(mode="json"),
                 "data": self._data_followed(),
+                "repeatable": self.repeatability.model_dump(mode="json", exclude={"trials"}),
             },
             "job": self.job.identity(),
             "loss": self.weighting.model_dump(mode="json"),

@@ -17,11 +17,21 @@ def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def compiled(loss: LossFunction, mode: str) -> LossFunction:
+def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunction:
+    """Compiles the loss function. With `fixed`, no kernel whose choice changes results is chosen by timing."""
+    how = compile_options(mode, fixed=fixed)
     if inspect.isfunction(loss) or inspect.ismethod(loss):
-        return torch.compile(loss, mode=mode)
+        return torch.compile(loss, **how)
 
     def call(model: Any, batch: Any) -> Any:
         return loss(model, batch)
 
-    return torch.compile(call, mode=mode)
+    return torch.compile(call, **how)
+
+
+def compile_options(mode: str, *, fixed: bool) -> dict[str, Any]:
+    """What `torch.compile` is called with. A mode is a set of options, and torch takes either the one or the others."""
+    if not fixed:
+        return {"mode": mode}
+    of_mode = torch._inductor.list_mode_options(mode) if mode != "default" else {}
+    return {"options": {**of_mode, "deterministic": True}}
