@@ -74,7 +74,8 @@ def candidates(batch: Any) -> list[Count]:
         values = _ignored_values(tensor)
         found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
         if _may_be_lengths(tensor):
-            found += [Count(path=path, kind="sum", part=part) for part in ("all", "from the second")]
+            shifts: tuple[Part, ...] = ("all", "from the second") if tensor.dim() == 1 else ("all",)
+            found += [Count(path=path, kind="sum", part=part) for part in shifts]
         found += [Count(path=path, kind="numel", part=part) for part in parts]
     return sorted(found, key=_rank)
 

@@ -58,6 +58,13 @@ class Weighting(Value):
         ]
         return torch.stack(found).abs().amax(0).gt(1e-6).nonzero().flatten()
 
+    def without(self, before: "Weighting", *, closed: bool) -> "Weighting":
+        """Return the same rule with only those explanations open that were open before, too; or with none."""
+        if closed:
+            return self.closed()
+        open_before = {before.count, *(other.count for other in before.others)}
+        return self.model_copy(update={"others": tuple(other for other in self.others if other.count in open_before)})
+
     def closed(self) -> "Weighting":
         """Return the same rule with nothing left to look for."""
         return self.model_copy(update={"others": ()})
@@ -104,7 +111,7 @@ def weighting_of(
         return Weighting(
             others=_others(counts, totals, num_samples, shifted=False),
             holds_division=couples,
-            reason="a mean over samples, measured before the first step",
+            reason="a mean over samples",
         )
     if finding.kind == "count":
         return Weighting(
@@ -112,12 +119,10 @@ def weighting_of(
             count=counts[0],
             others=_others(counts[1:], totals[1:], totals[0], shifted=True),
             holds_division=couples,
-            reason=f"a mean over {counts[0]}, not over samples, measured before the first step",
+            reason=f"a mean over {counts[0]}, not over samples",
         )
     if finding.kind == "sum":
-        return Weighting(
-            by="sum", holds_division=couples, reason="a sum over the batch, not a mean, measured before the first step"
-        )
+        return Weighting(by="sum", holds_division=couples, reason="a sum over the batch, not a mean")
     reason = _REASONS[finding.kind]
     return Weighting(holds_division=couples or reason, reason=reason)
 

@@ -33,8 +33,9 @@ from drivetrain.run.setup import Setup
 from drivetrain.step import Stepper
 from drivetrain.strategies.data_parallel import part_of
 
-FEWEST_SAMPLES, MOST_SAMPLES = 6, 16
+FEWEST_SAMPLES, MOST_SAMPLES = 10, 16
 FEWEST_CUT = 4  # samples of a batch that can only be cut, not made anew
+MOST_LOOKS = 4  # at later batches
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for some that differ in what they count
 SAMPLES_AT_ONCE, LOOK_AT_ALL_SECONDS = 4096, 1.0  # of data that is in memory
 MOST_WEIGHTS_ON_CPU = 100_000_000  # of a sharded model, which rank 0 has whole in host memory
@@ -177,7 +178,10 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     by = max(varying, key=lambda column: (max(column) - min(column)) / max(1.0, max(column)))
     numbers.sort(key=by.__getitem__)
     half = min(wanted, len(numbers)) // 2
-    return [items[number] for number in (*numbers[: min(wanted, len(numbers)) - half], *numbers[-half:])]
+    chosen = [*numbers[: min(wanted, len(numbers)) - half], *numbers[-half:]]
+    # Parts differ in what they count, and so do samples within a part: then padding is told from what is counted.
+    chosen[0], chosen[half - 1] = chosen[half - 1], chosen[0]
+    return [items[number] for number in chosen]
 
 
 def _is_in_all(count: Count, batches: list[Any]) -> bool:
@@ -217,7 +221,7 @@ class LossWatch:
         self._place: Place | None = None
         self._telling: tuple[int, list[int], Any, int] | None = None  # step, sample numbers, batch, its samples
         self._filler: MicroBatch | None = None
-        self._is_over = False
+        self._is_over, self._num_looks = False, 0
         loader.watch = self.look
 
     def look(self, place: Place, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -266,10 +270,12 @@ class LossWatch:
             own = None if found is None else _measured(run, self._model, lambda: _cut(found[2], found[3]))
             told = self._host.gather(None if own is None else own.model_dump(mode="json"))
             after = Weighting.model_validate(next(each for each in told if each is not None))
-        run.weighting, self._telling = after, None
-        if (after.by, after.count) != (before.by, before.count):
+        self._num_looks += 1
+        is_same = (after.by, after.count, after.holds_division) == (before.by, before.count, before.holds_division)
+        run.weighting, self._telling = after.without(before, closed=self._num_looks == MOST_LOOKS), None
+        if not is_same:
             self._stepper.start_over()
-        self._tell()
+            self._tell()
 
     def _numbers(self, place: Place, number: int) -> list[int]:
         """The samples of a micro-batch, and some of its step's others, where samples have numbers."""
@@ -339,18 +345,21 @@ def tell_weighting(run: Setup, books: Books | NoBooks) -> None:
     weighting, job, lines = run.weighting, run.job, list[str]()
     if weighting.by != "samples" and weighting.reason != "asked for":
         lines.append(
-            f"{weighting.reason}: micro-batches are weighted {weighting} (--loss-weighting samples treats it as a mean "
-            "over samples)"
+            f"measured to be {weighting.reason}: "
+            + ("added up" if weighting.by == "sum" else "weighted by that count")
+            + " over micro-batches and ranks (--loss-weighting samples takes it for a mean over samples)"
         )
     if weighting.reason == BEFORE:
         lines.append(f"weighted by samples: {BEFORE}")
     if weighting.holds_division and job.global_batch != 1:
         size = run.way.micro_batch
-        whole = " = the whole step" if size >= (job.global_batch or 0) else ""
+        most = max(1, -(-(job.global_batch or 0) // size))
+        remedy = "dt.LossSum(sum, count) makes a loss independent of it"
+        if weighting.holds_division == BATCH_NORM:
+            remedy = "group or layer normalisation does not depend on it"
         lines.append(
-            f"{weighting.holds_division}: what is learnt depends on the micro-batch ({size} samples{whole}), which is "
-            f"kept from now on; more than {max(1, (job.global_batch or 0) // size)} devices would have to divide it. "
-            "dt.LossSum(sum, count) makes a loss independent of the division"
+            f"{weighting.holds_division}: what is learnt depends on the micro-batch, which stays at {size}; more "
+            f"than {most} device{'s' if most > 1 else ''} would have to make it smaller ({remedy})"
         )
     if lines:
         books.event("loss weighting", **weighting.model_dump(mode="json"))
