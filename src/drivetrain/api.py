@@ -198,6 +198,7 @@ class _Run(Setup):
                 shards, meta = strategy.save()
                 meta |= {**self.meta(division), "validation": dict(validation.state_dict()) if validation else None}
                 meta["data"] = None if job.source.is_keyed else loader.position.to_json()
+                meta["has_moved"] = trainer.has_moved
                 return shards, meta
 
             last: StepRecord | None = None
@@ -217,6 +218,7 @@ class _Run(Setup):
             trainer = Trainer(
                 job, world, model, optimizer, stepper, loader, self.path, saves.save, resumed_from, validation
             )
+            trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
             trainer.check_model = watch.check
@@ -244,6 +246,8 @@ class _Run(Setup):
             because = validation.stopped_because if validation else ""
             is_done = loader.position.is_over(job.max_steps, job.epochs)
             finished = is_done or bool(because) or trainer.ended_by_hook
+            if finished:
+                trainer.refuse_unmoved(steps)
             books.finish(finished, steps, because, compilation=self.compilation(), capture=stepper.in_words())
             note_end(finished)
         if world.is_main and self.config.watch.report:

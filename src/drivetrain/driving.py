@@ -179,6 +179,7 @@ class Drive:
         self._trainer = Trainer(
             job, world, model, optimizer, self._stepper, self._loader, setup.path, self._saves.save, self.resumed_from
         )
+        self._trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
         self._trainer.snapshot = self._saves.snapshot
         self._trainer.check_after_first_step = self._saves.prepare
         self._trainer.before_step = self._books.before_step
@@ -339,7 +340,10 @@ class Drive:
                 self._memory.close()
                 job = self._setup.job
                 is_done = self._loader.position.is_over(job.max_steps, job.epochs)
-                self.finished = is_done or self._trainer.ended_by_hook
+                finished = is_done or self._trainer.ended_by_hook
+                if finished:
+                    self._trainer.refuse_unmoved(self.steps)
+                self.finished = finished
                 self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
                 note_end(self.finished)
             except BaseException as error:
@@ -429,7 +433,7 @@ class Drive:
         self._watch.check()
         shards, meta = self._strategy.save()
         is_keyed = self._setup.job.source.is_keyed
-        meta |= {**self._setup.meta(self._division), "validation": None}
+        meta |= {**self._setup.meta(self._division), "validation": None, "has_moved": self._trainer.has_moved}
         return shards, meta | {"data": None if is_keyed else self._position.to_json()}
 
     def _left_early(self, error: BaseException) -> None:

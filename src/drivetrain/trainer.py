@@ -105,6 +105,7 @@ class Trainer:
         self.wants_stop = False
         self.stopped_early = False  # somebody asked to stop; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
+        self.has_moved = False  # some step, over the whole life of the run, was not skipped
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
         self.check_after_first_step: Callable[[], Any] = lambda: None
         self.average_of: Callable[[Tensor], Tensor | None] = lambda parameter: None
@@ -360,8 +361,20 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._not_finite(step, place.epoch, loss)
         self._last_loss = loss if count else math.nan
+        if not skipped:
+            self.has_moved = True
         lr = enqueued.rates[number]
         return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0)
+
+    def refuse_unmoved(self, steps: int) -> None:
+        """Raises for a job that is done without a single step that moved the weights: nothing was trained."""
+        if steps and not self.has_moved:
+            raise DrivetrainError(
+                f"all {steps} steps were skipped, since their gradients were not finite: nothing was trained, and the "
+                "weights are those that the run began with",
+                remedy="use --precision bf16 or fp32 (fp16 overflows); look for infinite values in the data, and for "
+                "sqrt, log or a division by zero in the loss; then train under another --name",
+            )
 
     def _not_finite(self, step: int, epoch: int, loss: float) -> DrivetrainError:
         where = f"the loss of step {step} (epoch {epoch + 1}) is {loss}"

@@ -247,3 +247,18 @@ def run_unused(folder: str, until_call: int, decay: float, settings: dict[str, A
     changes["optimizer"] = lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=decay)
     trained = run(folder, variant, 6, settings=settings, **changes)
     return None if trained is None else {"weights": trained.weights, "first": first}
+
+
+def run_with_bad_gradients(folder: str, bad_calls: list[int], settings: dict[str, Any]) -> list[bool] | None:
+    """Finite losses whose gradients are not, at some calls of the loss: which steps were skipped."""
+    calls = [0]
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        calls[0] += 1
+        value = functional.cross_entropy(model(batch[0]), batch[1])
+        if calls[0] in bad_calls or not bad_calls:
+            value = value + (value * 0).sqrt()  # 0, and nan in backward
+        return value
+
+    trained = run(folder, Variant("mlp", torch.float32, 12, num_samples=60, steps=5), 6, settings=settings, loss=loss)
+    return None if trained is None else [row["skipped"] for row in trained.rows]

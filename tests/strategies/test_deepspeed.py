@@ -257,3 +257,21 @@ def test_weights_that_are_not_used(gloo_pool: GlooPool, tmp_path: Path, stage: i
         trained(0, 0.1)
     with pytest.raises(dt.DrivetrainError, match=r"side\.\w+ is not used in this step and was used in the first one"):
         trained(2, 0.0)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, True), (2, False), (2, True), (3, False), (3, True)])
+def test_a_skipped_step_leaves_nothing_behind(gloo_pool: GlooPool, tmp_path: Path, stage: int, offload: bool) -> None:
+    """The trial, which is skipped on purpose, and one in the middle: with weights in bf16 and an offloaded optimizer
+    DeepSpeed keeps the gradients of such a step."""
+    file = tmp_path / "bf16.json"
+    file.write_text('{"bf16": {"enabled": true}}')
+    settings = {**zero(stage, offload), "deepspeed_config": str(file)}
+    arguments = (str(tmp_path / "some"), [4], settings)  # the trial is the first call, so this is step 3
+    found = gloo_pool.run(deepspeed_runs.run_with_bad_gradients, *arguments, world=2, time_limit_seconds=LIMIT)[0]
+    assert found == [False, False, True, False, False]
+
+
+def test_a_run_of_skipped_steps_is_an_error(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), [], zero(2))
+    with pytest.raises(dt.DrivetrainError, match="all 5 steps were skipped"):
+        gloo_pool.run(deepspeed_runs.run_with_bad_gradients, *arguments, world=2, time_limit_seconds=LIMIT)

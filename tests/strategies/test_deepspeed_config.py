@@ -102,6 +102,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gradient_clipping": ({}, {"gradient_clipping": 1.0}, "Job.clip_norm"),
     "fp16": ({}, {"fp16": {"enabled": True}}, "bf16"),
     "bf16": ({}, {"bf16": {"enabled": True}}, "--precision bf16"),
+    "bf16 ": ({"precision": "bf16", "stage": 1}, {"bf16": {"enabled": True}}, "--zero-stage 2"),
     "zero_force_ds_cpu_optimizer": ({}, {"zero_force_ds_cpu_optimizer": True}, "drop it"),
     "zero_optimization.stage": ({"stage": 3}, {"zero_optimization": {"stage": 2}}, "--zero-stage 3"),
     "zero_optimization.stage ": ({}, {"zero_optimization": {"stage": 0}}, "use ddp"),

@@ -115,6 +115,7 @@ class DeepSpeedStrategy:
             with _quietly():
                 self._engine.step()
             self._zero.external_loss_scale = 1.0
+            self._forget_gradients()
 
         try_out(self._call, self._parts.model, trial, forgotten)
         self._objective.take_tallies()
@@ -122,6 +123,13 @@ class DeepSpeedStrategy:
         self._used_first, self._used = self._used, set()
         self._refuse_other_weights(sorted(self._used_first))
         self._refuse_decay_of_unused()
+
+    def _forget_gradients(self) -> None:
+        """After a step that was skipped. With an offloaded optimizer DeepSpeed 0.19 itself keeps the sums that were not
+        finite, adds to them, and so skips every step that follows."""
+        if self._stage < 3:
+            for group in self._zero.averaged_gradients:
+                self._zero.averaged_gradients[group] = None
 
     def _refuse_other_weights(self, used: list[str]) -> None:
         """Gradients are reduced in the order in which they come, and DeepSpeed does not look whose they are."""
@@ -201,6 +209,8 @@ class DeepSpeedStrategy:
         self._begins = True
         self._sums.stop = stop  # travels with the next sums
         skipped = float(self._zero.overflow)
+        if skipped:
+            self._forget_gradients()
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:

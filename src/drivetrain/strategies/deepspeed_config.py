@@ -140,6 +140,13 @@ def _contradictions(facts: ZeroFacts, own: Mapping[str, Any]) -> Iterator[tuple[
     if keeps_bf16_weights(own) and facts.precision != "bf16":
         message = f"keeps weights in bf16, but this run computes in {facts.precision}"
         yield "bf16", own["bf16"], message, "use --precision bf16, or drop it"
+    zero = own.get("zero_optimization", {})
+    offloads = facts.offload_optimizer or (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if keeps_bf16_weights(own) and stage_of(facts.stage, own) == 1 and not offloads:
+        message = (
+            "in stage 1 DeepSpeed keeps bf16 weights in another kind of optimizer, which cannot be driven or saved"
+        )
+        yield "bf16", own["bf16"], message, "use --zero-stage 2, or --offload-optimizer, or drop it"
     yield from _in_zero(facts, own.get("zero_optimization", {}))
 
 
