@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from drivetrain.launch.functions import launch_distributed_training as launch_distributed_training
     from drivetrain.launch.functions import setup_distributed_environment as setup_distributed_environment
     from drivetrain.launch.network import get_free_port as get_free_port
+    from drivetrain.proving.prove import prove as prove
     from drivetrain.run import Result as Result
 
 _HOME = {
@@ -66,6 +67,7 @@ _HOME = {
     "drive": "drivetrain.driving",
     "Drive": "drivetrain.driving",
     "export": "drivetrain.api",
+    "prove": "drivetrain.proving.prove",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -77,6 +77,14 @@ COMMANDS = {
             *("batch.size", "batch.accumulation"),
         ),
     ),
+    "prove": Command(
+        "drivetrain.recipes.proving",
+        "Shows on a job itself that it is trained right: against a plain loop, twice, and after kills.",
+        (
+            *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
+            "watch.quiet",
+        ),
+    ),
     "train": Command(
         "drivetrain.launch.training",
         "Trains a recipe, a job or a script, on every GPU here.",

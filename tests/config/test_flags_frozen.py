@@ -106,6 +106,11 @@ OBEYED = {
         for name in FLAGS
         if not name.startswith(("watch.", "checkpoint.", "validation.", "plan.")) and name != "batch.loss_weighting"
     ],
+    "prove": [
+        name
+        for name in FLAGS
+        if not name.startswith(("watch.", "checkpoint.", "validation.", "plan.")) or name == "watch.quiet"
+    ],
     "eval": [
         name
         for name in FLAGS
@@ -139,6 +144,7 @@ OWN_FLAGS = {
     "benchmark": ["--iterations", "--json"],
     "continual": ["--data", "--data-dir", "--methods", "--num-tasks", "--seeds", "--steps", "--tasks", "--tune"],
     "eval": ["--json", "--which"],
+    "prove": ["--full", "--json", "--output"],
     "plan": ["--cpu", "--for", "--gpu-memory", "--gpus", "--json", "--measure", "--num-processes", "--out"],
 }
 

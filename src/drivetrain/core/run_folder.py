@@ -15,6 +15,7 @@ from drivetrain.core.errors import DrivetrainError
 LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED = "job.yaml", ".lock", "finished.json"
+CERTIFICATE = "certificate.json"  # of `drivetrain prove`; it may be there before the run
 
 
 def problem_with_name(name: object) -> str:
@@ -66,7 +67,11 @@ class RunFolder:
 
     @classmethod
     def _claim(cls, path: Path, identity: Mapping[str, Any]) -> "RunFolder":
-        if path.exists() and not (path / _JOB).exists() and any(entry.name != _LOCK for entry in path.iterdir()):
+        if (
+            path.exists()
+            and not (path / _JOB).exists()
+            and any(entry.name not in (_LOCK, CERTIFICATE) for entry in path.iterdir())
+        ):
             raise DrivetrainError(
                 f"{path} is there already and is no run of drivetrain's; it is left as it is",
                 remedy="choose another --name or --output-dir",

@@ -122,7 +122,10 @@ class Case:
     def loss(self, model: Any, batch: Any) -> Any:
         """The user's loss, as the user's function returns it. What it is called with and for is recorded."""
         if not self.observed:
-            return self.job.loss(model, batch)
+            result = self.job.loss(model, batch)
+            if self.digests:
+                self.recorder.watch_loss((), result)
+            return result
         tags, inner = batch[_TAGS], batch[_BATCH]
         numbers = tags[:, 0].tolist()
         result = loss_of(self, model, inner, numbers)

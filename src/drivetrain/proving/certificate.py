@@ -13,6 +13,7 @@ from drivetrain.proving.classify import Verdict
 
 FORMAT = 1
 Status = Literal["ok", "job", "failed", "unknown", "skipped"]
+_GRAVITY = ("ok", "skipped", "unknown", "job", "failed")
 MARKS: Mapping[str, str] = {"ok": "✓", "job": "job", "failed": "✗", "unknown": "?", "skipped": "–"}
 
 
@@ -79,18 +80,17 @@ class Certificate:
         self.path = path
 
     def show(self, console: Console) -> None:
-        """Print the table: a row per configuration, a column per thing compared; what differs is told below it."""
-        columns = list(dict.fromkeys(check.what for check in self.checks))
-        rows = list(dict.fromkeys(check.configuration for check in self.checks))
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+        """Print a line for every configuration with what was compared in it; what differs is told below."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", show_header=False)
         table.title = f"{self.job}, trained by {self.trainer}"
-        table.add_column("configuration", overflow="fold")
-        for column in columns:
-            table.add_column(column, justify="center")
-        found = {(check.configuration, check.what): check for check in self.checks}
-        for row in rows:
-            cells = [found.get((row, column)) for column in columns]
-            table.add_row(row, *("" if cell is None else MARKS[cell.status] for cell in cells))
+        table.add_column(justify="center")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in dict.fromkeys(check.configuration for check in self.checks):
+            own = [check for check in self.checks if check.configuration == row]
+            worst = max(own, key=lambda check: _GRAVITY.index(check.status)).status
+            cells = (check.what if check.status == "ok" else f"{MARKS[check.status]} {check.what}" for check in own)
+            table.add_row(MARKS[worst], row, ", ".join(cells))
         console.print(table)
         console.print()
         told = set()

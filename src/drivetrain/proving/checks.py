@@ -37,7 +37,7 @@ from drivetrain.proving.compare import (
 from drivetrain.proving.processes import Workplace
 from drivetrain.proving.recorder import Kill
 from drivetrain.proving.reference import BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
-from drivetrain.proving.resuming import judge_items, judge_repeat, judge_resume
+from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
 from drivetrain.proving.trace import Trace
 
 START, SAMPLES, LOSS, RATES, GRADIENT, NORM, WEIGHTS, RANKS = (
@@ -60,6 +60,8 @@ class Subject:
         resumes: whether it saves to `case.folder` and continues from there; otherwise kills are not tried.
         workers: whether it uses `case.num_workers`.
         micro_batches: whether it uses `case.micro_batch`; otherwise batches are only divided over processes.
+        changes_world: whether a run may be continued by another number of processes.
+        runs_as_it_is: whether it also trains with `case.observed` false: the job's own data and loss, untouched.
     """
 
     run: Trainer
@@ -69,6 +71,8 @@ class Subject:
     resumes: bool = True
     workers: bool = True
     micro_batches: bool = True
+    changes_world: bool = False
+    runs_as_it_is: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ class _Proof:
             for configuration in self._configurations(case):
                 self._say(configuration.name)
                 self._compare(configuration)
+            if self._subject.runs_as_it_is and not self._job.hooks:
+                self._run_as_it_is(case)
         if self._extent.repeats:
             self._repeat_and_resume(case)
 
@@ -244,7 +250,7 @@ class _Proof:
             checks[what] = Check(case.name, what, status, verdict=verdict, **more)
 
         if trace.error:
-            failed = Verdict(Kind.FAILED, "unknown", case.name, _last_line(trace.error))
+            failed = Verdict(Kind.FAILED, "unknown", case.name, _first_line(trace.error))
             self.certificate.checks.append(Check(case.name, SAMPLES, "failed", detail=trace.error, verdict=failed))
             return
         if trace.num_steps == 0 or not trace.samples(0):
@@ -440,6 +446,26 @@ class _Proof:
             return Verdict(Kind.COUPLED, "job", name, words)
         return Verdict(Kind.UNKNOWN, "unknown", name, "the first two steps' gradients are right")
 
+    def _run_as_it_is(self, case: Case) -> None:
+        """Train with the job's own data and loss objects, which nothing watches, and compare the weights' bits."""
+        self._say("as it is, unobserved")
+        steps = min(6, case.num_steps)
+        num_samples = len(case.job.source.dataset)
+        seen = replace(
+            case,
+            name="as it is, unobserved",
+            num_steps=steps,
+            num_samples=num_samples,
+            order=_order(num_samples, case.global_batch, steps, case.seed, shuffle=case.job.shuffle),
+            clip_norm=self._job.clip_norm,
+            dtype=None,
+            randomness="own",
+            keep_gradients=0,
+        )
+        observed = self._work.run(self._subject.run, seen)
+        unobserved = self._work.run(self._subject.run, replace(seen, observed=False))
+        self._add(seen.name, WEIGHTS, judge_same_weights(observed, unobserved))
+
     # Repeating and resuming
 
     def _repeat_and_resume(self, case: Case) -> None:
@@ -460,6 +486,7 @@ class _Proof:
             clip_norm=self._job.clip_norm,
             dtype=None,
             randomness="own",
+            observed=not self._job.hooks,
             digests=True,
             save_every=save_every,
         )
@@ -474,18 +501,63 @@ class _Proof:
             self._add(own.name, ITEMS, judge_items(first, self._work.run(subject.run, alone)))
         if not subject.resumes:
             return
-        for number, kill in enumerate(_kills(own, extent)):
+        for kill in _kills(own, extent):
             self._say(f"killing {kill}")
             again = replace(own, name=f"kill -9 {kill}", folder=self._work.new_folder())
             killed = self._work.run(subject.run, replace(again, kill=kill))
+            if not killed.killed and not killed.error:
+                detail = "the run ended before it could be killed there"
+                self.certificate.checks.append(Check(again.name, RESUMES, "skipped", detail=detail))
+                continue
             resumed = self._work.run(subject.run, again)
-            verdict = judge_resume(again, first, killed, resumed, self._facts)
-            self._add(again.name, RESUMES, verdict)
-            del number
+            start = continued_from(first, resumed)
+            detail = "" if start is None else f"continued from step {start} of {own.num_steps}"
+            self._add(again.name, RESUMES, judge_resume(again, first, killed, resumed, self._facts), detail)
+        if extent.full and subject.changes_world and self._base is not None and self._floor.tells_weights:
+            self._resume_elsewhere(case)
 
-    def _add(self, configuration: str, what: str, verdict: Verdict | None) -> None:
+    def _resume_elsewhere(self, case: Case) -> None:
+        """Kill a run of two processes, continue it on one and on three, and compare with the plain loop."""
+        kill = Kill(max(3, case.num_steps // 2), "after_step")
+        for world in (1, 3):
+            if world > self._subject.max_world:
+                continue
+            name = f"kill -9 {kill}, continued by {world} instead of 2 processes"
+            self._say(name)
+            two = replace(
+                case,
+                name=name,
+                world_size=2,
+                micro_batch=_uneven([case.global_batch // 2], 2, self._facts.least_part),
+                strategy=self._subject.strategies[0],
+                save_every=2,
+                folder=self._work.new_folder(),
+            )
+            self._work.run(self._subject.run, replace(two, kill=kill))
+            other = replace(two, world_size=world, strategy=two.strategy if world > 1 else case.strategy)
+            self._add(name, RESUMES, self._judge_elsewhere(other, self._work.run(self._subject.run, other)))
+
+    def _judge_elsewhere(self, case: Case, resumed: Trace) -> Verdict | None:
+        assert self._base is not None
+        if resumed.error:
+            return Verdict(Kind.STATE_NOT_SAVED, "trainer", case.name, _first_line(resumed.error))
+        samples = [self._base.samples(step) for step in range(self._base.num_steps)]
+        start = len(samples) - resumed.num_steps
+        for step in range(resumed.num_steps):
+            odd = set(resumed.samples(step)) ^ set(samples[start + step])
+            if odd:
+                where = f"sample {min(odd)} in step {start + step + 1}"
+                return Verdict(Kind.DATA_ORDER, "trainer", where, "other samples than without the interruption")
+        if self._facts.loss_kind == "coupled":
+            return None  # how a batch is divided is part of what is learnt, and it was divided differently
+        found = weight_difference(resumed.main.weights, self._truth(case, samples), self._floor)
+        if found is None:
+            return None
+        return Verdict(Kind.STATE_NOT_SAVED, "trainer", found.name, str(found))
+
+    def _add(self, configuration: str, what: str, verdict: Verdict | None, detail: str = "") -> None:
         status: Status = "ok" if verdict is None else "job" if verdict.whose == "job" else "failed"
-        self.certificate.checks.append(Check(configuration, what, status, verdict=verdict))
+        self.certificate.checks.append(Check(configuration, what, status, detail=detail, verdict=verdict))
 
     # Facts
 
@@ -521,7 +593,10 @@ class _Proof:
                 "the loss draws random numbers that cannot be replayed sample by sample; divisions cannot be compared"
             )
         if self._job.hooks:
-            self.certificate.notes.append("hooks are left out where the trainer is compared with the plain loop")
+            self.certificate.notes.append(
+                "hooks are left out where the trainer is compared with the plain loop; where runs are repeated and "
+                "continued they are in, and samples are not observed: hooks see batches as they are"
+            )
 
 
 def _order(num_samples: int, batch: int, num_steps: int, seed: int, *, shuffle: bool) -> tuple[tuple[int, ...], ...]:
@@ -590,5 +665,5 @@ def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
     return not left.numel() or float((left.double() - right.double()).abs().max()) <= 1e-6 * max(scale, 1e-9)
 
 
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else ""
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

@@ -84,7 +84,7 @@ def errors(
         elif left.shape != right.shape:
             found[name] = float("inf")
         else:
-            found[name] = _largest(left.double() - right.double()) / scale
+            found[name] = _largest(_apart(left.double(), right.double())) / scale
     for name in seen.keys() - truth.keys():
         found[name] = _largest(seen[name].double()) / least
     return found
@@ -125,10 +125,19 @@ def _first(found: Mapping[str, float], limit_of: Callable[[str], float]) -> Diff
     return Difference(name, off[name], limit_of(name), len(off), len(found), worst, off[worst])
 
 
+def _apart(left: Tensor, right: Tensor) -> Tensor:
+    """The difference; 0 where both are the same infinity, as in masks."""
+    return torch.where(left == right, 0.0, left - right)
+
+
 def _size(value: Tensor, start: Tensor | None) -> float:
     moved = value.double() if start is None or start.shape != value.shape else value.double() - start.double()
-    return _largest(moved)
+    return _largest(_finite(moved) if start is None else torch.where(moved.isfinite(), moved, 0.0))
 
 
 def _largest(value: Tensor) -> float:
     return float(value.abs().max()) if value.numel() else 0.0
+
+
+def _finite(value: Tensor) -> Tensor:
+    return torch.where(value.isinf(), 0.0, value)

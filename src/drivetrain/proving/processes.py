@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,6 +36,7 @@ from drivetrain.proving.trace import Trace, read_rank
 T = TypeVar("T")
 GRACE_SECONDS = 5.0  # for the other ranks once one has failed; they may be stuck in a collective with it
 _KILLED = -signal.SIGKILL
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure)\b")
 
 
 class Workplace:
@@ -150,7 +152,8 @@ def _run_ranks(trainer: Trainer, case: Case, place: Path, time_limit: float) -> 
         return "", True
     if failed:
         first = failed[0]
-        return f"rank {first} of {world}: {_tail(place / f'rank-{first}.log')}", False
+        words = _tail(place / f"rank-{first}.log", 40)
+        return f"rank {first} of {world}: {_cause(words)}\n{words}", False
     return f"ranks {hung} of {world} were still running after {time_limit:g} s{where}", False
 
 
@@ -223,6 +226,12 @@ def _tail(path: Path, num_lines: int = 15) -> str:
         return "(it left no output)"
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return "\n".join(lines[-num_lines:]) or "(it left no output)"
+
+
+def _cause(log: str) -> str:
+    """The line of a traceback that says what is wrong; else the last line."""
+    lines = log.splitlines()
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
 
 
 def _free_port() -> int:

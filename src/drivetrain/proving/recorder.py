@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from drivetrain.core.loss import LossSum
 from drivetrain.proving.trace import MicroBatch, Reported, StepTrace
 
+SAVING_SECONDS = 0.4
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
 
 
@@ -119,7 +121,7 @@ class Recorder:
             kill = self._kill
             if kill is not None and kill.when == "micro_batch" and self.num_steps >= kill.step:
                 if self._num_backwards >= kill.number or self.num_steps > kill.step:
-                    _die()
+                    _die_later()
                 self._num_backwards += 1
 
         value.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -173,7 +175,7 @@ class Recorder:
         self._num_backwards = 0
         kill = self._kill
         if kill is not None and kill.when == "after_step" and self.num_steps >= kill.step:
-            _die()
+            _die_later()
 
     def _trained_model(self, optimizer: Optimizer | None) -> nn.Module:
         """The model whose parameters the optimizer holds; else the last one that has gradients; else the last one."""
@@ -234,6 +236,12 @@ def _writes(args: tuple[Any, ...]) -> bool:
     mode, flags = (args[1] if len(args) > 1 else "r"), (args[2] if len(args) > 2 else 0)
     by_mode = isinstance(mode, str) and any(letter in mode for letter in "wax+")
     return by_mode or (isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR)))
+
+
+def _die_later() -> None:
+    """Die once a checkpoint that is written beside training had the time to be finished; saves are killed elsewhere."""
+    time.sleep(SAVING_SECONDS)
+    _die()
 
 
 def _die() -> None:

@@ -16,7 +16,7 @@ def judge_repeat(case: Case, first: Trace, second: Trace, facts: Facts) -> Verdi
     """Two runs from the start, in fresh processes."""
     for trace in (first, second):
         if trace.error:
-            return Verdict(Kind.FAILED, "unknown", case.name, trace.error.strip().splitlines()[-1])
+            return Verdict(Kind.FAILED, "unknown", case.name, trace.error.splitlines()[0])
     for step in range(min(first.num_steps, second.num_steps)):
         for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=True)):
             verdict = _first_difference(one.steps[step], other.steps[step], step, rank, facts, repeated=True)
@@ -28,7 +28,7 @@ def judge_repeat(case: Case, first: Trace, second: Trace, facts: Facts) -> Verdi
 def judge_items(first: Trace, other: Trace) -> Verdict | None:
     """What an item draws follows from the sample, and not from the process that reads it."""
     if other.error:
-        return Verdict(Kind.FAILED, "unknown", "one process", other.error.strip().splitlines()[-1])
+        return Verdict(Kind.FAILED, "unknown", "one process", other.error.splitlines()[0])
     right = _contents(other)
     for (step, number), digest in _contents(first).items():
         if right.get((step, number), digest) != digest:
@@ -48,12 +48,22 @@ def _contents(trace: Trace) -> dict[tuple[int, int], int]:
     }
 
 
+def judge_same_weights(first: Trace, other: Trace) -> Verdict | None:
+    """Two runs that should end with the same bits, whatever happened on the way."""
+    for trace in (first, other):
+        if trace.error:
+            return Verdict(Kind.FAILED, "unknown", "one process", trace.error.splitlines()[0])
+    name = _odd_weight(first.main, other.main)
+    detail = "the job's own data and loss give other bits than the same with its samples numbered"
+    return Verdict(Kind.UNKNOWN, "unknown", name, detail) if name else None
+
+
 def judge_resume(case: Case, whole: Trace, killed: Trace, resumed: Trace, facts: Facts) -> Verdict | None:
     """A run that was killed and started again, against one that was never stopped."""
     if killed.error:
-        return Verdict(Kind.FAILED, "unknown", case.name, killed.error.strip().splitlines()[-1])
+        return Verdict(Kind.FAILED, "unknown", case.name, killed.error.splitlines()[0])
     if resumed.error:
-        last = resumed.error.strip().splitlines()[-1]
+        last = resumed.error.splitlines()[0]
         return Verdict(Kind.STATE_NOT_SAVED, "trainer", case.name, f"it cannot be continued: {last}")
     if resumed.num_steps == 0:
         return _final(whole, resumed, facts, Kind.STATE_NOT_SAVED, "the continued run ends with other weights")
@@ -75,6 +85,14 @@ def judge_resume(case: Case, whole: Trace, killed: Trace, resumed: Trace, facts:
         detail = f"{start + resumed.num_steps} steps in all instead of {whole.num_steps}"
         return Verdict(Kind.STATE_NOT_SAVED, "trainer", "number of steps", detail)
     return _final(whole, resumed, facts, Kind.STATE_NOT_SAVED, "the continued run ends with other weights")
+
+
+def continued_from(whole: Trace, resumed: Trace) -> int | None:
+    """The step that a continued run went on from; None if it cannot be told."""
+    if not resumed.num_steps or not whole.num_steps:
+        return None
+    start, verdict = _resumed_at(whole, resumed)
+    return start if verdict is None else None
 
 
 def _resumed_at(whole: Trace, resumed: Trace) -> tuple[int, Verdict | None]:

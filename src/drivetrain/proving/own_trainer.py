@@ -1,0 +1,135 @@
+"""Drivetrain itself as the trainer under test: `dt.train`, called as users call it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from drivetrain.api import Result, configured, export, train
+from drivetrain.config import Config
+from drivetrain.core.hook import StepContext
+from drivetrain.job import Job
+from drivetrain.proving.case import Case
+from drivetrain.proving.checks import Subject
+
+NEVER = 10**9  # steps between calls of a hook that is only asked before the first step
+
+
+def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
+    """The subject for a configuration: every strategy that fits, two ranks on a GPU."""
+    asked = config.distributed.strategy
+    strategies = ("ddp", "fsdp") if asked in ("auto", "single") else (asked,)
+    if asked == "auto" and on_gpu and find_spec("deepspeed") is not None:
+        strategies = (*strategies, "deepspeed")
+    return Subject(
+        lambda case: _train(case, config),
+        "drivetrain",
+        strategies=strategies,
+        max_world=2 if on_gpu else 3,
+        changes_world=True,
+        runs_as_it_is=True,
+    )
+
+
+class _Begin:
+    """A hook that tells the recorder when training begins: before, the trainer tries the model out."""
+
+    every = NEVER
+
+    def __init__(self, case: Case) -> None:
+        self._recorder = case.recorder
+
+    def check(self, context: StepContext) -> None:
+        self._recorder.restart()
+
+    def __call__(self, context: StepContext) -> None:
+        pass
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _train(case: Case, config: Config) -> dict[str, torch.Tensor] | None:
+    own = _config_of(case, config)
+    with configured(own):  # the script whose `dt.train` is being proven must not be stopped there again
+        result = train(_job_of(case), own, quiet=True)
+    if not result.is_main:
+        return None
+    if case.randomness == "off":
+        _report(case, result)
+    path = export(result, case.folder / "weights.safetensors", average=False)
+    return load_file(path)
+
+
+def _job_of(case: Case) -> Job:
+    """The user's job, as long as the case and with the case's parts in the place of its own."""
+    job = case.job
+    source = replace(job.source, dataset=case.data, collate=None, notes=())
+    own_hooks = () if case.randomness == "off" else tuple(job.hooks)
+    return replace(
+        job,
+        name="prove",
+        model=case.model,
+        data=source if case.observed else job.data,
+        loss=case.loss,
+        optimizer=case.optimizer,
+        collate=case.collate if case.observed else job.collate,
+        clip_norm=case.clip_norm,
+        global_batch=case.global_batch,
+        max_steps=case.num_steps,
+        epochs=None,
+        seed=case.seed,
+        valid=None,
+        valid_every=None,
+        metrics={},
+        early_stopping=None,
+        ema=None if case.randomness == "off" else job.ema,
+        init_from=None,
+        hooks=(_Begin(case), *own_hooks),
+        checkpoint_every=case.save_every or case.num_steps,
+        length_is_read=True,
+    )
+
+
+def _config_of(case: Case, config: Config) -> Config:
+    """The user's configuration, but for what the case says and for what would measure, compile or draw pictures."""
+
+    def changed(section: Any, **values: Any) -> Any:
+        return section.model_copy(update=values)
+
+    fresh = Config()
+    world = case.world_size
+    strategy = case.strategy if world > 1 else "single" if config.distributed.strategy != "auto" else "auto"
+    device = {"mode": "cpu", "device": "cpu"} if case.device == "cpu" else {}
+    return fresh.model_copy(
+        update={
+            "run": changed(fresh.run, output_dir=case.folder, seed=config.run.seed),
+            "device": changed(config.device, **device),
+            "precision": fresh.precision.model_copy(update={"dtype": "fp32"}) if case.dtype else config.precision,
+            "kernels": changed(config.kernels, capture="off", num_threads=1),
+            "memory": changed(config.memory, activations="keep"),
+            "batch": changed(fresh.batch, size=case.micro_batch, loss_weighting=config.batch.loss_weighting),
+            "moe": config.moe,
+            "data": changed(config.data, num_workers=case.num_workers),
+            "compile": changed(config.compile, enabled=False),
+            "plan": changed(fresh.plan, auto_optimize=False, cache=False),
+            "distributed": changed(config.distributed, strategy=strategy, timeout_seconds=60.0, init_method=None),
+            "deepspeed": config.deepspeed,
+            "watch": changed(fresh.watch, report=False, quiet=True, monitor_gpu=False, log_every=0),
+        }
+    )
+
+
+def _report(case: Case, result: Result) -> None:
+    """Hand in what the run's own records say."""
+    for line in Path(result.folder / "steps.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        case.recorder.report(row["step"] - 1, loss=row["loss"], grad_norm=row["grad_norm"])

@@ -1,0 +1,52 @@
+"""`drivetrain prove TARGET`: shows on a job itself that it is trained right. The job's own run is not touched."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+from rich.console import Console
+
+from drivetrain.config import Flag, Positional, Resolved
+from drivetrain.proving.certificate import Certificate
+from drivetrain.proving.prove import prove
+from drivetrain.recipes import with_job
+
+EXAMPLES = (
+    "drivetrain prove digits            against a plain loop, twice, and after a kill; a minute",
+    "drivetrain prove train.py          the job of a script, up to its first dt.train",
+    "drivetrain prove train.py --full   three processes, every division, six kills",
+    "drivetrain prove mine:job --json   the certificate for a program to read",
+    "exit code 0: nothing failed; 1: something did. How to read it: docs/prove.md",
+)
+
+
+class Options(BaseModel):
+    target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
+    full: Annotated[bool, Flag("full")] = Field(
+        False, description="try everything: micro-batches of 1, 3 processes, six kills, another number of processes"
+    )
+    output: Annotated[Path | None, Flag("output")] = Field(
+        None, description="where the certificate is written (auto: certificate.json in the run's folder)"
+    )
+    as_json: Annotated[bool, Flag("json")] = Field(False, description="print the certificate as JSON and nothing else")
+
+
+def run(options: Options, resolved: Resolved) -> int:
+    """0 if nothing failed, 1 otherwise."""
+    config = resolved.config
+    quiet = options.as_json or config.watch.quiet
+    progress = Console(stderr=True, highlight=False, quiet=quiet)
+
+    def say(text: str) -> None:
+        progress.print(f"proving: {text}")
+        sys.stderr.flush()
+
+    certificate: Certificate = with_job(
+        options.target,
+        config,
+        lambda job: prove(job, config=config, full=options.full, output=options.output, quiet=quiet, say=say),
+    )
+    if options.as_json:
+        print(certificate.to_json())
+    return 0 if certificate.ok else 1
