@@ -119,17 +119,21 @@ class Case:
         own = numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
         return [own[start : start + size] for start in range(0, len(own), size)] or [()]
 
-    def loss(self, model: Any, batch: Any) -> Any:
-        """The user's loss, as the user's function returns it. What it is called with and for is recorded."""
+    def loss(self, model: Any, batch: Any, *, is_training: bool = True) -> Any:
+        """The user's loss, as the user's function returns it. What it is called with and for is recorded.
+
+        A trainer that also tries the loss out between steps says so with `is_training=False`.
+        """
         if not self.observed:
             result = self.job.loss(model, batch)
-            if self.digests:
+            if self.digests and is_training:
                 self.recorder.watch_loss((), result)
             return result
         tags, inner = batch[_TAGS], batch[_BATCH]
         numbers = tags[:, 0].tolist()
         result = loss_of(self, model, inner, numbers)
-        self.recorder.watch_loss(numbers, result, tags[:, 1].tolist() if tags.shape[1] > 1 else ())
+        if is_training:
+            self.recorder.watch_loss(numbers, result, tags[:, 1].tolist())
         return result
 
     def optimizer(self, parameters: nn.Module | Iterable[Any]) -> Optimizer:

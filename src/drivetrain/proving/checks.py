@@ -295,7 +295,7 @@ class _Proof:
         if found is None:
             error = largest_error(errors(seen[0], truth.gradients[0]))
             return add(GRADIENT, "ok", error=error, limit=self._floor.least_gradient_limit)
-        verdict = self._why_gradient(case, trace, truth, step, found)
+        verdict = _classed(lambda: self._why_gradient(case, trace, truth, step, found), f"gradient of {found.name}")
         status: Status = "job" if verdict.whose == "job" else "failed"
         detail = f"in step {step + 1}, {found}"
         return add(GRADIENT, status, verdict, error=found.error, limit=found.limit, detail=detail)
@@ -392,7 +392,7 @@ class _Proof:
         if explained:
             job = self._facts.loss_kind == "coupled" and self._matches_parts(case, trace)
             return add(WEIGHTS, "job" if job else "failed", **facts)
-        verdict = self._why_weights(case, trace, found.name)
+        verdict = _classed(lambda: self._why_weights(case, trace, found.name), found.name)
         return add(WEIGHTS, "job" if verdict.whose == "job" else "failed", verdict, **facts)
 
     def _first_odd_weight(self, trace: Trace, truth: Outcome) -> Difference | None:
@@ -663,6 +663,16 @@ def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     scale = float(right.double().abs().max()) if right.numel() else 0.0
     return not left.numel() or float((left.double() - right.double()).abs().max()) <= 1e-6 * max(scale, 1e-9)
+
+
+def _classed(judge: Callable[[], Verdict], where: str) -> Verdict:
+    """What a judgement comes to; where the plain loop itself fails on the parts, just that."""
+    try:
+        return judge()
+    except DrivetrainError as error:
+        return Verdict(
+            Kind.UNKNOWN, "unknown", where, f"the plain loop fails on its parts: {_first_line(error.message)}"
+        )
 
 
 def _first_line(text: str) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from drivetrain.api import Result, configured, export, train
 from drivetrain.config import Config
 from drivetrain.core.hook import StepContext
+from drivetrain.core.micro_step import is_counted
 from drivetrain.job import Job
 from drivetrain.proving.case import Case
 from drivetrain.proving.checks import Subject
@@ -73,13 +74,17 @@ def _job_of(case: Case) -> Job:
     """The user's job, as long as the case and with the case's parts in the place of its own."""
     job = case.job
     source = replace(job.source, dataset=case.data, collate=None, notes=())
+
+    def loss(model: Any, batch: Any) -> Any:
+        return case.loss(model, batch, is_training=is_counted())
+
     own_hooks = () if case.randomness == "off" else tuple(job.hooks)
     return replace(
         job,
         name="prove",
         model=case.model,
         data=source if case.observed else job.data,
-        loss=case.loss,
+        loss=loss if case.observed or case.digests else job.loss,
         optimizer=case.optimizer,
         collate=case.collate if case.observed else job.collate,
         clip_norm=case.clip_norm,
