@@ -1,6 +1,6 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from drivetrain.run import (
     open_books,
     take_weights,
     tell_capture,
+    tell_changes,
     tell_deepspeed,
     tell_notes,
     tell_plain_optimizer,
@@ -102,10 +103,11 @@ class _Run(Setup):
             checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
             checkpoint = checkpointer.latest()
             model = self.build()
+            changes = self.changes_since_start(model, folder, checkpoint.step if checkpoint else None)
             settle_weighting(self, model, checkpoint)
             plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
             with self.numerics(), self.stream():
-                return self._train(folder, checkpointer, checkpoint, model, plan)
+                return self._train(folder, checkpointer, checkpoint, model, plan, changes)
         finally:
             self.close_loaders()
             if folder is not None:
@@ -118,6 +120,7 @@ class _Run(Setup):
         checkpoint: Checkpoint | None,
         built: nn.Module,
         plan: Plan,
+        changes: Sequence[str] = (),
     ) -> Result:
         job, world, precision = self.job, self.world, self.precision
         division = self.division(built)
@@ -185,6 +188,7 @@ class _Run(Setup):
             stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
             stepper.why_not = why_not_captured if wants_capture else ""
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
+            tell_changes(changes, resumed_from, books)
             tell_notes(loader, books)
             tell_plain_optimizer(optimizer, books)
             tell_capture(stepper, books)

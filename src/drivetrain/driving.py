@@ -50,6 +50,7 @@ from drivetrain.run import (
     note_end,
     open_books,
     take_weights,
+    tell_changes,
     tell_notes,
     tell_plain_optimizer,
     tell_sharding,
@@ -141,6 +142,8 @@ class Drive:
         self._loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(self._loader.fingerprint, world)
 
+        given = job.model if isinstance(job.model, nn.Module) else nn.Module()
+        changes = setup.changes_since_start(given, folder, checkpoint.step if checkpoint else None)
         model, optimizer, called = _as_they_are(setup)
         self._watch = ParameterWatch(model)
         taken = None
@@ -169,6 +172,7 @@ class Drive:
             self._watch.note = self._note
         if taken is not None:
             write_down(taken, self._books)
+        tell_changes(changes, self.resumed_from, self._books)
         tell_notes(self._loader, self._books)
         tell_plain_optimizer(optimizer, self._books)
         tell_sharding(setup, self._books)

@@ -12,6 +12,7 @@ FLAGS = {
     "run.name": ["--name"],
     "run.output_dir": ["--output-dir"],
     "run.seed": ["--seed"],
+    "run.strict": ["--strict"],
     "device.mode": ["--gpu-mode"],
     "device.device": ["--device"],
     "device.ids": ["--device-ids"],

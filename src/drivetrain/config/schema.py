@@ -54,6 +54,9 @@ class RunSection(Section):
     output_dir: Annotated[Path, Flag("output-dir")] = Field(
         Path("runs"), description="folder that holds the run folders"
     )
+    strict: Annotated[bool, Flag("strict")] = Field(
+        False, description="refuse to go on with a run whose code or data has changed, instead of reporting it"
+    )
     seed: Annotated[int, Flag("seed")] = Field(0, ge=0, lt=2**63, description="seed of weights and sample order")
 
 

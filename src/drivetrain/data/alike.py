@@ -37,8 +37,10 @@ class Glance(NamedTuple):
     sketches: dict[int, list[Any]]  # to rounding
 
 
-def glance(items: KeyedItems) -> Glance:
+def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float = READING_SECONDS) -> Glance:
     """Reads a few items, in the same order on every rank. An item that raises is left to the loader, which says where.
+
+    These `numbers`, or some from everywhere; as many as can be read in so many seconds.
 
     Generators, global ones and those of the data set, are afterwards where they were.
     """
@@ -47,13 +49,13 @@ def glance(items: KeyedItems) -> Glance:
     began = time.monotonic()
     with global_generators_kept(), generators.kept():
         before = generators.states()
-        for sample in _in_turn(found.length):
+        for sample in numbers or _in_turn(found.length):
             digest, sketch = _look(items, sample)
             if generators.states() != before:  # its items are random, and not by the key
                 return Glance(found.length, {}, {})
             if sketch:
                 found.digests[sample], found.sketches[sample] = digest, sketch
-            if time.monotonic() - began > READING_SECONDS:
+            if time.monotonic() - began > seconds:
                 break
     return found
 

@@ -3,6 +3,7 @@
 from drivetrain.run.books import (
     open_books,
     tell_capture,
+    tell_changes,
     tell_deepspeed,
     tell_notes,
     tell_plain_optimizer,
@@ -31,6 +32,7 @@ __all__ = [
     "open_books",
     "take_weights",
     "tell_capture",
+    "tell_changes",
     "tell_deepspeed",
     "tell_notes",
     "tell_plain_optimizer",

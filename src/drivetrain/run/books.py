@@ -1,6 +1,7 @@
 """The books of a run that is set up: on its main process, and nothing on the others."""
 
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 
@@ -97,6 +98,16 @@ def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
         stepper.tell = tell
     elif stepper.why_not:
         tell(NOT_CAPTURED, stepper.why_not)
+
+
+def tell_changes(changes: Sequence[str], step: int, books: Books | NoBooks) -> None:
+    """What of the job is not as it was when the run was begun."""
+    if changes:
+        books.event("job changed", step=step, changes=changes)
+        books.say(
+            f"  changed    since step {step} was saved: {escape('; '.join(changes))}. The run goes on as it is now; "
+            "--strict would refuse"
+        )
 
 
 def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:

@@ -34,6 +34,8 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.tune import Repeat, Way
+from drivetrain.run.changes import FILE as FINGERPRINT
+from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.making import checked, make_model, refuse_lazy, refuse_meta, unwrapped
@@ -378,6 +380,30 @@ class Setup:
         self.path = Path(answer["path"])
         supervision.run(answer["path"])
         return folder
+
+    def changes_since_start(self, model: nn.Module, folder: RunFolder | None, step: int | None) -> list[str]:
+        """What of the job is not as it was when the run was begun; refused on all ranks with `--strict`.
+
+        `step`: that of the checkpoint it goes on from; None for a new run. The model: as the user made it.
+        """
+        found = list[str]()
+        if folder is not None:
+            with torch.random.fork_rng(devices=[]):
+                now = Fingerprint(self.job, model)
+            before = None if step is None else read_fingerprint(self.path)
+            found = [] if before is None else now.changes_since(before)
+            if not (found and self.config.run.strict):
+                folder.write(FINGERPRINT, as_text(now))
+        if step is None or not self.config.run.strict:
+            return found
+        found = list(self.world.agree(found))
+        if found:
+            raise DrivetrainError(
+                f"the job has changed since step {step} of {self.path} was saved, and --strict is set: "
+                f"{'; '.join(found)}",
+                remedy="use the code and data it was begun with, another --name for a new run, or leave --strict out",
+            )
+        return found
 
     def compilation(self) -> str:
         """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
