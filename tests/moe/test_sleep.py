@@ -4,6 +4,7 @@ was killed goes on the same."""
 import copy
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,42 @@ def test_the_moving_average_moves_by_as_much_as_the_weights() -> None:
         replay.step([1, 2, 3])
     for parameter, (weights, average) in before.items():
         assert torch.allclose(awake.averages[parameter] - average, parameter - weights, atol=1e-15)
+
+
+def test_a_replay_is_judged_by_held_out_samples_where_there_are_some() -> None:
+    """Remembered samples were trained on: the loss on them falls while that on others rises."""
+    awake = Awake()
+    before = [parameter.detach().clone() for parameter in awake.model.parameters()]
+    measured = iter([1.0, 1.001])  # what the validation set says before and after
+    awake.context = replace(awake.context, measure=lambda: {"valid_loss": next(measured)})
+    rules = SleepRules(**{**vars(CALM), "replay_steps": 8, "rate": 0.5})
+    night = awake.night(rules)
+    remembered = night._replay.loss(night._checked)
+    (stage,) = night.run()
+    assert (stage.what, stage.kept, stage.loss) == ("replay", False, (1.0, 1.001))
+    assert all(torch.equal(p, old) for p, old in zip(awake.model.parameters(), before, strict=True))
+    assert night._replay.loss(night._checked) == remembered
+
+
+def test_harm_within_the_tolerance_does_not_add_up() -> None:
+    """Each part raises the held-out loss by 0.8 %: together they may not by more than 1 %."""
+    awake = Awake()
+    losses = iter([1.0, 1.008, 1.016])
+    awake.context = replace(awake.context, measure=lambda: {"valid_loss": next(losses)})
+    changes = {"specialise_steps": 30, "specialise_weight": 1.0, "replay_batch": 45, "agreement": -1.0}
+    stages = awake.night(SleepRules(**{**vars(CALM), **changes})).run()
+    assert [(stage.what, stage.kept) for stage in stages] == [("specialise", True), ("merge", False)]
+
+
+def test_what_is_checked_with_is_never_replayed() -> None:
+    """Also where so little is remembered that none of it was set aside."""
+    awake = Awake()
+    for capacity in (3, 6, 9, 60):
+        night = awake.night(SleepRules(**{**vars(CALM), "replay_steps": 2}), reservoir=capacity)
+        drawn = {number for step in range(50) for number in night._draw(16, step)}
+        assert not drawn & set(night._checked)
+        if not night._checked:
+            assert night.run() == []
 
 
 @pytest.mark.parametrize(("rate", "is_kept"), [(0.5, True), (300.0, False)])

@@ -1,8 +1,8 @@
 """One sleep of a model with mixtures of experts: replay, specialise, merge, prune, reorganise.
 
-Whatever is tried is checked, and taken back if the loss rises: replay and specialising on remembered samples that are
-never replayed; what becomes of experts on the validation set, where there is one. All of it comes from facts over all
-ranks, so every rank does the same.
+Whatever is tried is checked, and taken back if the loss rises: on the validation set, where there is one, else on
+remembered samples that are never replayed. Those were trained on, and say little of what a sleep does to samples that
+the model has not seen. All of it comes from facts over all ranks, so every rank does the same.
 """
 
 import math
@@ -47,7 +47,7 @@ class SleepRules:
     focus: float = 0.6  # specialisation from which on an expert is not split: 1 serves one class, 0 all alike
     min_experts: int = 2
     max_experts: int | None = None  # None: as many as there are slots
-    tolerance: float = 0.01  # by how much anything but replay may raise the loss, relative
+    tolerance: float = 0.01  # by how much all of a sleep but replay may raise the loss, relative; replay: not at all
 
     def __post_init__(self) -> None:
         refuse_others("SleepRules", vars(self), _ALLOWED)
@@ -107,6 +107,7 @@ class Night:
         agreement: float,
         seed: int,
         young: Mapping[str, int] | None = None,
+        measured: Mapping[str, float] | None = None,
     ) -> None:
         self._context, self._rules, self._reservoir, self._cycle = context, rules, reservoir, cycle
         self._agreement, self._seed = agreement, seed
@@ -114,12 +115,16 @@ class Night:
         self._layers = mixtures_in(context.model)
         self._replay = Replay(context, rehearsal, rules.micro_batch)
         self._groups = list(reservoir.groups)
-        self._checked = reservoir.checked or [kept[0] for kept in reservoir.groups.values()]
-        self._known: dict[str, float] = {}  # losses of the model as it is
+        self._checked = reservoir.checked or [kept[0] for kept in reservoir.groups.values() if len(kept) > 1]
+        self._loss: float | None = (measured or {}).get("valid_loss")  # of the model as it is; None: not known yet
+        self._at_first = math.nan
         self._seen: dict[str, Seen] | None = None
         self.stages: list[Stage] = []
 
     def run(self) -> list[Stage]:
+        if not self._checked and "valid_loss" not in self._context.measure():
+            return self.stages  # nothing could be checked: what is remembered is one sample of each group
+        self._at_first = self._now()
         self._rehearse()
         self._specialise()
         for name, layer in self._layers.items():
@@ -152,35 +157,34 @@ class Night:
 
     def _rehearse(self) -> None:
         rules = self._rules
-        if not rules.replay_steps:
+        if not rules.replay_steps or not self._draw(1, 0):
             return
-        before, put_back = self._now(self._remembered_loss), self._replay.saved()
+        before, put_back = self._now(), self._replay.saved()
         with self._replay.learning(rules.rate):
             for number in range(rules.replay_steps):
-                self._replay.step(self._reservoir.draw(rules.replay_batch, self._cycle, number))
+                self._replay.step(self._draw(rules.replay_batch, number))
         words = f"{rules.replay_steps} × {rules.replay_batch} samples of {len(self._groups)} groups replayed"
-        self._judge("replay", self._remembered_loss, before, put_back, words, harm=0.0)
+        self._judge("replay", before, put_back, words, harm=0.0)
 
     def _specialise(self) -> None:
         """The routers alone learn to tell by the expert what class a token is of, beside the loss."""
         rules = self._rules
-        if not rules.specialise_steps or len(self._groups) < 2 or not self._layers:
+        if not rules.specialise_steps or len(self._groups) < 2 or not self._layers or not self._draw(1, 0):
             return
         routers = {id(layer.router.weight) for layer in self._layers.values()}
-        put_back, loss, before = self._replay.saved(), self._now(self._remembered_loss), self.specialisation()
+        put_back, loss, before = self._replay.saved(), self._now(), self.specialisation()
         with self._replay.learning(rules.rate):
             for number in range(rules.specialise_steps):
                 # At most what is computed at once: the table has to be over all of it, in any number of ranks.
                 count = min(rules.replay_batch, rules.micro_batch)
-                drawn = self._reservoir.draw(count, self._cycle, rules.replay_steps + number)
-                self._replay.step(drawn, routers, self._told)
+                self._replay.step(self._draw(count, rules.replay_steps + number), routers, self._told)
         self._seen = None
         after = self.specialisation()
         is_worse = after <= before
         words = f"experts' specialisation {before:.2f} → {after:.2f}"
         facts: dict[str, Any] = {"specialisation": [round(before, 6), round(after, 6)]}
         harm = -math.inf if is_worse else None
-        self._judge("specialise", self._remembered_loss, loss, put_back, words, harm, **facts)
+        self._judge("specialise", loss, put_back, words, harm, **facts)
 
     def _told(self, numbers: Sequence[int], weight: int, routings: Mapping[str, Routing]) -> Tensor | None:
         """Less of what experts tell about classes (mutual information), as this rank's tokens change it.
@@ -227,7 +231,7 @@ class Night:
             return
         load = layer.load.tolist()
         share = (load[into] + 1) / (load[into] + load[gone] + 2)
-        before, put_back = self._now(self._held_out_loss), slots.saved([into, gone])
+        before, put_back = self._now(), slots.saved([into, gone])
         slots.merge(into, gone, share)
         words = f"expert {ids[gone]} merged into {ids[into]}: their outputs agree to {agreement:.1%}"
         facts: dict[str, Any] = {
@@ -235,7 +239,7 @@ class Night:
             "into": ids[into],
             "agreement": round(agreement, 6),
         }
-        if self._judge("merge", self._held_out_loss, before, put_back, words, layer=name, **facts) and layer.can_grow:
+        if self._judge("merge", before, put_back, words, layer=name, **facts) and layer.can_grow:
             layer.centroids[into].lerp_(layer.centroids[gone], 1 - share)
             layer.centroids[gone], layer.spreads[gone] = 0.0, 0.0
 
@@ -250,11 +254,11 @@ class Night:
         share = float(load[slot] * len(active) / load.sum().clamp_min(1))
         if share >= self._rules.idle_share:
             return
-        before, put_back = self._now(self._held_out_loss), slots.saved([slot])
+        before, put_back = self._now(), slots.saved([slot])
         slots.prune(slot)
         words = f"expert {ids[slot]} pruned: it had {share:.1%} of an even share of what is remembered"
         facts: dict[str, Any] = {"expert": ids[slot], "share": round(share, 6)}
-        is_kept = self._judge("prune", self._held_out_loss, before, put_back, words, layer=name, **facts)
+        is_kept = self._judge("prune", before, put_back, words, layer=name, **facts)
         if is_kept and layer.can_grow:
             layer.centroids[slot], layer.spreads[slot] = 0.0, 0.0
 
@@ -262,7 +266,7 @@ class Night:
         """A busy expert that serves many classes leaves half of them to a child, if the model is no worse for it."""
         rules, active = self._rules, slots.active
         limit = min(rules.max_experts or layer.num_slots, layer.num_slots)
-        if not layer.can_grow or len(slots.ids) >= limit or len(self._groups) < 2:
+        if not layer.can_grow or len(slots.ids) >= limit or len(self._groups) < 2 or not self._draw(1, 0):
             return
         seen = self._looked()[name]
         table = self._table(layer, seen)
@@ -274,7 +278,7 @@ class Night:
         halves = _halves(self._means(seen, parent), table[parent].sum(1).cpu())
         if halves is None:
             return
-        before, put_back = self._now(self._held_out_loss), self._replay.saved()
+        before, put_back = self._now(), self._replay.saved()
         slot = slots.grow(parent, seed=self._seed)
         if slot is None:
             return
@@ -283,7 +287,7 @@ class Night:
         with self._replay.learning(rules.rate):
             for number in range(rules.specialise_steps):
                 key = rules.replay_steps + rules.specialise_steps + number
-                self._replay.step(self._reservoir.draw(rules.replay_batch, self._cycle, key))
+                self._replay.step(self._draw(rules.replay_batch, key))
 
         def take_back() -> None:
             slots.prune(slot)
@@ -299,7 +303,7 @@ class Night:
             "parent": slots.ids[parent],
             "classes": taken,
         }
-        if self._judge("split", self._held_out_loss, before, take_back, words, layer=name, **facts):
+        if self._judge("split", before, take_back, words, layer=name, **facts):
             layer.centroids[parent], layer.centroids[slot] = halves.centres.to(layer.centroids)
             layer.spreads[slot] = layer.spreads[parent]
 
@@ -324,38 +328,42 @@ class Night:
     def _judge(
         self,
         what: str,
-        measures: Callable[[], float],
         before: float,
         take_back: Callable[[], None],
         words: str,
         harm: float | None = None,
         **facts: Any,
     ) -> bool:
-        """Keeps what was done if the loss is at most so much larger; else takes it back."""
-        after = measures()
+        """Keeps what was done if the loss is at most so much larger, than before it and than before the sleep.
+
+        Otherwise takes it back: parts of a sleep that each do a little harm would add up.
+        """
+        after = self._judged_loss()
         allowed = self._rules.tolerance if harm is None else harm
-        kept = math.isfinite(after) and after <= before * (1 + allowed)
+        limits = [_raised(before, allowed), _raised(self._at_first, max(allowed, self._rules.tolerance))]
+        is_allowed = math.isfinite(after) and allowed != -math.inf
+        kept = is_allowed and all(after <= limit for limit in limits if not math.isnan(limit))
         if not kept:
             take_back()
         self._seen = None
-        self._known = {measures.__name__: after if kept else before}  # other losses have to be measured anew
+        self._loss = after if kept else before
         self.stages.append(Stage(what, kept, (before, after), words, facts))
         return kept
 
-    def _now(self, measures: Callable[[], float]) -> float:
-        """A loss of the model as it is; measured once."""
-        name = measures.__name__
-        if name not in self._known:
-            self._known[name] = measures()
-        return self._known[name]
+    def _now(self) -> float:
+        """The loss of the model as it is; measured once."""
+        if self._loss is None:
+            self._loss = self._judged_loss()
+        return self._loss
 
-    def _remembered_loss(self) -> float:
-        return self._replay.loss(self._checked)
-
-    def _held_out_loss(self) -> float:
-        """Of the validation set, where there is one: what was learnt by heart says little of who is needed."""
+    def _judged_loss(self) -> float:
+        """Of the validation set, where there is one: what was learnt by heart says little of anything else."""
         found = self._context.measure()
-        return found["valid_loss"] if "valid_loss" in found else self._remembered_loss()
+        return found["valid_loss"] if "valid_loss" in found else self._replay.loss(self._checked)
+
+    def _draw(self, count: int, number: int) -> list[int]:
+        """Samples to train on, none of which is checked with."""
+        return self._reservoir.draw(count, self._cycle, number, without=self._checked)
 
     def _looked(self) -> dict[str, Seen]:
         """What is remembered as it comes to the mixtures now."""
@@ -389,6 +397,11 @@ class Night:
         sums.index_add_(0, classes[chose], torch.cat([seen.tokens.double(), ones], 1)[chose])
         self._context.world.all_reduce(sums)
         return (sums[:, :-1] / sums[:, -1:].clamp_min(1)).cpu()
+
+
+def _raised(loss: float, by: float) -> float:
+    """By a part of its size, which is more also where a loss is below 0."""
+    return loss + by * abs(loss)
 
 
 @dataclass(frozen=True)

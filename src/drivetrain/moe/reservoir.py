@@ -7,7 +7,7 @@ however often each was seen; it is the same on every rank; and there is no gener
 
 import hashlib
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 CHECKED = 4  # one in so many is kept aside to check with, and never replayed
@@ -53,9 +53,12 @@ class Reservoir:
         """What is never replayed: by its rank, so that it stays so."""
         return [number for kept in self.groups.values() for number in kept if self._is_checked(number)]
 
-    def draw(self, count: int, *key: int) -> list[int]:
+    def draw(self, count: int, *key: int, without: Collection[int] = ()) -> list[int]:
         """Of what may be replayed: equally many of each group, by lot. The key says which draw it is."""
-        groups = [[number for number in kept if not self._is_checked(number)] for kept in self.groups.values()]
+        groups = [
+            [number for number in kept if not self._is_checked(number) and number not in without]
+            for kept in self.groups.values()
+        ]
         # Which groups get one more, where the count does not divide, is by lot, too.
         groups = sorted((kept for kept in groups if kept), key=lambda kept: self._rank(kept[0], *key))
         drawn = []

@@ -131,7 +131,7 @@ class Sleep:
         before = context.measure()
         cycle = len(self.history)
         young = self._ids[max(0, len(self._ids) - CHILDHOOD)]
-        night = Night(context, rehearsal, self.rules, self.reservoir, cycle, self.agreement, self._seed, young)
+        night = Night(context, rehearsal, self.rules, self.reservoir, cycle, self.agreement, self._seed, young, before)
         stages = night.run()
         specialisation = night.specialisation()
         after = context.measure()
