@@ -374,8 +374,6 @@ def step_hypotheses(case: Case, trace: Trace) -> Iterator[tuple[Kind, Bug, str]]
     yield Kind.NOT_CLEARED, Bug(clears="never"), "gradients of earlier steps are still there"
     if case.clip_norm is not None:
         yield from clip_hypotheses(case)
-    else:
-        yield Kind.CLIPPING, Bug(), "gradients are clipped although the job does not ask for it"
     if case.job.weight_decay is not None:
         yield Kind.WEIGHT_DECAY, Bug(decays_all=True), "parameters of one dimension are decayed, too"
     per_epoch = -(-case.num_samples // case.global_batch)

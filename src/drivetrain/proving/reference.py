@@ -48,6 +48,7 @@ class Bug:
     forgets_moments_at: Sequence[int] = ()
     buffers: Literal["shared", "apart"] = "shared"
     decays_all: bool = False
+    loss_scale: float = 1.0  # no bug: what the loss is multiplied by and gradients are divided by again
 
 
 NO_BUG = Bug()
@@ -257,7 +258,11 @@ def _backward(case: Case, model: nn.Module, division: Division, bug: Bug, buffer
     everything = [number for rank in division for micro_batch in rank for number in micro_batch]
     if bug.weight is None:
         value = _own_mean(case, model, everything)
-        value.backward()  # type: ignore[no-untyped-call]
+        (value * bug.loss_scale).backward()  # type: ignore[no-untyped-call]
+        if bug.loss_scale != 1.0:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= bug.loss_scale
         return float(value.detach())
     before = {name: tensor.clone() for name, tensor in gradients_of(model).items()}
     total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}

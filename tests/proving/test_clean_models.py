@@ -1,0 +1,56 @@
+"""Models of every kind, trained right: 0 false alarms."""
+
+import pytest
+from torch import nn
+
+import drivetrain as dt
+from drivetrain.proving import Case, Certificate, Extent, Subject, prove_subject
+from tests.proving.loops import Loop
+from tests.proving.models import ARCHITECTURES, OWN, transformer
+
+SHORT = ("mlp-tanh", "cnn-batch-norm", "lstm", "vae", "routed")
+COUPLED = {"cnn-batch-norm"}
+
+
+def assert_clean(certificate: Certificate, name: str) -> None:
+    failures = [f"{check.configuration}, {check.what}: {check.detail}" for check in certificate.checks]
+    assert certificate.ok, [str(verdict) for verdict in certificate.verdicts] + failures
+    allowed = {"job"} if name in COUPLED else set()
+    assert {verdict.whose for verdict in certificate.verdicts} <= allowed, [str(v) for v in certificate.verdicts]
+    statuses = {check.status for check in certificate.checks}
+    assert statuses <= {"ok", "skipped"} | allowed, certificate.checks
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_clean_model_raises_no_alarm(name: str) -> None:
+    job = OWN[name]()
+
+    def run(case: Case) -> nn.Module:
+        return Loop(case)()
+
+    if name == "routed":  # whose auxiliary losses and loads are settled by the trainer
+        extent = Extent(num_steps=6, repeats=False, only=("micro-batches",))
+        certificate = dt.prove(job, extent=extent, output="/dev/null", quiet=True)
+    else:
+        extent = Extent(num_steps=6, repeats=False, only=("micro-batches", "processes"))
+        certificate = prove_subject(job, Subject(run), extent)
+    assert_clean(certificate, name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", OWN)
+def test_no_model_of_our_own_raises_an_alarm(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("certificate") / "certificate.json"
+    assert_clean(dt.prove(OWN[name](), output=path, quiet=True), name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_transformer_raises_an_alarm(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("certificate") / "certificate.json"
+    assert_clean(dt.prove(transformer(name), output=path, quiet=True), name)
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(OWN) + len(ARCHITECTURES) >= 40
