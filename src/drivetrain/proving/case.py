@@ -181,7 +181,7 @@ def factor_at(job: Job, step: int, num_steps: int) -> float:
 
 def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Tensor | LossSum:
     """The user's loss on a plain batch, with the case's numbers and randomness."""
-    batch = cast_floats(batch, case.dtype)
+    batch = cast_floats(batch, case.dtype, case.device)
     with ExitStack() as stack:
         if case.randomness == "off":
             stack.enter_context(dropout_off())
@@ -191,21 +191,22 @@ def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Tenso
         return case.job.loss(model, batch)
 
 
-def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """A batch whose floating-point tensors have this type; containers are rebuilt, anything else is kept."""
-    if dtype is None:
+def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:
+    """A batch on this device whose floating-point tensors have this type; containers are rebuilt, the rest is kept."""
+    if dtype is None and device == "cpu":
         return value
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        moved = value if value.device.type == device else value.to(device)
+        return moved.to(dtype) if dtype is not None and moved.is_floating_point() else moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(part, dtype) for part in value))
+        return type(value)(*(cast_floats(part, dtype, device) for part in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(cast_floats(part, dtype) for part in value)
+        return type(value)(cast_floats(part, dtype, device) for part in value)
     if type(value) is dict:
-        return {name: cast_floats(part, dtype) for name, part in value.items()}
+        return {name: cast_floats(part, dtype, device) for name, part in value.items()}
     if isinstance(value, Mapping) and hasattr(value, "data") and isinstance(value.data, dict):  # a BatchEncoding
         changed = deepcopy(value)
-        changed.data.update({name: cast_floats(part, dtype) for name, part in value.items()})
+        changed.data.update({name: cast_floats(part, dtype, device) for name, part in value.items()})
         return changed
     return value
 

@@ -61,6 +61,7 @@ class Subject:
         workers: whether it uses `case.num_workers`.
         micro_batches: whether it uses `case.micro_batch`; otherwise batches are only divided over processes.
         changes_world: whether a run may be continued by another number of processes.
+        device: where it trains, and the plain loop with it: `cpu` or `cuda`.
         runs_as_it_is: whether it also trains with `case.observed` false: the job's own data and loss, untouched.
     """
 
@@ -72,6 +73,7 @@ class Subject:
     workers: bool = True
     micro_batches: bool = True
     changes_world: bool = False
+    device: str = "cpu"
     runs_as_it_is: bool = False
 
 
@@ -152,6 +154,7 @@ class _Proof:
         return Case(
             "1 process, whole batches",
             job,
+            device=self._subject.device,
             num_steps=steps,
             global_batch=batch,
             micro_batch=batch,

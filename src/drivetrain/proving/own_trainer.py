@@ -33,6 +33,7 @@ def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
         strategies=strategies,
         max_world=2 if on_gpu else 3,
         changes_world=True,
+        device="cuda" if on_gpu else "cpu",
         runs_as_it_is=True,
     )
 

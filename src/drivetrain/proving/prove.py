@@ -4,12 +4,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
+from drivetrain.hardware import detect
 from drivetrain.job import Job
 from drivetrain.proving.case import Trainer
 from drivetrain.proving.certificate import Certificate
@@ -56,20 +58,32 @@ def prove(
             "prove was started on several processes, and starts its own", remedy="start it once, without a launcher"
         )
     config = config or Config()
+    if say is None:
+        say = _quiet if quiet else _said
     if trainer is None:
-        subject = drivetrain_subject(config)
+        subject = drivetrain_subject(config, on_gpu=_uses_gpu(config, say))
     else:
         subject = trainer if isinstance(trainer, Subject) else Subject(trainer, getattr(trainer, "__name__", "trainer"))
     chosen = extent or (FULL if full else Extent())
     console = Console(highlight=False, quiet=quiet)
-    if say is None:
-        say = _quiet if quiet else _said
     certificate = prove_subject(job, subject, replace(chosen), say)
     path = Path(output) if output is not None else config.run.output_dir / (config.run.name or job.name) / CERTIFICATE
     certificate.write(path)
     certificate.show(console)
     console.print(f"written to {path}")
     return certificate
+
+
+def _uses_gpu(config: Config, say: Say) -> bool:
+    """Whether the job is proven on a GPU: where there is one, unless the CPU is asked for."""
+    if config.device.mode == "cpu" or config.device.device == "cpu":
+        return False
+    if not detect(config.run.output_dir).gpus:
+        return False
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        say("on the CPU, since CUDA is in use in this process already, and does not survive a fork")
+        return False
+    return True
 
 
 def _said(text: str) -> None:

@@ -129,12 +129,12 @@ def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gra
         outcome.norms.append(norm)
         outcome.learning_rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         if step < keep_gradients:
-            outcome.gradients.append(gradients_of(model))
+            outcome.gradients.append({name: value.cpu() for name, value in gradients_of(model).items()})
         optimizer.step()
         if settlement.layers:
             settlement.settle()
     outcome.weights = _state(model)
-    outcome.rank_buffers = buffers
+    outcome.rank_buffers = [{name: value.cpu() for name, value in own.items()} for own in buffers]
     return outcome
 
 
@@ -157,7 +157,8 @@ def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> l
                 optimizer.zero_grad()
                 loss = _own_mean(case, model, samples)
                 loss.backward()  # type: ignore[no-untyped-call]
-                found.append(Piece(rank, number, tuple(samples), gradients_of(model), float(loss.detach())))
+                gradients = {name: value.cpu() for name, value in gradients_of(model).items()}
+                found.append(Piece(rank, number, tuple(samples), gradients, float(loss.detach())))
                 _put_buffers(model, kept)
     return found
 
@@ -242,7 +243,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
-    model = build_model(case.job, case.seed, case.dtype)
+    model = build_model(case.job, case.seed, case.dtype).to(case.device)
     if case.randomness == "off":
         turn_dropout_off(model)
     groups = parameter_groups(case.job, model)
@@ -351,11 +352,15 @@ def _norm(model: nn.Module) -> float:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: value.detach().to("cpu", copy=True)
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
