@@ -205,7 +205,7 @@ class StopAt:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def test_a_channels_last_model_goes_on_exactly(tmp_path: Path) -> None:
+def a_channels_last_model_goes_on_exactly(tmp_path: Path, gpu_mode: str = "auto") -> None:
     """The state of a checkpoint is row-major; fused kernels pair its elements with the weights' by address."""
     images = torch.randn(32, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -226,7 +226,7 @@ def test_a_channels_last_model_goes_on_exactly(tmp_path: Path) -> None:
             hooks=[StopAt(stop_at)],
         )
 
-    config = dt.configure(output_dir=tmp_path, report=False)
+    config = dt.configure(output_dir=tmp_path, report=False, gpu_mode=gpu_mode)
     expected = load_file(dt.export(dt.train(job("whole", 0), config, quiet=True)))
     with pytest.raises(RuntimeError, match="planted"):
         dt.train(job("stopped", 5), config, quiet=True)
@@ -234,3 +234,7 @@ def test_a_channels_last_model_goes_on_exactly(tmp_path: Path) -> None:
     assert result.resumed_from == 3
     found = load_file(dt.export(result))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_channels_last_model_goes_on_exactly(tmp_path: Path) -> None:
+    a_channels_last_model_goes_on_exactly(tmp_path, "cpu")
