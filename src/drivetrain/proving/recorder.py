@@ -142,9 +142,29 @@ class Recorder:
 
     # Torch's hooks
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Record a step; where the optimizer gets a closure, once that has computed the gradients."""
         if not self._models:
-            return
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._record_step(optimizer)
+            return None
+        is_recorded = False
+
+        def watched() -> Any:
+            nonlocal is_recorded
+            value = closure()
+            if not is_recorded:
+                is_recorded = True
+                self._record_step(optimizer)
+            return value
+
+        return args[:1], {**kwargs, "closure": watched}
+
+    def _record_step(self, optimizer: Optimizer) -> None:
         model = self._trained_model(optimizer)
         if self.num_steps == 0:
             self._write("first_weights", {name: _whole(value) for name, value in _named(model)})
