@@ -63,6 +63,8 @@ class Subject:
         changes_world: whether a run may be continued by another number of processes.
         device: where it trains, and the plain loop with it: `cpu` or `cuda`.
         runs_as_it_is: whether it also trains with `case.observed` false: the job's own data and loss, untouched.
+        even_divisions: whether its steps are micro-batch × accumulation steps × processes samples, so that only
+            divisors of the global batch can be tried; the last step of an epoch may still have fewer.
     """
 
     run: Trainer
@@ -75,6 +77,7 @@ class Subject:
     changes_world: bool = False
     device: str = "cpu"
     runs_as_it_is: bool = False
+    even_divisions: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,12 @@ class _Proof:
                 remedy="prove the job on a map-style data set of some of its samples",
             )
         length = len(source.dataset)
-        batch = min(job.global_batch or 8, length)
+        asked = min(job.global_batch or 8, length)
+        batch = self._divisible(asked)
+        if batch != asked:
+            self.certificate.notes.append(
+                f"global batch {batch} instead of {asked}: it is micro-batch × accumulation steps × processes here"
+            )
         num_samples = min(length, 6 * batch + max(1, batch // 2)) if source.is_keyed else length
         steps = self._extent.num_steps
         if job.max_steps is not None:
@@ -181,7 +189,7 @@ class _Proof:
             return case
         steps = max(8, min(steps, int(affordable)))
         if affordable < steps:
-            batch = max(6, min(batch, int(batch * affordable / steps)))
+            batch = self._divisible(max(6, min(batch, int(batch * affordable / steps))))
         if (steps, batch) == (case.num_steps, case.global_batch):
             return case
         self.certificate.notes.append(
@@ -190,6 +198,10 @@ class _Proof:
         )
         num_samples = min(case.num_samples, 6 * batch + max(1, batch // 2))
         return self._even(_resized(case, steps, batch, num_samples))
+
+    def _divisible(self, batch: int) -> int:
+        """The batch, or one close to it that two processes with two micro-batches each make up, where it has to be."""
+        return max(4, batch - batch % 4) if self._subject.even_divisions else batch
 
     def _with_clipping(self, case: Case) -> Case:
         """Measure rounding on this job; and let clipping act in some steps and not in others, where the job clips."""
@@ -216,7 +228,8 @@ class _Proof:
     def _configurations(self, case: Case) -> list[Case]:
         subject, extent, batch = self._subject, self._extent, case.global_batch
         least = self._facts.least_part
-        uneven = _uneven([batch], 3, least)
+        even = subject.even_divisions
+        uneven = _uneven([batch], 3, least, even=even)
         found = [case]
         if subject.micro_batches and batch > 1 and self._wants("micro-batches"):
             found.append(replace(case, name=f"micro-batches of {uneven}", micro_batch=uneven))
@@ -226,12 +239,12 @@ class _Proof:
             found.append(replace(case, name="2 loader workers", num_workers=2))
         world = min(2, subject.max_world, extent.max_world)
         for strategy in subject.strategies if world > 1 and self._wants("processes") else ():
-            micro = _uneven([batch // 2, batch - batch // 2], 3, least) if subject.micro_batches else batch
+            micro = _uneven([batch // 2, batch - batch // 2], 3, least, even=even) if subject.micro_batches else batch
             name = f"2 processes, {strategy}" + (f", micro-batches of {micro}" if subject.micro_batches else "")
             found.append(replace(case, name=name, world_size=2, micro_batch=micro, strategy=strategy))
             if extent.full and min(subject.max_world, extent.max_world) > 2:
                 shares = [batch * (rank + 1) // 3 - batch * rank // 3 for rank in range(3)]
-                micro = _uneven(shares, 2, least) if subject.micro_batches else batch
+                micro = _uneven(shares, 2, least, even=even) if subject.micro_batches else batch
                 found.append(
                     replace(
                         case,
@@ -479,7 +492,8 @@ class _Proof:
         subject, extent = self._subject, self._extent
         world = min(2, subject.max_world, extent.max_world)
         batch, least = case.global_batch, self._facts.least_part
-        micro = _uneven([batch // world, batch - batch // world], 2, least) if subject.micro_batches else batch
+        even, shares = subject.even_divisions, [batch // world, batch - batch // world]
+        micro = _uneven(shares, 2, least, even=even) if subject.micro_batches else batch
         save_every = 3
         own = replace(
             case,
@@ -535,7 +549,9 @@ class _Proof:
                 case,
                 name=name,
                 world_size=2,
-                micro_batch=_uneven([case.global_batch // 2], 2, self._facts.least_part),
+                micro_batch=_uneven(
+                    [case.global_batch // 2], 2, self._facts.least_part, even=self._subject.even_divisions
+                ),
                 strategy=self._subject.strategies[0],
                 save_every=2,
                 folder=self._work.new_folder(),
@@ -623,11 +639,16 @@ def _resized(case: Case, num_steps: int, batch: int, num_samples: int) -> Case:
     )
 
 
-def _uneven(shares: Sequence[int], parts: int, least: int) -> int:
-    """A micro-batch that cuts ranks' shares into some parts, unequal ones if possible, none below the least."""
+def _uneven(shares: Sequence[int], parts: int, least: int, *, even: bool = False) -> int:
+    """A micro-batch that cuts ranks' shares into some parts, unequal ones if possible, none below the least.
+
+    With `even`, into equal ones.
+    """
     largest = max(shares)
     sizes = range(max(least, -(-largest // parts)), least - 1, -1)
     fitting = [size for size in sizes if all(share % size == 0 or share % size >= least for share in shares)]
+    if even:
+        return next((size for size in fitting if not any(share % size for share in shares)), largest)
     uneven = [size for size in fitting if any(share % size for share in shares)]
     return (uneven or fitting or [largest])[0]
 
