@@ -115,7 +115,7 @@ def run_into_nan(folder: str, variant: Variant, at_call: int) -> str:
 def test_a_bad_step_is_never_saved_though_it_was_copied(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
     variant = replace(BASE, save_every=2)
     answers = gloo_pool.run(run_into_nan, str(tmp_path), variant, 1 + 4, world=world)  # the trial, then step 4
-    assert all("the loss of step 4 (epoch 0) is nan" in answer for answer in answers)
+    assert all("the loss of step 4 (epoch 1) is nan" in answer for answer in answers)
     assert steps_saved(tmp_path) == [2]
     mended = gloo_pool.run(run, str(tmp_path), variant, world=world)[0]
     whole = gloo_pool.run(run, str(tmp_path / "whole"), variant, world=world)[0]
