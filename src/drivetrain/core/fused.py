@@ -25,7 +25,8 @@ def use_fused(optimizer: Optimizer, model: nn.Module) -> None:
         return
     # Known beforehand for modules; functional calls show up in the step.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    chosen = [] if is_sparse else [group for group in optimizer.param_groups if _can_be_fused(group)]
+    may_be = not is_sparse and _has_kernels(optimizer)
+    chosen = [group for group in optimizer.param_groups if may_be and _can_be_fused(group)]
     for group in chosen:
         group["fused"] = True
         for parameter in group["params"]:
@@ -125,6 +126,14 @@ class FusedGuard:
             kind = type(optimizer).__name__
             self._why = f"{why}, which fused {kind} does not take: such steps are done by the plain form"
             self.tell()
+
+
+def _has_kernels(optimizer: Optimizer) -> bool:
+    """Adagrad's is younger on GPUs than the others': asked of the torch that is there."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not isinstance(optimizer, Adagrad) or all(parameter.device.type != "cuda" for parameter in parameters):
+        return True
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", "CUDA"))
 
 
 def _can_be_fused(group: dict[str, Any]) -> bool:
