@@ -335,7 +335,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
     "opt": ("OPTConfig", "OPTForCausalLM", {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
     "olmo": ("OlmoConfig", "OlmoForCausalLM", SIZES),
-    "stablelm": ("StableLmConfig", "StableLmForCausalLM", SIZES),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {**SIZES, "num_key_value_heads": 2}),
     "bert": ("BertConfig", "BertForMaskedLM", SIZES),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**SIZES, "max_position_embeddings": 40}),
     "distilbert": (

@@ -84,7 +84,7 @@ class Certificate:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", show_header=False)
         table.title = f"{self.job}, trained by {self.trainer}"
         table.add_column(justify="center")
-        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold", max_width=42)
         table.add_column(overflow="fold")
         for row in dict.fromkeys(check.configuration for check in self.checks):
             own = [check for check in self.checks if check.configuration == row]

@@ -11,7 +11,6 @@ from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
-from drivetrain.hardware import detect
 from drivetrain.job import Job
 from drivetrain.proving.case import Trainer
 from drivetrain.proving.certificate import Certificate
@@ -75,10 +74,8 @@ def prove(
 
 
 def _uses_gpu(config: Config, say: Say) -> bool:
-    """Whether the job is proven on a GPU: where there is one, unless the CPU is asked for."""
-    if config.device.mode == "cpu" or config.device.device == "cpu":
-        return False
-    if not detect(config.run.output_dir).gpus:
+    """Whether the job is proven on a GPU: only if one is asked for. What a job means does not depend on the device."""
+    if config.device.mode in ("auto", "cpu") and not config.device.device.startswith("cuda"):
         return False
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         say("on the CPU, since CUDA is in use in this process already, and does not survive a fork")
