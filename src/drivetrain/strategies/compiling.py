@@ -34,6 +34,6 @@ def compile_options(mode: str, *, fixed: bool) -> dict[str, Any]:
     if not fixed:
         return {"mode": mode}
     of_mode = torch._inductor.list_mode_options(mode) if mode != "default" else {}
-    # With deterministic algorithms on, the generator that inductor puts into compiled dropout draws other numbers in each
-    # call, whatever the seed (torch 2.11): torch's own is called instead, which also draws what an eager step draws.
+    # With deterministic algorithms on, the generator that inductor puts into compiled dropout draws other numbers in
+    # each call, whatever the seed (torch 2.11): torch's own is called instead, which draws what an eager step draws.
     return {"options": {**of_mode, "deterministic": True, "fallback_random": True}}
