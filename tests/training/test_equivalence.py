@@ -42,7 +42,8 @@ def difference(trained: Trained, losses: list[float], weights: dict[str, Any]) -
 def test_float64_equals_the_plain_loop(gloo_pool: GlooPool, tmp_path: Path, kind: str, case: str) -> None:
     world, global_batch, micro_batch, num_samples = CASES[case]
     variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples)
-    trained = gloo_pool.run(run, str(tmp_path), variant, micro_batch, world=world)[0]
+    measured = {"loss_weighting": "auto"}
+    trained = gloo_pool.run(run, str(tmp_path), variant, micro_batch, 0, "cpu", measured, world=world)[0]
     of_losses, of_weights = difference(trained, *plain_loop(variant))
     assert of_losses < 1e-10, of_losses
     assert of_weights < 1e-10, of_weights

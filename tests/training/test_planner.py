@@ -36,7 +36,7 @@ def short_jobs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, job: Job, **settings: Any) -> Path:
-    settings = {"gpu_mode": "cpu", "num_workers": 0, "report": False, **settings}
+    settings = {"gpu_mode": "cpu", "num_workers": 0, "report": False, "loss_weighting": "samples", **settings}
     return train(job, configure(output_dir=folder, **settings), quiet=True).folder
 
 

@@ -341,7 +341,8 @@ def run_from_instance(folder: str) -> Trained | None:
 def test_from_another_run_and_from_the_command_line(tmp_path: Path) -> None:
     first = run(str(tmp_path / "first"), BASE)
     assert first is not None
-    config = configure(output_dir=tmp_path / "second", gpu_mode="cpu", init_from=tmp_path / "first" / "suite")
+    given = {"init_from": tmp_path / "first" / "suite", "loss_weighting": "samples"}
+    config = configure(output_dir=tmp_path / "second", gpu_mode="cpu", **given)
     seen: list[dict[str, Tensor]] = []
 
     def loss(model: Any, batch: Any) -> Tensor:
