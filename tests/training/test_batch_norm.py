@@ -77,8 +77,9 @@ def plain_loop(steps: list[list[list[int]]]) -> tuple[list[float], dict[str, Any
     [
         (2, 22, 5, [[[5], [5]], [[5], [5]], [[2], []]]),  # one sample for each of two ranks
         (2, 23, 5, [[[5], [5]], [[5], [5]], [[3], []]]),
-        (2, 14, 4, [[[3, 2], [3, 2]], [[2], [2]]]),  # five are cut into four and one
-        (3, 15, 2, [[[3], [3], [2, 2]], [[2], [3], []]]),  # the last rank has more micro-batches than the others
+        (2, 14, 4, [[[4, 4], [2]], [[4], []]]),
+        (2, 14, 3, [[[3, 3], [2, 2]], [[2], [2]]]),  # not three threes and one
+        (3, 15, 2, [[[2, 2], [2, 2], [2]], [[2], [3], []]]),  # nothing to spare: one micro-batch is larger
         (1, 20, 3, [[[3, 3, 2, 2]], [[3, 3, 2, 2]]]),
     ],
 )

@@ -148,9 +148,12 @@ class Division:
         return found
 
     def _share(self, place: Place, rank: int) -> list[MicroStep]:
-        """This rank's micro-steps where the step is cut before it is shared out."""
+        """This rank's micro-steps where the step is cut before it is shared out.
+
+        The first rank always has some: what its samples leave in buffers, such as statistics, is everybody's.
+        """
         parts = self._cut(place.start, place.stop)
-        return parts[len(parts) * rank // self.world_size : len(parts) * (rank + 1) // self.world_size]
+        return parts[-(-len(parts) * rank // self.world_size) : -(-len(parts) * (rank + 1) // self.world_size)]
 
     def micro_steps(self, place: Place, rank: int) -> list[MicroStep]:
         if self.world_size == 1 and place.num_samples <= self.micro_batch:
