@@ -281,6 +281,7 @@ OWN: dict[str, Callable[[], Job]] = {
     "cnn-group-norm": lambda: job("cnn-group-norm", lambda: cnn(partial(nn.GroupNorm, 2)), data(2, 8, 8)),
     "cnn-instance-norm": lambda: job("cnn-instance-norm", lambda: cnn(nn.InstanceNorm2d), data(2, 8, 8)),
     "cnn-batch-norm": lambda: job("cnn-batch-norm", lambda: cnn(nn.BatchNorm2d), data(2, 8, 8)),
+    "cnn-batch-norm-sum": lambda: job("cnn-batch-norm-sum", lambda: cnn(nn.BatchNorm2d), data(2, 8, 8), summed),
     "cnn-average": lambda: job("cnn-average", lambda: cnn(pool=nn.AvgPool2d(2)), data(2, 8, 8)),
     "rnn": lambda: job("rnn", lambda: Recurrent(nn.RNN), data(5, 4)),
     "lstm": lambda: job("lstm", lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.2), data(5, 4)),

@@ -8,8 +8,9 @@ from drivetrain.proving import Case, Certificate, Extent, Subject, prove_subject
 from tests.proving.loops import Loop
 from tests.proving.models import ARCHITECTURES, OWN, transformer
 
-SHORT = ("mlp-tanh", "cnn-batch-norm", "lstm", "vae", "routed")
-COUPLED = {"cnn-batch-norm"}
+SHORT = ("mlp-tanh", "cnn-batch-norm", "cnn-batch-norm-sum", "lstm", "vae", "routed")
+COUPLED = {"cnn-batch-norm", "cnn-batch-norm-sum"}
+BY_DRIVETRAIN = {"routed", "cnn-batch-norm-sum"}  # a trainer that knows what it trains: experts' loads, and sums
 
 
 def assert_clean(certificate: Certificate, name: str) -> None:
@@ -28,7 +29,7 @@ def test_a_clean_model_raises_no_alarm(name: str) -> None:
     def run(case: Case) -> nn.Module:
         return Loop(case)()
 
-    if name == "routed":  # whose auxiliary losses and loads are settled by the trainer
+    if name in BY_DRIVETRAIN:
         extent = Extent(num_steps=6, repeats=False, only=("micro-batches",))
         certificate = dt.prove(job, extent=extent, output="/dev/null", quiet=True)
     else:

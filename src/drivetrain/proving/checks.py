@@ -36,7 +36,7 @@ from drivetrain.proving.compare import (
 )
 from drivetrain.proving.processes import Workplace
 from drivetrain.proving.recorder import Kill
-from drivetrain.proving.reference import BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
+from drivetrain.proving.reference import AS_A_SUM, BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
 from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
 from drivetrain.proving.trace import Trace
 
@@ -425,12 +425,15 @@ class _Proof:
         return None
 
     def _matches_parts(self, case: Case, trace: Trace) -> bool:
-        """Whether the trainer did what the plain loop does with the same parts, weighted by their samples."""
+        """Whether the trainer did what the plain loop does with the same parts: their mean by samples, or their sum."""
         divisions = [trace.division(step) for step in range(trace.num_steps)]
-        simulated = self._work.apart(lambda: reference.train(case, divisions, BY_SAMPLES))
-        names = set(simulated.weights) - {name for ranks in simulated.rank_buffers for name in ranks}
-        seen = {name: value for name, value in trace.main.weights.items() if name in names}
-        return weight_difference(seen, simulated, self._floor) is None
+        for bug in (BY_SAMPLES, AS_A_SUM):
+            simulated = self._simulated(case, divisions, bug)
+            names = set(simulated.weights) - {name for ranks in simulated.rank_buffers for name in ranks}
+            seen = {name: value for name, value in trace.main.weights.items() if name in names}
+            if weight_difference(seen, simulated, self._floor) is None:
+                return True
+        return False
 
     def _why_buffers(self, case: Case, trace: Trace) -> Verdict | None:
         """Whether every rank kept buffers of its own, found by simulating just that."""

@@ -241,6 +241,8 @@ def judge_gradient(
     limit = max(10 * floor.least_gradient_limit, 1e-7)
     true_weights, true_misfit = fit(columns, right)
     part = "" if len(off) == len(truth) else f", {len(off)} of {len(truth)} tensors"
+    if true_misfit > limit and _is_best_mix(columns, target, right, pieces, limit):
+        return _coupled(where)
     for kind, factors, words in _weightings(case, pieces, true_weights):
         weights = torch.tensor(factors, dtype=torch.float64)
         if misfit_of(columns, target, weights) < limit and misfit_of(columns, right, weights) > limit:
@@ -261,6 +263,15 @@ def judge_gradient(
     if misfit < limit:
         return Verdict(Kind.WRONG_WEIGHTS, "trainer", where, f"micro-batches count {shown}{part}")
     return Verdict(Kind.UNKNOWN, "unknown", where, f"it is no mix of the micro-batches' gradients{part}")
+
+
+def _is_best_mix(columns: Tensor, target: Tensor, right: Tensor, pieces: Sequence[Piece], limit: float) -> bool:
+    """Whether a trainer's mix of parts that cannot give the truth is as near to it as a mean or a sum of them is."""
+    weights, misfit = fit(columns, target)
+    total = sum(len(piece.samples) for piece in pieces)
+    by_samples = torch.tensor([len(piece.samples) / total for piece in pieces], dtype=torch.float64)
+    nearest = min(misfit_of(columns, right, simple) for simple in (by_samples, torch.ones_like(by_samples)))
+    return misfit < limit and misfit_of(columns, right, weights) <= nearest * (1 + 1e-6)
 
 
 def _is_rounded(value: Tensor, dtype: torch.dtype) -> bool:

@@ -54,6 +54,7 @@ class Bug:
 NO_BUG = Bug()
 DIVIDED = Bug(weight="right")
 BY_SAMPLES = Bug(weight=lambda own, total, micro_batches, ranks, number: own / total)
+AS_A_SUM = Bug(weight=lambda own, total, micro_batches, ranks, number: 1.0)
 
 
 @dataclass
