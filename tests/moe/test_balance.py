@@ -72,7 +72,7 @@ def test_what_does_not_train_is_not_counted() -> None:
     layer(inputs)
     assert auxiliary_loss(layer) is None
     layer.train()
-    with uncounted():
+    with uncounted(layer):
         layer(inputs)
     assert not layer.tally.on(CPU).any()
     layer(inputs)
