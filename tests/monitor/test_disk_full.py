@@ -98,8 +98,8 @@ def test_it_is_said_once(small_disk: Path, monkeypatch: pytest.MonkeyPatch, caps
             (small_disk / "ballast").unlink()
         return vector_loss(model, batch)
 
-    config = configure(output_dir=small_disk, gpu_mode="cpu", monitor_gpu=False, report=False)
-    train(make_job(SMALL, loss=filling), config)
+    given = {"monitor_gpu": False, "report": False, "loss_weighting": "samples"}  # calls are counted
+    train(make_job(SMALL, loss=filling), configure(output_dir=small_disk, gpu_mode="cpu", **given))
     assert capsys.readouterr().out.count("steps.jsonl cannot be written") == 1
 
 
