@@ -145,7 +145,7 @@ OWN_FLAGS = {
     "benchmark": ["--iterations", "--json"],
     "continual": ["--data", "--data-dir", "--methods", "--num-tasks", "--seeds", "--steps", "--tasks", "--tune"],
     "eval": ["--json", "--which"],
-    "prove": ["--full", "--json", "--output"],
+    "prove": ["--full", "--json", "--output", "--trainer"],
     "plan": ["--cpu", "--for", "--gpu-memory", "--gpus", "--json", "--measure", "--num-processes", "--out"],
 }
 

@@ -63,6 +63,7 @@ class Subject:
         changes_world: whether a run may be continued by another number of processes.
         device: where it trains, and the plain loop with it: `cpu` or `cuda`.
         runs_as_it_is: whether it also trains with `case.observed` false: the job's own data and loss, untouched.
+        double: whether it trains models in float64; otherwise all is compared in the model's own type.
         even_divisions: whether its steps are micro-batch × accumulation steps × processes samples, so that only
             divisors of the global batch can be tried; the last step of an epoch may still have fewer.
     """
@@ -77,6 +78,7 @@ class Subject:
     changes_world: bool = False
     device: str = "cpu"
     runs_as_it_is: bool = False
+    double: bool = True
     even_divisions: bool = False
 
 
@@ -127,6 +129,9 @@ class _Proof:
         case = self._first_case()
         self._facts = facts = self._work.apart(lambda: reference.find_facts(case))
         keep_gradients = case.num_steps if facts.num_parameters <= MOST_KEPT else 2
+        if not self._subject.double:
+            facts = replace(facts, dtype=None, why_not_double=facts.why_not_double or "the trainer takes none")
+            self._facts = facts
         case = replace(case, dtype=facts.dtype, keys_draws=facts.keys_draws, keep_gradients=keep_gradients)
         case = self._with_clipping(self._fitted(self._even(case)))
         self._record_facts(case)
@@ -613,7 +618,7 @@ class _Proof:
             "torch": torch.__version__,
         }
         if facts.why_not_double:
-            self.certificate.notes.append(f"compared in float32: in float64 the model fails ({facts.why_not_double})")
+            self.certificate.notes.append(f"compared in float32, not in float64: {facts.why_not_double}")
         if facts.draws_unkeyed:
             self.certificate.notes.append(
                 "the loss draws random numbers that cannot be replayed sample by sample; divisions cannot be compared"

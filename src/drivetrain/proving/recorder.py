@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -68,10 +69,12 @@ class Recorder:
         self.num_steps = 0  # optimizer steps seen in this process
         self._has_weights = False
         self._given: dict[str, Tensor] | None = None
+        self._is_hidden = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._open_step: list[StepTrace] | None = None
         self._num_operations = 0
         if kill is not None and kill.when == "saving" and folder is not None:
             self._watch_files(folder)
@@ -88,9 +91,13 @@ class Recorder:
         """Hand in what the trainer itself says of step `step` (from 0): its loss, its norm before clipping."""
         self._write("reported", Reported(step, loss, grad_norm))
 
-    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Hand in the gradients of the step that is about to be taken, where parameters' `.grad` does not hold them."""
-        self._given = {own_name(name): _whole(value) for name, value in gradients.items()}
+    def gradients(self, gradients: Mapping[str, Tensor] | None) -> None:
+        """Hand in the gradients of the step that is about to be taken, where parameters' `.grad` does not hold them.
+
+        None says that they cannot be seen at all; then only weights are compared.
+        """
+        self._is_hidden = gradients is None
+        self._given = {own_name(name): _whole(value) for name, value in (gradients or {}).items()}
 
     def weights(self, weights: Mapping[str, Tensor]) -> None:
         """Hand in the final weights and buffers by name, where the model does not hold them whole."""
@@ -100,6 +107,19 @@ class Recorder:
     def note(self, text: str) -> None:
         """Leave a sentence for the certificate."""
         self._write("note", text)
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Count what happens inside as one optimizer step, for trainers that step parameter group by group."""
+        self._open_step = []
+        try:
+            yield
+        finally:
+            parts, self._open_step = self._open_step, None
+        if parts:
+            rates = tuple(rate for part in parts for rate in part.learning_rates)
+            self._write("step", replace(parts[0], learning_rates=rates))
+            self._count_step()
 
     # What the case calls
 
@@ -166,6 +186,10 @@ class Recorder:
 
     def _record_step(self, optimizer: Optimizer) -> None:
         model = self._trained_model(optimizer)
+        if self._open_step:  # a further parameter group of the same step
+            rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+            self._open_step.append(replace(self._open_step[0], learning_rates=rates))
+            return
         if self.num_steps == 0:
             self._write("first_weights", {name: _whole(value) for name, value in _named(model)})
         given, self._given = self._given, None
@@ -176,21 +200,27 @@ class Recorder:
                 for name, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
-        norms = [_norm(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        self._step = StepTrace(
+        seen = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norms = [_norm(gradient) for gradient in (seen if given is None else given.values())]
+        step = StepTrace(
             tuple(self._micro_batches),
             tuple(float(group["lr"]) for group in optimizer.param_groups),
             float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0,
-            gradients,
+            None if self._is_hidden else gradients,
             self._weights(model) if self.num_steps < self._keep_gradients else None,
             self._digest(model, optimizer) if self._digests else None,
         )
         self._micro_batches.clear()
-        self._write("step", self._step)
+        if self._open_step is not None:
+            self._open_step.append(step)
+        else:
+            self._write("step", step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._models:
-            return
+        if self._models and self._open_step is None:
+            self._count_step()
+
+    def _count_step(self) -> None:
         self.num_steps += 1
         self._num_backwards = 0
         kill = self._kill

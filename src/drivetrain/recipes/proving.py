@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from drivetrain.config import Flag, Positional, Resolved
+from drivetrain.proving.adapters import ADAPTERS, find_subject
 from drivetrain.proving.certificate import Certificate
 from drivetrain.proving.prove import prove
 from drivetrain.recipes import with_job
@@ -17,6 +18,7 @@ EXAMPLES = (
     "drivetrain prove train.py          the job of a script, up to its first dt.train",
     "drivetrain prove train.py --full   three processes, every division, six kills",
     "drivetrain prove mine:job --json   the certificate for a program to read",
+    "drivetrain prove train.py --trainer accelerate   the same job, trained by Accelerate",
     "exit code 0: nothing failed; 1: something did. How to read it: docs/prove.md",
 )
 
@@ -25,6 +27,11 @@ class Options(BaseModel):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     full: Annotated[bool, Flag("full")] = Field(
         False, description="try everything: micro-batches of 1, 3 processes, six kills, another number of processes"
+    )
+    trainer: Annotated[str | None, Flag("trainer")] = Field(
+        None,
+        description=f"prove another trainer on this job: {', '.join(ADAPTERS)}, or `module:name` of your own "
+        "(auto: Drivetrain)",
     )
     output: Annotated[Path | None, Flag("output")] = Field(
         None, description="where the certificate is written (auto: certificate.json in the run's folder)"
@@ -42,10 +49,11 @@ def run(options: Options, resolved: Resolved) -> int:
         progress.print(f"proving: {text}")
         sys.stderr.flush()
 
+    trainer = None if options.trainer is None else find_subject(options.trainer)
     certificate: Certificate = with_job(
         options.target,
         config,
-        lambda job: prove(job, config=config, full=options.full, output=options.output, quiet=quiet, say=say),
+        lambda job: prove(job, trainer, config, full=options.full, output=options.output, quiet=quiet, say=say),
     )
     if options.as_json:
         print(certificate.to_json())

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.proving import Case, Certificate, Extent, Kind, Subject, prove_subject
-from drivetrain.proving.adapters import ADAPTERS, LoopState, plain_subject
+from drivetrain.proving.adapters import ADAPTERS, LoopState, find_subject, plain_subject
 from drivetrain.proving.adapters.common import accumulation_steps
 from tests.proving.jobs import token_job, vector_job
 
@@ -89,6 +89,14 @@ def test_batches_that_do_not_divide_are_rounded_with_a_note() -> None:
     certificate = prove_subject(token_job(global_batch=9), ADAPTERS["accelerate"](), extent)
     assert certificate.ok
     assert any("global batch 8 instead of 9" in note for note in certificate.notes)
+
+
+def test_trainers_are_found_by_name() -> None:
+    assert find_subject("plain").name == "plain loop"
+    assert find_subject("tests.proving.adapters.test_adapters:with_closure").run is with_closure
+    for wrong in ("acelerate", "no.module:run", "drivetrain:__version__"):
+        with pytest.raises(DrivetrainError, match=wrong):
+            find_subject(wrong)
 
 
 def test_an_accumulation_that_does_not_divide_is_refused() -> None:
