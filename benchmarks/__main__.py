@@ -26,6 +26,7 @@ from benchmarks import (
     lifecycle,
     moe,
     overhead,
+    prove_trainers,
     repeat,
     resident,
     saving,
@@ -73,6 +74,7 @@ CONTESTS = {
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
+VERDICTS = "prove-trainers"  # what `drivetrain prove` says of other trainers
 ONLY_BY_NAME = {*continual.MEASURES, "growing-mnist"}  # many trainings
 NEEDS_A_GPU = {
     "capture",
@@ -100,13 +102,15 @@ def main() -> None:
     for name in arguments.names or everything:
         if name in CONTESTS:
             _contest(name, arguments, hardware)
+        elif name == VERDICTS:
+            _verdicts(arguments, hardware)
         else:
             _benchmark(name, arguments.out, hardware)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    known = [*BENCHMARKS, *CONTESTS]
+    known = [*BENCHMARKS, *CONTESTS, VERDICTS]
     parser.add_argument(
         "names",
         nargs="*",
@@ -167,6 +171,26 @@ def _benchmark(name: str, out: Path, hardware: Hardware) -> None:
     path = out / f"{name}-{label(hardware)}.json"
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(json.dumps(document["results"], indent=2, ensure_ascii=False))
+    print(f"kept in {path}")
+
+
+def _verdicts(arguments: argparse.Namespace, hardware: Hardware) -> None:
+    unknown = [one for one in arguments.only if one not in prove_trainers.SUBJECTS]
+    if unknown:
+        known = ", ".join(prove_trainers.SUBJECTS)
+        raise SystemExit(f"{VERDICTS} has no trainer {', '.join(unknown)}; it has {known}")
+    path = arguments.out / f"{VERDICTS}-{label(hardware)}.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["trainers"] if arguments.only and path.exists() else {}
+    trainers = prove_trainers.measure(arguments.only, kept)
+    document = {
+        "benchmark": VERDICTS,
+        "command": f"python -m benchmarks {VERDICTS}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(hardware),
+        "versions": prove_trainers.versions(),
+        "trainers": trainers,
+    }
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"kept in {path}")
 
 
