@@ -188,6 +188,7 @@ class _Run(Setup):
             stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
             stepper.why_not = why_not_captured if wants_capture else ""
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
+            self.keep_fingerprint(folder)
             tell_changes(changes, resumed_from, books)
             tell_notes(loader, books)
             tell_plain_optimizer(optimizer, books)

@@ -172,6 +172,7 @@ class Drive:
             self._watch.note = self._note
         if taken is not None:
             write_down(taken, self._books)
+        setup.keep_fingerprint(folder)
         tell_changes(changes, self.resumed_from, self._books)
         tell_notes(self._loader, self._books)
         tell_plain_optimizer(optimizer, self._books)

@@ -144,6 +144,7 @@ class Setup:
     sharded: Sharded | None = None  # the model, where ranks hold parts of it
     experts: SharedExperts | None = None  # its experts, where these are shared out and the rest is sharded
     _made_strategy: Strategy | None = None
+    _fingerprint = ""  # of the job, once it was taken
     keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
@@ -392,8 +393,7 @@ class Setup:
                 now = Fingerprint(self.job, model)
             before = None if step is None else read_fingerprint(self.path)
             found = [] if before is None else now.changes_since(before)
-            if not (found and self.config.run.strict):
-                folder.write(FINGERPRINT, as_text(now))
+            self._fingerprint = as_text(now)
         if step is None or not self.config.run.strict:
             return found
         found = list(self.world.agree(found))
@@ -404,6 +404,11 @@ class Setup:
                 remedy="use the code and data it was begun with, another --name for a new run, or leave --strict out",
             )
         return found
+
+    def keep_fingerprint(self, folder: RunFolder | None) -> None:
+        """Record the job as it is now, once its checkpoint was loaded: a job that cannot go on leaves no trace."""
+        if folder is not None:
+            folder.write(FINGERPRINT, self._fingerprint)
 
     def compilation(self) -> str:
         """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
