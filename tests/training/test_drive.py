@@ -569,7 +569,7 @@ def test_hooks_are_called_and_go_on(tmp_path: Path) -> None:
             if going.steps == last:
                 break
         assert hook.calls == calls
-        expected = {step: torch.stack(each).mean().item() for step, each in losses.items() if step % 2 == 0}
+        expected = {step: torch.stack(each).double().mean().item() for step, each in losses.items() if step % 2 == 0}
         assert hook.losses == pytest.approx(expected, rel=1e-12)
 
 
