@@ -1,5 +1,6 @@
 """The user's model, made where there is memory for it: weights without end would end the process without a word."""
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,16 +111,25 @@ def _within(total_bytes: int) -> Iterator[None]:
         taken = held()
         if taken > MOST * total_bytes:
             shape = " × ".join(map(str, weight.shape))
-            raise DrivetrainError(
-                f"the model does not fit in this machine's memory: it has {in_words(total_bytes)}, and the weights "
-                f"take {in_words(taken)} up to {name} ({shape}) of a {type(module).__name__}",
-                remedy="a machine with more memory, or a smaller model; with --parallel-strategy fsdp no process makes "
-                "all of it",
-            )
+            raise _too_large(total_bytes, taken, f" up to {name} ({shape}) of a {type(module).__name__}")
 
     handle = register_module_parameter_registration_hook(count) if total_bytes else None
     try:
         yield
+    except RuntimeError as error:  # the kernel may refuse a large weight before a module gets it
+        refused = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        if refused is None or not total_bytes:
+            raise
+        raise _too_large(total_bytes, held() + int(refused[1]), "") from error
     finally:
         if handle is not None:
             handle.remove()
+
+
+def _too_large(total_bytes: int, taken: int, where: str) -> DrivetrainError:
+    return DrivetrainError(
+        f"the model does not fit in this machine's memory: it has {in_words(total_bytes)}, and the weights "
+        f"take {in_words(taken)}{where}",
+        remedy="a machine with more memory, or a smaller model; with --parallel-strategy fsdp no process makes "
+        "all of it",
+    )
