@@ -225,7 +225,8 @@ def test_a_machine_that_became_slower_is_measured_again(
     change_rates(own_cache, 0.01)
     before = rates(own_cache)
     seconds = counted_probes(monkeypatch)
-    settings = configure(gpu_mode="cpu", num_workers=0, report=False, output_dir=tmp_path / "b")
+    given = {"num_workers": 0, "report": False, "loss_weighting": "samples"}
+    settings = configure(gpu_mode="cpu", output_dir=tmp_path / "b", **given)
     again = train(make_job(VARIANT), settings).folder
     assert seconds[:2] == [0.0, planner.SURE_SECONDS]
     assert len(seconds) > 2

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.contradictions import find_contradictions
-from drivetrain.config.schema import BatchSection, Config, PlanPins
+from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
 from drivetrain.config.sources import Given, from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.hardware import Hardware
 
-_DIVIDE_A_STEP = {f"batch.{name}" for name in BatchSection.model_fields}
+_DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
 
 
 @dataclass(frozen=True)
