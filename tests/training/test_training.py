@@ -68,6 +68,7 @@ def test_accumulating_cuts_a_jobs_own_batch(
     assert (plan["global_batch"], plan["micro_batch"]) == (50, micro_batch)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_fused_where_it_exists(make: Any) -> None:
     optimizer = make_job(SMALL, optimizer=lambda groups: make(groups, lr=0.1)).make_optimizer(Mlp(0.0))
     assert all(group["fused"] is True for group in optimizer.param_groups)
@@ -141,7 +142,7 @@ class StopOnRank:
 
 
 def run_with_a_stop(folder: str, rank: int) -> tuple[int, bool, int]:
-    config = configure(output_dir=folder, gpu_mode="cpu")
+    config = configure(output_dir=folder, gpu_mode="cpu", loss_weighting="samples")  # calls are counted
     loss = StopOnRank(rank, 3)
     original = Trainer.run
 
@@ -222,7 +223,8 @@ def test_events_and_files_of_a_run(tmp_path: Path) -> None:
     run(str(tmp_path), SMALL, checkpoint_every=3)
     folder = tmp_path / "suite"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", "flops", "checkpoint", "checkpoint", "verdict", "finish"]
+    kinds = ["start", "flops", "repeatable", "checkpoint", "checkpoint", "verdict", "finish"]
+    assert [event["event"] for event in events] == kinds
     names = {path.name for path in folder.iterdir()}
     assert {"job.yaml", "plan.yaml", "config.yaml", "hardware.json", "steps.jsonl", "checkpoints"} <= names
 
