@@ -37,7 +37,7 @@ class Glance(NamedTuple):
     sketches: dict[int, list[Any]]  # to rounding
 
 
-def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float = READING_SECONDS) -> Glance:
+def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float | None = None) -> Glance:
     """Reads a few items, in the same order on every rank. An item that raises is left to the loader, which says where.
 
     These `numbers`, or some from everywhere; as many as can be read in so many seconds.
@@ -55,7 +55,7 @@ def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float = READ
                 return Glance(found.length, {}, {})
             if sketch:
                 found.digests[sample], found.sketches[sample] = digest, sketch
-            if time.monotonic() - began > seconds:
+            if time.monotonic() - began > (READING_SECONDS if seconds is None else seconds):
                 break
     return found
 
