@@ -1,7 +1,12 @@
 """Processes are forked from one whose OpenMP threads have run: they stay on one thread, whatever a trainer asks for."""
 
+import os
+import stat
+from pathlib import Path
+
 import torch
 
+from drivetrain.proving import Certificate
 from drivetrain.proving.processes import Workplace
 
 
@@ -14,3 +19,13 @@ def test_a_trainer_that_asks_for_threads_does_not_hang() -> None:
     assert many_threads() > 0  # here they start
     with Workplace(20.0) as place:
         assert place.apart(many_threads) > 0
+
+
+def test_a_certificate_replaces_no_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    Certificate("job", "trainer").write(pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert b'"job"' in os.read(reader, 1 << 16)
+    os.close(reader)

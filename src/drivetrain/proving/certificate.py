@@ -74,6 +74,10 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # /dev/null, a pipe: written to, never replaced
+            path.write_text(self.to_json() + "\n", encoding="utf-8")
+            self.path = path
+            return
         beside = path.with_suffix(".part")
         beside.write_text(self.to_json() + "\n", encoding="utf-8")
         beside.replace(path)
