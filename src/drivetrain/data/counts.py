@@ -46,6 +46,14 @@ class Count(Value):
             return float(_num_positions(_cut(_at(batch, self.path), self.part)))
         return float(self.of(batch))
 
+    def is_in(self, batch: Any) -> bool:
+        """Tell whether a batch has the tensor: collate functions may leave one out."""
+        try:
+            _cut(_at(batch, self.path), self.part)
+        except (KeyError, IndexError, AttributeError, AssertionError, TypeError):
+            return False
+        return True
+
     def by_sample(self, batch: Any) -> Tensor:
         """Count the items of each sample of a batch whose tensor has a row for each."""
         tensor = _cut(_at(batch, self.path), "all" if self.kind == "sum" else self.part)

@@ -60,7 +60,7 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     """Find out how a loss weights the parts of a batch. Errors of the user's code are raised as they are."""
     model, batches = _in_fp32(model, [parts.whole, *parts.parts])
     batches = [to_device(batch, device) for batch in batches]
-    found = [candidate for candidate in candidates(batches[0]) if _can_be_counted(candidate, batches)]
+    found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
     with _measuring(model, device):
         draws, gradients = what_draws(lambda: _gradients(loss, model, batches, parts.sizes), device)
@@ -81,14 +81,6 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
         if draws.python:
             return Probed(Finding(kind="unknown"), (), "it draws random numbers outside of torch")
     return Probed(finding, tuple(found[number] for number in finding.counts))
-
-
-def _can_be_counted(count: Count, batches: Sequence[Any]) -> bool:
-    """Whether every part has the tensor: collate functions may leave one out."""
-    try:
-        return all(bool(torch.isfinite(count.of(batch).double())) for batch in batches)
-    except (KeyError, IndexError, AttributeError, AssertionError, TypeError):
-        return False
 
 
 def _gradients(

@@ -18,7 +18,7 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
-from drivetrain.data.counts import IGNORE_INDEX, Count, candidates
+from drivetrain.data.counts import IGNORE_INDEX, candidates
 from drivetrain.data.division import Place
 from drivetrain.data.generators import global_generators_kept
 from drivetrain.data.items import Collated, KeyedItems
@@ -166,7 +166,7 @@ def _parts_by_number(run: Setup, numbers: Sequence[int]) -> Parts:
 
 def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     """Choose items that differ in what they count, those with the least first: then a count is told from the rest."""
-    counts = [count for count in candidates(alone[0]) if _is_in_all(count, alone)]
+    counts = [count for count in candidates(alone[0]) if all(map(count.is_in, alone))]
     columns = {count: [count.number(batch) for batch in alone] for count in counts}
     labels = [columns[count] for count in counts if count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0)]
     # The loss of samples that have no label at all may be 0/0.
@@ -182,15 +182,6 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     # Parts differ in what they count, and so do samples within a part: then padding is told from what is counted.
     chosen[0], chosen[half - 1] = chosen[half - 1], chosen[0]
     return [items[number] for number in chosen]
-
-
-def _is_in_all(count: Count, batches: list[Any]) -> bool:
-    try:
-        for batch in batches:
-            count.number(batch)
-    except (KeyError, IndexError, AttributeError, AssertionError, TypeError):
-        return False
-    return True
 
 
 def _cut(batch: Any, num_samples: int) -> Parts:
