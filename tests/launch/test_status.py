@@ -114,11 +114,13 @@ def test_nothing_is_taken(tmp_path: Path) -> None:
 def test_a_real_run_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import os, signal, torch\nimport drivetrain as dt\n"
-        "data = {'x': torch.zeros(64, 2), 'y': torch.zeros(64).long()}\ncalls = []\n"
+        "import os, pathlib, signal, time, torch\nimport drivetrain as dt\n"
+        "data = {'x': torch.zeros(64, 2), 'y': torch.zeros(64).long()}\n"
+        f"saved = pathlib.Path({str(tmp_path / 'runs' / 'mine' / 'checkpoints')!r})\n"
         "def loss(model, batch):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 12: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if saved.is_dir() and any(saved.iterdir()):  # being written in the background: wait until it is whole\n"
+        "        while not any(saved.glob('step-*')): time.sleep(0.01)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return torch.nn.functional.cross_entropy(model(batch['x']), batch['y'])\n"
         "dt.train(dt.Job(name='mine', model=lambda: torch.nn.Linear(2, 2), data=data, loss=loss, max_steps=40,\n"
         "  optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, checkpoint_every=5),\n"
