@@ -92,7 +92,7 @@ class BuffersNotSaved(Loop):
 
 
 class SavedInPlace(Loop):
-    """pytorch#191391: a checkpoint is written over the last one, and a kill leaves neither."""
+    """A checkpoint is written over the last one, and a kill leaves neither."""
 
     def save(self) -> None:
         if self.rank == 0:

@@ -27,7 +27,7 @@ class ScheduleByMicroBatch(Loop):
 
 
 class ScheduleAhead(Loop):
-    """pytorch#20124: the scheduler steps before the optimizer, so the first learning rate is never used."""
+    """The scheduler steps before the optimizer, so the first learning rate is never used."""
 
     def update(self) -> None:
         self.scheduler.step()
@@ -35,7 +35,7 @@ class ScheduleAhead(Loop):
 
 
 class EverythingDecays(Loop):
-    """transformers#1593: one parameter group for everything decays biases and norms, too."""
+    """One parameter group for everything decays biases and norms, too."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         decay = self.case.job.weight_decay
