@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import UserDict, deque
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.hardware import DeviceManager, Hardware, Note, assert_on_device, canonical_device
+from drivetrain.hardware.utilisation import read_utilisation
 from tests.hardware_fixtures import load
 
 # ---- canonical devices
@@ -229,3 +231,80 @@ def test_manager_checks_its_own_device() -> None:
     manager.assert_on_device(batch=here())
     with pytest.raises(DrivetrainError, match="batch is on meta"):
         manager.assert_on_device(batch=elsewhere())
+
+
+# ---- facts about one device, in the words of a training script
+
+INFO_KEYS = {
+    *("device_type", "cuda_available", "device_count", "current_device", "device_name", "compute_capability"),
+    *("total_memory", "free_memory", "used_memory", "total_memory_gb", "free_memory_gb", "used_memory_gb"),
+    *("gpu_utilization", "memory_utilization"),
+}
+
+
+def test_device_info_of_a_cpu() -> None:
+    hardware = load("cpu-2core")
+    info = DeviceManager(hardware).get_device_info()
+    assert set(info) == INFO_KEYS
+    assert info["device_type"] == info["current_device"] == "cpu"
+    assert info["device_count"] == 0
+    assert not info["cuda_available"]
+    assert info["total_memory"] == hardware.memory.total_bytes
+    assert info["used_memory"] == info["total_memory"] - info["free_memory"] >= 0
+    assert info["total_memory_gb"] == info["total_memory"] / 2**30
+    assert info["device_name"] == hardware.cpu.model
+    assert (info["compute_capability"], info["gpu_utilization"], info["memory_utilization"]) == (None, None, None)
+
+
+def test_device_info_of_a_gpu_without_starting_cuda() -> None:
+    hardware = load("4x-l4")
+    info = DeviceManager(hardware).get_device_info("cuda:2")
+    assert set(info) == INFO_KEYS
+    assert (info["device_type"], info["current_device"], info["device_count"]) == ("cuda", "cuda:2", 4)
+    assert info["compute_capability"] == (8, 9)
+    assert info["total_memory"] == hardware.gpus[2].memory_total_bytes
+    assert info["free_memory"] == hardware.gpus[2].memory_free_bytes
+    assert info["used_memory"] >= 0  # free and total are not swapped
+
+
+def test_log_memory_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    manager = DeviceManager(load("4x-l4"), ids=[0, 3])
+    line = manager.log_memory_usage(step=7, prefix="epoch 1", log=lines.append)
+    assert lines == [line]
+    assert line.startswith("epoch 1: step 7: cuda:0 0.00 GiB allocated")
+    assert "cuda:3" in line
+    assert "cuda:1" not in line
+    DeviceManager(load("cpu-2core")).log_memory_usage()
+    assert capsys.readouterr().err.startswith("cpu ")
+
+
+def test_verify_training_setup() -> None:
+    manager = DeviceManager(load("cpu-2core"))
+    model, batch = torch.nn.Linear(4, 2), {"x": torch.zeros(3, 4), "y": [torch.zeros(3)], "name": "a"}
+    found = manager.verify_training_setup(model, batch)
+    assert (found["device"], found["num_parameters"], found["num_trained"]) == ("cpu", 10, 10)
+    assert (found["num_batch_tensors"], found["is_training"]) == (2, True)
+    assert manager.verify_training_setup(model)["batch_on_device"] is None
+    with pytest.raises(DrivetrainError, match=r"batch\['x'\] is on meta"):
+        manager.verify_training_setup(model, {"x": torch.zeros(1, device="meta")})
+    with pytest.raises(DrivetrainError, match=r"model\.weight is on meta"):
+        manager.verify_training_setup(torch.nn.Linear(4, 2, device="meta"), batch)
+    with pytest.raises(DrivetrainError, match="holds no tensor"):
+        manager.verify_training_setup(model, ["a"])
+    with pytest.raises(DrivetrainError, match="no parameter of the model is trained"):
+        manager.verify_training_setup(model.requires_grad_(False), batch)
+
+
+def test_utilisation_is_asked_by_uuid() -> None:
+    gpu, asked = load("4x-l4").gpus[1], []
+
+    class Nvml:
+        nvmlInit = nvmlShutdown = staticmethod(lambda: None)  # noqa: N815
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: asked.append(uuid) or uuid)  # noqa: N815
+        nvmlDeviceGetUtilizationRates = staticmethod(lambda _: SimpleNamespace(gpu=87, memory=40))  # noqa: N815
+
+    assert read_utilisation(gpu, Nvml) == (87.0, 40.0)
+    assert asked == [gpu.uuid.encode()]
+    Nvml.nvmlDeviceGetUtilizationRates = staticmethod(lambda _: 1 / 0)
+    assert read_utilisation(gpu, Nvml) == (None, None)

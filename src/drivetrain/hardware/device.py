@@ -1,12 +1,14 @@
 """The one device manager: which devices a run uses, and a check that things are where they belong."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import Value
-from drivetrain.hardware.facts import Gpu, Hardware
+from drivetrain.hardware.facts import GIB, Gpu, Hardware
+from drivetrain.hardware.utilisation import read_utilisation
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +111,114 @@ class DeviceManager:
             total_bytes=total,
             free_bytes=free,
         )
+
+    def get_device_info(self, device: "str | torch.device | None" = None) -> dict[str, Any]:
+        """Return what is known of one device: its kind, name, memory and utilization. Starts CUDA on none.
+
+        Every key exists on every machine; what cannot be known there is None. Memory is in bytes, and once more with
+        `_gb` in units of 2^30 bytes; on a CPU it is the host's, as far as this process may use it.
+
+        Args:
+            device: one of the devices; None is the first one in use.
+
+        Example:
+            >>> manager = DeviceManager(detect(), mode="cpu")
+            >>> manager.get_device_info()["device_type"]
+            'cpu'
+        """
+        wanted = self.device if device is None else canonical_device(device)
+        gpu = next((gpu for gpu in self.hardware.gpus if wanted.type == "cuda" and gpu.index == wanted.index), None)
+        stats, host = self.memory_stats(wanted), self.hardware.memory
+        on_cpu = wanted.type == "cpu"
+        total = host.total_bytes if on_cpu else stats.total_bytes
+        free = host.free_bytes if on_cpu else stats.free_bytes
+        used = None if total is None or free is None else total - free
+        gpu_utilization, memory_utilization = (None, None) if gpu is None else read_utilisation(gpu)
+        memory = {"total_memory": total, "free_memory": free, "used_memory": used}
+        return {
+            "device_type": wanted.type,
+            "cuda_available": bool(_usable_gpus(self.hardware)),
+            "device_count": len(_usable_gpus(self.hardware)),
+            "current_device": str(wanted),
+            "device_name": self.hardware.cpu.model if on_cpu else gpu.name if gpu else None,
+            "compute_capability": gpu.capability if gpu else None,
+            **memory,
+            **{f"{name}_gb": None if value is None else value / GIB for name, value in memory.items()},
+            "gpu_utilization": gpu_utilization,
+            "memory_utilization": memory_utilization,
+        }
+
+    def log_memory_usage(
+        self, step: int | None = None, prefix: str = "", log: Callable[[str], object] | None = None
+    ) -> str:
+        """Write one line on the memory of each device in use, and return it.
+
+        Args:
+            step: the step to name in the line; None leaves it out.
+            prefix: words to begin the line with.
+            log: where the line goes, such as `logging.getLogger(__name__).info`; None is standard error.
+
+        Example:
+            >>> DeviceManager(detect(), mode="cpu").log_memory_usage(step=3, log=lambda line: None)[:11]
+            'step 3: cpu'
+        """
+        words = [prefix] if prefix else []
+        words += [f"step {step}"] if step is not None else []
+        line = ": ".join([*words, "; ".join(map(self._memory_in_words, self.devices))])
+        if log is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            log(line)
+        return line
+
+    def _memory_in_words(self, device: "torch.device") -> str:
+        info = self.get_device_info(device)
+        total, used = info["total_memory_gb"], info["used_memory_gb"]
+        whole = "" if total is None or used is None else f"{used:.2f} of {total:.2f} GiB used"
+        if device.type == "cpu":
+            return f"{device} {whole} (torch does not count memory on a CPU)"
+        stats = self.memory_stats(device)
+        counted = f"{stats.allocated_bytes / GIB:.2f} GiB allocated, {stats.reserved_bytes / GIB:.2f} GiB reserved"
+        peak = f"peak {stats.peak_allocated_bytes / GIB:.2f} GiB"
+        busy = "" if info["gpu_utilization"] is None else f"GPU {info['gpu_utilization']:.0f} % busy"
+        return f"{device} {', '.join(filter(None, [counted, peak, whole, busy]))}"
+
+    def verify_training_setup(self, model: "torch.nn.Module", batch: Any = None) -> dict[str, Any]:
+        """Check that a model can be trained on this manager's device as it is, and return what was checked.
+
+        Raises `DrivetrainError` that names the tensors which are elsewhere, or says that no parameter is trained, or
+        that the batch holds no tensor.
+
+        Args:
+            model: the module to be trained.
+            batch: one batch of it, in any containers; None checks the model alone.
+
+        Example:
+            >>> import torch
+            >>> DeviceManager(detect(), mode="cpu").verify_training_setup(torch.nn.Linear(2, 1))["num_trained"]
+            3
+        """
+        self.assert_on_device(model=model, **({} if batch is None else {"batch": batch}))
+        parameters = list(model.parameters())
+        num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        if not num_trained:
+            raise DrivetrainError(
+                "no parameter of the model is trained", remedy="set requires_grad=True on those to train"
+            )
+        num_tensors = 0 if batch is None else sum(1 for _ in _devices_in("batch", batch, set()))
+        if batch is not None and not num_tensors:
+            raise DrivetrainError(
+                f"the batch ({type(batch).__name__}) holds no tensor", remedy="give a batch as the model gets it"
+            )
+        return {
+            "device": str(self.device),
+            "model_on_device": True,
+            "batch_on_device": None if batch is None else True,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "num_trained": num_trained,
+            "num_batch_tensors": num_tensors,
+            "is_training": model.training,
+        }
 
     def assert_on_device(self, **things: Any) -> None:
         """That everything given is on `device`; see the function of the same name."""
