@@ -110,6 +110,7 @@ class Job:
     shuffle: bool = True
     valid: Any = None  # as `data`, but for what can only be iterated; in its own order, whatever a DataLoader says
     valid_every: int | None = None  # in steps; default: at the end of each epoch
+    valid_batch: int | None = None  # samples per device in each forward of a validation; default: the micro-batch
     # By name: functions (output, batch) -> a mean, a `LossSum` or an entry per item; or torchmetrics objects.
     metrics: Mapping[str, MetricFunction | MetricObject] = field(default_factory=dict)
     best: Aim = Aim()  # which checkpoint is kept as the best; needs `valid`
@@ -251,6 +252,7 @@ class Job:
             ("max_steps", 1),
             ("checkpoint_every", 1),
             ("valid_every", 1),
+            ("valid_batch", 1),
             ("keep_last", 1),
         ):
             value = getattr(self, name)
@@ -329,7 +331,7 @@ class Job:
 
     def _validation_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         if self.valid is None:
-            for name in ("valid_every", "metrics", "early_stopping"):
+            for name in ("valid_every", "valid_batch", "metrics", "early_stopping"):
                 if getattr(self, name):
                     yield problem(
                         name, getattr(self, name), "there is no validation set", "give valid=…, or leave it out"

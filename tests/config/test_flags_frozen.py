@@ -35,6 +35,7 @@ FLAGS = {
     "optimizer.ema": ["--ema"],
     "moe.experts": ["--experts"],
     "validation.every": ["--valid-every"],
+    "validation.batch_size": ["--valid-batch-size"],
     "validation.patience": ["--patience"],
     "data.num_workers": ["--num-workers"],
     "data.pin_memory": ["--pin-memory"],

@@ -92,6 +92,25 @@ def test_metrics_are_those_of_the_whole_set_at_once(tmp_path: Path, micro_batch:
             assert row[name] == pytest.approx(value, rel=1e-9), name
 
 
+def test_validation_has_a_batch_size_of_its_own(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not model.training:
+            sizes.append(len(batch[0]))
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    job = make_job(FLOAT64, valid=valid_set(), metrics=METRICS, valid_batch=9, valid_every=100, loss=loss)
+    result = trained(tmp_path / "job", job, 4)
+    assert sizes == [9, 9, NUM_VALID - 18]
+    expected = by_hand(weights_at(result.folder, result.steps))
+    assert dict(result.metrics) == pytest.approx(expected, rel=1e-9)
+    sizes.clear()
+    by_flag = trained(tmp_path / "flag", job, 4, valid_batch_size=20)
+    assert dict(by_flag.metrics) == pytest.approx(expected, rel=1e-9)
+    assert sizes == [20, NUM_VALID - 20]
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_count_every_sample_once(tmp_path: Path, gloo_pool: GlooPool, world: int) -> None:
     alone = run_world(str(tmp_path / "one"), None)

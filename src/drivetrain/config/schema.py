@@ -198,6 +198,9 @@ class ValidationSection(Section):
     every: Annotated[int | None, Flag("valid-every")] = Field(
         None, ge=1, description="optimizer steps between validations (auto: the job's own, else each epoch's end)"
     )
+    batch_size: Annotated[int | None, Flag("valid-batch-size")] = Field(
+        None, ge=1, description="samples per device in each forward of a validation (auto: as in training)"
+    )
     patience: Annotated[int | None, Flag("patience")] = Field(
         None, ge=1, description="stop after so many validations without a better loss (auto: the job's own, else never)"
     )

@@ -95,6 +95,7 @@ def _job_of(case: Case) -> Job:
         seed=case.seed,
         valid=None,
         valid_every=None,
+        valid_batch=None,
         metrics={},
         early_stopping=None,
         ema=None if case.randomness == "off" else job.ema,

@@ -300,6 +300,7 @@ class Setup:
             init_from=self.config.checkpoint.init_from or job.init_from,
             ema=self.config.optimizer.ema or job.ema,
             valid_every=self.config.validation.every or job.valid_every,
+            valid_batch=self.config.validation.batch_size or job.valid_batch,
             early_stopping=self._early_stopping(job),
         )
         refuse_other_batch(self.config, job.global_batch or 0)
@@ -506,8 +507,10 @@ class Setup:
         )
 
     def validator(self, micro_batch: int) -> Validator:
-        """Over the job's validation set, which it has."""
+        """Make the validator of the job's validation set, which it has, in batches of its own size or of the given."""
         valid = source_of(self.job.valid).dataset
+        if self.job.valid_batch is not None:
+            micro_batch = self.job.valid_batch * len(self.devices)
         whole = Division(len(valid), len(valid), micro_batch, self.world.size)
         loader = self.loader(whole, valid, shuffle=False)
         return Validator(self.job, loader, self.precision, self.world, self.weighted(self.job.loss))
