@@ -49,3 +49,9 @@ class ConfigError(DrivetrainError):
         count = len(self.problems)
         heading = "1 problem with the configuration" if count == 1 else f"{count} problems with the configuration"
         super().__init__("\n".join([f"{heading}:", *(f"  {problem}" for problem in self.problems)]))
+
+
+class InputError(DrivetrainError):
+    """The user's files hold something that cannot be trained on; found before anything is written."""
+
+    exit_code = 2
