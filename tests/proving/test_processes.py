@@ -1,9 +1,12 @@
 """Processes are forked from one whose OpenMP threads have run: they stay on one thread, whatever a trainer asks for."""
 
+import importlib
 import os
 import stat
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from drivetrain.proving import Certificate
@@ -29,3 +32,11 @@ def test_a_certificate_replaces_no_device(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert b'"job"' in os.read(reader, 1 << 16)
     os.close(reader)
+
+
+def test_what_one_process_imports_the_next_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaded_late.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Workplace(20.0) as place:
+        place.apart(lambda: importlib.import_module("loaded_late").__name__)
+        assert place.apart(lambda: "loaded_late" in sys.modules)
