@@ -251,7 +251,7 @@ def _without_deepspeed(case: _Case) -> Iterator[Problem]:
             yield case.problem(
                 f"deepspeed.{option}",
                 f"is an option of deepspeed, and the strategy is {case.config.distributed.strategy}",
-                remedy="add --parallel-strategy deepspeed, or drop this",
+                remedy="add --deepspeed (that is --parallel-strategy deepspeed), or drop this",
             )
 
 

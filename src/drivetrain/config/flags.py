@@ -14,12 +14,13 @@ from pydantic import BaseModel
 
 from drivetrain.config.resolve import value_problem
 from drivetrain.config.script_flags import flags_in
-from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Setting, nearest, normal, settings_of
+from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, SWITCHES, Setting, nearest, normal, settings_of
 from drivetrain.config.sources import Given
 from drivetrain.core.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
-_BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
+_BOOLEAN_WORDS = _TRUE_WORDS | {"false", "no", "off", "0"}
 
 
 _WIDEST_CHOICES = 60  # letters that stand beside a flag in its help
@@ -92,7 +93,7 @@ class FlagParser:
         self._used_elsewhere = used_elsewhere or {}
         sections = dict.fromkeys(setting.section for setting in settings)
         self._known: dict[str, Setting | None] = {"config": None, "help": None}
-        self._known |= {name: setting for setting in settings for name in setting.names}
+        self._known |= {name: setting for setting in settings for name in (*setting.names, *setting.switches)}
         self._known |= {normal(setting.flag): setting for setting in self._options if not setting.is_positional}
         positionals = [option.field.upper() for option in self._options if option.is_positional]
         self._parser = _Parser(
@@ -183,6 +184,10 @@ class FlagParser:
             *names, metavar=metavar, nargs="?", const=_MISSING, action=_Record, dest=names[0][2:],
             help=text.replace("%", "%%"),
         )  # fmt: skip
+        for value in dict.fromkeys(setting.switches.values()):
+            switches = [f"--{name}" for name, meant in setting.switches.items() if meant == value]
+            meaning = f"{setting.flag} {value}"
+            group.add_argument(*switches, nargs="?", const="true", action=_Record, dest=switches[0][2:], help=meaning)
 
     def _add_positional(self, setting: Setting) -> None:
         self._parser.add_argument(
@@ -212,7 +217,9 @@ class FlagParser:
                 if not equals and words and not words[0].startswith("-"):
                     value = words.pop(0)  # most likely the unknown flag's value, not a word of its own
                 problems.append(self._unknown(name, key, value))
-            elif setting and setting.is_bool and not equals:
+            elif setting and key in setting.switches and not equals and words and words[0].endswith(".json"):
+                tokens.append(f"--{key}={words.pop(0)}")  # a file where none belongs, which is then said of this flag
+            elif setting and (setting.is_bool or key in setting.switches) and not equals:
                 takes_next = words and words[0].lower() in _BOOLEAN_WORDS
                 tokens.append(f"--{key}={words.pop(0) if takes_next else 'true'}")
             else:
@@ -239,7 +246,9 @@ class FlagParser:
         by_flag = {normal(setting.flag): setting for setting in SETTINGS}
         for dest, value, spelled in record:
             setting = own.get(dest) or by_flag.get(dest)
-            if value is _MISSING:
+            if setting is None and dest in SWITCHES:
+                self._take_switch(dest, value, spelled, parsed)
+            elif value is _MISSING:
                 allowed = setting.allowed if setting else "the path of a YAML file"
                 parsed.problems.append(
                     Problem(spelled, "it needs a value", None, COMMAND_LINE, allowed, f"{spelled} VALUE")
@@ -250,6 +259,16 @@ class FlagParser:
                 parsed.given.append(Given(setting.name, value, spelled, COMMAND_LINE))
             else:
                 self._take_option(setting, value, spelled, parsed)
+
+    def _take_switch(self, name: str, value: str, spelled: str, parsed: ParsedFlags) -> None:
+        """Take a flag that stands for a value of its field; switched off, it says nothing."""
+        setting = SWITCHES[name]
+        if value.lower() in _TRUE_WORDS:
+            parsed.given.append(Given(setting.name, setting.switches[name], spelled, COMMAND_LINE))
+        elif value.lower() not in _BOOLEAN_WORDS:
+            message = f"got {value!r}; it is a switch for {setting.flag} {setting.switches[name]}"
+            remedy = f"{spelled} alone" if name != "deepspeed" else "--deepspeed alone; --deepspeed-config names a file"
+            parsed.problems.append(Problem(spelled, message, value, COMMAND_LINE, "true or false", remedy))
 
     def _take_option(self, setting: Setting, value: Any, spelled: str, parsed: ParsedFlags) -> None:
         try:
@@ -300,7 +319,7 @@ class _WithExamples(_Help, argparse.RawDescriptionHelpFormatter):
 
 
 def _elsewhere(key: str) -> Setting | None:
-    return BY_NAME.get(key) or BY_NAME.get(key.removeprefix("no-"))
+    return BY_NAME.get(key) or SWITCHES.get(key) or BY_NAME.get(key.removeprefix("no-"))
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -20,6 +20,13 @@ class Flag:
         self.names = names
 
 
+class Switch:
+    """Flags without a value that set a field to one of its values: `--use-ddp` is `--parallel-strategy ddp`."""
+
+    def __init__(self, value: str, *names: str) -> None:
+        self.value, self.names = value, names
+
+
 class Positional:
     """Marks the field of a command's options that is given without a flag."""
 
@@ -58,6 +65,11 @@ class RunSection(Section):
         False, description="refuse to go on with a run whose code or data has changed, instead of reporting it"
     )
     seed: Annotated[int, Flag("seed")] = Field(0, ge=0, lt=2**63, description="seed of weights and sample order")
+    debug: Annotated[bool, Flag("debug")] = Field(
+        False,
+        description="try the whole path on little: 100 samples for training and 100 for validation, 4 per device and "
+        "step, one epoch, in a run folder of its own; what flags say of batch and length goes before it",
+    )
 
 
 class DeviceSection(Section):
@@ -254,6 +266,8 @@ class DistributedSection(Section):
     strategy: Annotated[
         Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel", "deepspeed"],
         Flag("parallel-strategy"),
+        Switch("deepspeed", "deepspeed", "use-deepspeed"),
+        Switch("ddp", "use-ddp"),
     ] = Field(
         "auto",
         description="how devices share a step: auto is ddp where a launcher started several processes (fsdp where a "
@@ -386,7 +400,7 @@ class WatchSection(Section):
         True, description="write what the devices of the run do (memory, load, temperature, power) to gpu.jsonl"
     )
     gpu_log_interval: Annotated[int | None, Flag("gpu-log-interval")] = Field(
-        None, ge=1, description="steps between rows of gpu.jsonl (auto: a row every 5 seconds)"
+        None, ge=0, description="steps between rows of gpu.jsonl (auto: a row every 5 seconds); 0 writes none"
     )
     profile: Annotated[
         str | None,

@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest
+from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest, Switch
 
 
 def normal(name: str) -> str:
@@ -40,6 +40,12 @@ class Setting:
     @property
     def names(self) -> tuple[str, ...]:
         return (normal(self.name), *(normal(alias) for alias in self.aliases))
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """Flags that take no value, each with the value that it stands for."""
+        marks = [item for item in self.info.metadata if isinstance(item, Switch)]
+        return {normal(name): mark.value for mark in marks for name in mark.names}
 
     @property
     def default(self) -> Any:
@@ -174,6 +180,7 @@ SECTIONS: dict[str, str] = {
     section: (info.annotation.__doc__ or "") for section, info in Config.model_fields.items() if info.annotation
 }
 BY_NAME: dict[str, Setting] = {name: setting for setting in SETTINGS for name in setting.names}
+SWITCHES: dict[str, Setting] = {name: setting for setting in SETTINGS for name in setting.switches}
 BY_DOTTED: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from drivetrain.config.settings import BY_NAME, SECTIONS, nearest, normal
+from drivetrain.config.settings import BY_NAME, SECTIONS, SWITCHES, nearest, normal
 from drivetrain.core.errors import Problem
 
 
@@ -189,13 +189,22 @@ def _take(key: str, value: Any, source: str, given: list[Given], problems: list[
     if setting is not None:
         given.append(Given(setting.name, value, key, source))
         return
+    switch = SWITCHES.get(normal(key))
+    if switch is not None and isinstance(value, bool):
+        if value:
+            given.append(Given(switch.name, switch.switches[normal(key)], key, source))
+        return
+    if switch is not None and normal(key) not in SECTIONS:
+        message = f"got {value!r}; it stands for {switch.name}: {switch.switches[normal(key)]}"
+        problems.append(Problem(key, message, value, source, "true or false", f"{key}: true"))
+        return
     if normal(key) in SECTIONS:
         fields = ", ".join(name for name in _dotted_names() if name.startswith(f"{normal(key)}."))
         problems.append(
             Problem(key, f"this is a section, and got {value!r}", value, source, f"keys below it: {fields}")
         )
         return
-    meant = nearest(key, [*_dotted_names(), *BY_NAME])
+    meant = nearest(key, [*_dotted_names(), *BY_NAME, *SWITCHES])
     problems.append(
         Problem(
             key,

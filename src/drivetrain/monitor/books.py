@@ -218,7 +218,7 @@ class Books(NoBooks):
             values = {**config.model_dump(mode="json"), "plan": asdict(facts.plan)}
             names = config.watch.trackers
             self._trackers = start_trackers(names, facts.path, facts.name, values, facts.resumed_from, report)
-        if config.watch.monitor_gpu:
+        if config.watch.monitor_gpu and config.watch.gpu_log_interval != 0:
             log = self._folder.log("gpu.jsonl")
             log.keep_up_to(facts.resumed_from)
             every = config.watch.gpu_log_interval

@@ -36,6 +36,7 @@ from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.tune import Repeat, Way
 from drivetrain.run.changes import FILE as FINGERPRINT
 from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
+from drivetrain.run.debugging import debugged
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, unused_gpus
 from drivetrain.run.making import checked, make_model, refuse_lazy, refuse_meta, unwrapped
@@ -195,6 +196,7 @@ class Setup:
         shares = config.distributed.strategy == "data_parallel"
         self.devices = devices if shares else [world.device]  # of this process
         self.settings = choose_settings(hardware, Pins(**config.pins()))
+        job = debugged(job, config, self.num_devices) if config.run.debug else job
         self.name = config.run.name or job.name
         self.job = self._settled(job)
         self.zero = Zero.of(config)
