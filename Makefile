@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slurm test-deepspeed lint bench soak clean
@@ -25,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, sleeps, and shows the results
 	@$(BIN)/drivetrain train digits-moe
 
-test: lint  ## every test that needs no GPU (lint first)
-	@$(BIN)/python -m pytest
+test: lint  ## every test that needs no GPU (lint first), two files at a time (JOBS=1: one)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -172,6 +172,7 @@ def test_what_was_found_is_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
         return RepeatTrial(way=way, repeats=True)
 
     monkeypatch.setattr(repeat.RepeatProbe, "attempt", attempt)
+    monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)  # else a busy machine has everything measured again
     first = trained(tmp_path / "a", job_of(), deterministic=True)
     second = trained(tmp_path / "b", job_of(), deterministic=True)
     assert len(calls) == 1
