@@ -26,6 +26,7 @@ from benchmarks import (
     lifecycle,
     moe,
     overhead,
+    proofs,
     prove_trainers,
     repeat,
     resident,
@@ -57,6 +58,9 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "saving-cpu": saving.measure_on_cpu,
     "watching": watching.measure,
     "correctness": correctness.measure,
+    "prove-planted": proofs.measure_planted,
+    "prove-clean": proofs.measure_clean,
+    "transformers-loss": proofs.measure_transformers,
     **continual.MEASURES,
     "growing-mnist": continual.measure_growth,
 }
@@ -75,7 +79,7 @@ SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
 VERDICTS = "prove-trainers"  # what `drivetrain prove` says of other trainers
-ONLY_BY_NAME = {*continual.MEASURES, "growing-mnist"}  # many trainings
+ONLY_BY_NAME = {*continual.MEASURES, "growing-mnist", "prove-planted", "prove-clean", "transformers-loss"}  # long
 NEEDS_A_GPU = {
     "capture",
     "feed",

@@ -147,7 +147,7 @@ def test_every_planted_bug_is_found(planted: Planted) -> None:
 
 def test_there_are_enough_of_them() -> None:
     assert len(PLANTED) >= 25
-    assert all("#" in (p.loop.__doc__ or "") or "save no" in (p.loop.__doc__ or "") for p in PLANTED)
+    assert sum("#" in (p.loop.__doc__ or "") for p in PLANTED) >= 25  # modelled on public issues
 
 
 def test_the_right_loop_raises_no_alarm() -> None:
