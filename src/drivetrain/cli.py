@@ -176,8 +176,7 @@ def dispatch(words: list[str]) -> int:
     from_file, more = from_yaml(parsed.config_file) if parsed.config_file is not None else ([], [])
     machine = cache(detect)
     resolved = resolve([from_file, parsed.given], [*problems, *more], machine)
-    notice = parser.passed_on(parsed)
-    if notice:
+    for notice in filter(None, (*resolved.notes, parser.passed_on(parsed))):
         print(f"drivetrain: {notice}", file=sys.stderr, flush=True)
     run: Callable[..., int | None] = module.run
     options = module.Options(**parsed.options)

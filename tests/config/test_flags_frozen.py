@@ -39,6 +39,7 @@ FLAGS = {
     "validation.batch_size": ["--valid-batch-size"],
     "validation.patience": ["--patience"],
     "data.num_workers": ["--num-workers"],
+    "data.total_workers": ["--dataloader-num-workers", "--total-workers"],
     "data.pin_memory": ["--pin-memory"],
     "data.prefetch_factor": ["--prefetch-factor"],
     "data.resident": ["--resident"],

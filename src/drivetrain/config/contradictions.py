@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from drivetrain.config.given import Given
 from drivetrain.config.schema import Config
-from drivetrain.config.sources import Given
 from drivetrain.core.errors import Problem
 from drivetrain.hardware import Hardware
 

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
+from drivetrain.config.given import Given
 from drivetrain.config.resolve import value_problem
 from drivetrain.config.script_flags import flags_in
 from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, SWITCHES, Setting, nearest, normal, settings_of
-from drivetrain.config.sources import Given
 from drivetrain.core.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"

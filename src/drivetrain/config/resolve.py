@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.contradictions import find_contradictions
+from drivetrain.config.given import Given
 from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
-from drivetrain.config.sources import Given, from_plan, from_values, from_yaml
+from drivetrain.config.sources import from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.hardware import Hardware
+from drivetrain.hardware import Hardware, detect
 
 _DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
 
@@ -21,6 +22,7 @@ class Resolved:
 
     config: Config
     origins: Mapping[str, Given]
+    notes: tuple[str, ...] = ()  # what the lines of a file for another trainer became
 
     def source(self, name: str) -> str:
         given = self.origins.get(name)
@@ -35,7 +37,8 @@ def configure(file: Path | str | None = None, /, hardware: Hardware | None = Non
     """
     from_file, problems = from_yaml(Path(file)) if file is not None else ([], [])
     from_python, more = from_values(values)
-    return resolve([from_file, from_python], [*problems, *more], None if hardware is None else lambda: hardware).config
+    found = resolve([from_file, from_python], [*problems, *more], None if hardware is None else lambda: hardware)
+    return found.config.with_notes(found.notes)
 
 
 def resolve(
@@ -61,6 +64,7 @@ def resolve(
             names |= _DIVIDE_A_STEP
         pinned = [given for given in pinned if given.name not in names]
         sources, found = [pinned, *sources], [*found, *more]
+    sources, notes = _without_gpu(sources, hardware)
     for source in sources:
         found += _same_field_twice(source)
         for given in source:
@@ -78,7 +82,25 @@ def resolve(
     found += find_contradictions(config, usable, unusable, hardware)
     if found:
         raise ConfigError(found)
-    return Resolved(config, origins)
+    return Resolved(config, origins, tuple(notes))
+
+
+def _without_gpu(
+    sources: Sequence[Sequence[Given]], hardware: Callable[[], Hardware] | None
+) -> tuple[list[list[Given]], list[str]]:
+    """The lines that set something, without those that need a GPU where none is used; and what to tell of all."""
+    everything = [given for source in sources for given in source]
+    asked = {given.name: given.value for given in everything}
+    has_gpu = not any(given.needs_gpu for given in everything) or (
+        asked.get("device.mode") != "cpu" and asked.get("device.device") != "cpu" and bool((hardware or detect)().gpus)
+    )
+    notes = []
+    for given in everything:
+        if given.note and given.needs_gpu and not has_gpu:
+            notes.append(f"{given.source}: {given.spelled}: {given.value} is left out: no GPU is used here")
+        elif given.note:
+            notes.append(given.note)
+    return [[given for given in each if given.name and (has_gpu or not given.needs_gpu)] for each in sources], notes
 
 
 def value_problem(setting: Setting, given: Given, why: str) -> Problem:

@@ -224,6 +224,9 @@ class DataSection(Section):
     num_workers: Annotated[int, Flag("num-workers")] = Field(
         -1, ge=-1, description="loader processes per rank; -1 is automatic, 0 loads in the training process"
     )
+    total_workers: Annotated[int | None, Flag("dataloader-num-workers", "total-workers")] = Field(
+        None, ge=0, description="loader processes of all ranks on a machine together, shared out evenly (auto: not set)"
+    )
     path: Annotated[Path | None, Flag("data")] = Field(None, description="file or folder that the recipe reads")
     pin_memory: Annotated[bool | None, Flag("pin-memory")] = Field(
         None, description="page-locked host memory for faster copies (auto: where there is a GPU)"
@@ -447,6 +450,7 @@ class Config(Section):
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     watch: WatchSection = WatchSection()
     _plan_pins: PlanPins = PrivateAttr(PlanPins())
+    _notes: tuple[str, ...] = PrivateAttr(())
 
     @property
     def plan_pins(self) -> PlanPins:
@@ -455,6 +459,16 @@ class Config(Section):
     def with_plan_pins(self, pins: PlanPins) -> Self:
         changed = self.model_copy()
         changed._plan_pins = pins
+        return changed
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the lines of a file for another trainer became, where nobody was told yet."""
+        return self._notes
+
+    def with_notes(self, notes: tuple[str, ...]) -> Self:
+        changed = self.model_copy()
+        changed._notes = notes
         return changed
 
     @property

@@ -3,24 +3,15 @@
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from drivetrain.config.dialects import DEEPSPEED_MARKS, SECTIONS_OF_OTHERS, Line, translate
+from drivetrain.config.given import Given
 from drivetrain.config.settings import BY_NAME, SECTIONS, SWITCHES, nearest, normal
 from drivetrain.core.errors import Problem
-
-
-@dataclass(frozen=True)
-class Given:
-    """One value that somebody set."""
-
-    name: str  # the field's dotted name
-    value: Any
-    spelled: str  # the key as the user wrote it
-    source: str  # `command line`, `train.yaml line 3`, `Python`
 
 
 def from_values(values: Mapping[str, Any], source: str = "Python") -> tuple[list[Given], list[Problem]]:
@@ -60,6 +51,8 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
             return [], [
                 _file_problem(path, "it holds no keys", "write lines like `epochs: 3`", "keys and their values")
             ]
+        if any(normal(str(key.value)) in DEEPSPEED_MARKS for key, _ in root.value):
+            return _deepspeed_file(path), []
         return _walk(loader, root, path.name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -174,14 +167,28 @@ def _walk(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> tuple[l
             for key_node, value_node in node.value
         ]
 
+    lines: list[Line] = []
     for key, value_node, source in entries(root, ""):
-        if normal(key) in SECTIONS and isinstance(value_node, yaml.MappingNode):
+        if (normal(key) in SECTIONS or normal(key) in SECTIONS_OF_OTHERS) and isinstance(value_node, yaml.MappingNode):
             for field, inner, inner_source in entries(value_node, f"{key}."):
-                value = loader.construct_object(inner, deep=True)
-                _take(f"{key}.{field}", value, inner_source, given, problems)
+                lines.append(Line(f"{key}.{field}", loader.construct_object(inner, deep=True), inner_source))
         else:
-            _take(key, loader.construct_object(value_node, deep=True), source, given, problems)
+            lines.append(Line(key, loader.construct_object(value_node, deep=True), source))
+    translated, more, own = translate(lines)
+    given += translated
+    problems += more
+    for line in own:
+        _take(line.key, line.value, line.source, given, problems)
     return given, problems
+
+
+def _deepspeed_file(path: Path) -> list[Given]:
+    """DeepSpeed's own JSON, handed in as the configuration: the strategy that reads it."""
+    words = f"{path.name} is a DeepSpeed configuration: distributed.strategy: deepspeed, deepspeed.config: {path}"
+    return [
+        Given("distributed.strategy", "deepspeed", "--config", path.name, words),
+        Given("deepspeed.config", path, "--config", path.name),
+    ]
 
 
 def _take(key: str, value: Any, source: str, given: list[Given], problems: list[Problem]) -> None:

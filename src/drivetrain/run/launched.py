@@ -45,6 +45,15 @@ def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
     return config.model_copy(update=sections), notes
 
 
+def share_workers(config: Config, place: Place) -> Config:
+    """The configuration with this process's share of the loader processes that a machine may have in all."""
+    total = config.data.total_workers
+    if total is None or config.data.num_workers >= 0:
+        return config
+    own = total // place.local_size + (place.local_rank < total % place.local_size)
+    return config.model_copy(update={"data": config.data.model_copy(update={"num_workers": own})})
+
+
 def unused_gpus(place: Place, devices: Sequence[torch.device], strategy: str, target: str) -> str:
     """What to say where one process was started by hand and several GPUs are there; empty elsewhere."""
     if place.size > 1 or place.launcher == "drivetrain" or len(devices) < 2 or strategy in ("data_parallel", "single"):

@@ -38,7 +38,7 @@ from drivetrain.run.changes import FILE as FINGERPRINT
 from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
 from drivetrain.run.debugging import debugged
 from drivetrain.run.deepspeed import Zero
-from drivetrain.run.launched import obey_launcher, unused_gpus
+from drivetrain.run.launched import obey_launcher, share_workers, unused_gpus
 from drivetrain.run.making import checked, make_model, refuse_lazy, refuse_meta, unwrapped
 from drivetrain.run.measure import couples_samples
 from drivetrain.run.needs import explained
@@ -160,7 +160,8 @@ class Setup:
         place = World.detect()
         config, notes = obey_launcher(config, place)
         config, others = Zero.of(config).obeyed(config)
-        notes += others
+        notes += [*others, *config.notes]
+        config = share_workers(config, place)
         hardware = detect(config.run.output_dir)
         devices = DeviceManager(hardware, config.device.mode, config.device.device, config.device.ids).devices
         world = World.join(
