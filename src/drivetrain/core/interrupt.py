@@ -11,6 +11,15 @@ from typing import Any
 # A launcher passes a terminal's Ctrl-C on to workers that got it already. That is not somebody losing patience.
 IMPATIENT_AFTER_SECONDS = 1.0
 
+_stops: list[Callable[[], None]] = []  # of the runs of this process that go on now
+
+
+def request_stop() -> bool:
+    """Ask the runs of this process to end cleanly, from any thread, as Ctrl-C does. False: none goes on yet."""
+    for stop in list(_stops):
+        stop()
+    return bool(_stops)
+
 
 @contextmanager
 def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
@@ -25,8 +34,12 @@ def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> It
         elif number == signal.SIGINT and time.monotonic() - first[0] > IMPATIENT_AFTER_SECONDS:
             raise KeyboardInterrupt
 
-    with _handled(handle):
-        yield
+    _stops.append(stop)
+    try:
+        with _handled(handle):
+            yield
+    finally:
+        _stops.remove(stop)
 
 
 @contextmanager

@@ -96,6 +96,11 @@ def configured(config: Config, target: str = "", instead: Instead | None = None)
         _instead.reset(tokens[2])
 
 
+def given_on_command_line() -> Config | None:
+    """Return the configuration of the command that runs this script; None under plain `python`."""
+    return _command_line.get()
+
+
 def done_instead(job: Job) -> None:
     """Does what the command line wants done with a job instead of training it, if anything; it does not return then."""
     action = _instead.get()

@@ -1,0 +1,8 @@
+"""One line on standard error, for whatever is done otherwise than asked for."""
+
+import sys
+
+
+def say(text: str) -> None:
+    """Print one line, marked as drivetrain's."""
+    print(f"drivetrain: {text}", file=sys.stderr, flush=True)
