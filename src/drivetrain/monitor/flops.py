@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from drivetrain.core.flops import flops_of
 from drivetrain.hardware import Hardware, Rate
 
 
@@ -21,12 +21,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            try:
-                self.total += int(formula(*args, **(kwargs or {}), out_val=result))
-            except Exception:  # noqa: BLE001 - a formula that does not know these arguments must not end the run
-                self.total += 0
+        self.total += flops_of(func, args, kwargs, result)
         return result
 
 

@@ -30,6 +30,7 @@ class Needs(Value):
     recompute: MemoryModel | None = None  # the same with blocks recomputed; None: the model has no repeated blocks
     activation_bytes: int = 0  # of one sample: what backward waits for
     block_bytes: int = 0  # weights of the largest block
+    flops: float = 0.0  # of one sample, forward and backward; 0: none that are counted
     weights: dict[str, int] = Field(default_factory=dict)  # by module
     activations: dict[str, int] = Field(default_factory=dict)  # of one sample, by module
     notes: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.core.flops import flops_of
 from drivetrain.core.loss import LossSum
 from drivetrain.core.precision import Precision
 from drivetrain.core.value import Value
@@ -33,6 +34,7 @@ class Simulated(Value):
     peak_bytes: int  # with gradients as they come
     activation_bytes: int  # that backward waits for, at the end of forward
     module_bytes: dict[str, int]  # of these, by the module whose forward made them
+    flops: int = 0  # of matrix products, convolutions and attention
     is_real: bool = False  # it ran on the CPU: the loss looks at values
 
 
@@ -100,7 +102,7 @@ def _followed(
         value = result.total if isinstance(result, LossSum) else result
         activations, by_module = live.current, dict(live.by_module)
         torch.autograd.backward(value)
-    return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module)
+    return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module, flops=live.flops)
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -108,7 +110,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current, self.peak = 0, 0
+        self.current, self.peak, self.flops = 0, 0, 0
         self.module = ""  # whose forward runs
         self.by_module: Counter[str] = Counter()
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
@@ -116,6 +118,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs, result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf)

@@ -15,6 +15,8 @@ from drivetrain.planning import plan
 from drivetrain.recipes import with_job
 from drivetrain.run.elsewhere import plan_elsewhere
 
+UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+
 __all__ = ["EXAMPLES", "Options", "run"]
 
 
@@ -33,6 +35,17 @@ def run(options: Options, resolved: Resolved) -> int:
     if options.out is not None:
         console.print(f"written to {options.out}")
     return 0
+
+
+def _pace_in_words(best: float, worst: float, found: Plan) -> str:
+    """`120 to 400 samples/s; the whole job 1.2 to 3.6 days`."""
+    words = f"{1 / worst:,.0f} to {1 / best:,.0f} samples/s"
+    num_samples = found.forecast.num_samples
+    if num_samples is None:
+        return words
+    seconds = num_samples * worst
+    unit, size = next((unit, size) for unit, size in UNITS if seconds >= size or size == 1)
+    return f"{words}; {num_samples:,} samples in {num_samples * best / size:,.2g} to {seconds / size:,.2g} {unit}"
 
 
 def _planned(options: Options, config: Config, console: Console) -> Plan:
@@ -93,6 +106,8 @@ def _show(found: Plan, console: Console) -> None:
         if forecast.validation_seconds is not None:
             whole += f", some {forecast.validation_seconds:,.1f} s of it validation (estimated)"
         console.print(f"time:   {forecast.step_seconds * 1e3:,.2f} ms per step of {found.global_batch} samples{whole}")
+    if forecast.sample_seconds_range is not None:
+        console.print(f"time:   {_pace_in_words(*forecast.sample_seconds_range, found)}")
     for note in found.notes if found.measured or found.machine else ():
         console.print(note)
     if not found.measured and not found.machine:

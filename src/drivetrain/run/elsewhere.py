@@ -14,6 +14,7 @@ from drivetrain.hardware.catalogue import Machine
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 from drivetrain.plan.fitting import Layout, Needs, does_not_fit, first_that_fits, in_words, layouts
+from drivetrain.plan.pace import LEAST_OF_PEAK, MOST_OF_PEAK, sample_seconds
 from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.making import checked, make_model, refuse_lazy
 from drivetrain.run.measure import couples_samples
@@ -24,6 +25,15 @@ ACCURACY = (
     "memory is that of an eager step, by counting its tensors on shapes alone; compiled steps take less, and what "
     "kernels take inside themselves is left to the part of the memory that is not used"
 )
+
+PACE = (
+    f"Time is by FLOPs, at {LEAST_OF_PEAK:.0%} to {MOST_OF_PEAK:.0%} of the data sheet's rate, which ResNet-50 and "
+    "GPT-2 reach on an H200; reading data and validation are not in it."
+)
+NO_PACE = (
+    "No time is forecast: a step computes for less than a millisecond, so that launching kernels takes most of it."
+)
+NO_RATE = "No time is forecast: the rate of such a GPU is not known."
 
 
 def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -> Plan:
@@ -58,19 +68,40 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
         free = machine.gpus()[0].memory_free_bytes
         how_much = f"{in_words(limit)} to use ({in_words(free)} × {fraction:g})"
         raise does_not_fit(needs, limit, str(machine), how_much, num_gpus)
+    peak = machine.gpus()[0].peaks.get(settings.precision.value)
+    pace = sample_seconds(
+        needs.flops,
+        0.0 if peak is None else peak.value * 1e12,
+        num_gpus,
+        global_batch,
+        needs.held.gradients,
+        recomputes=layout.recomputes,
+    )
     return Plan(
         job=config.run.name or job.name,
         global_batch=global_batch,
         num_steps=job.num_steps if job.global_batch else None,
         choices=_choices(settings, layout, micro_batch, why, share, global_batch, limit),
         machine=str(machine),
-        forecast=Forecast(memory=layout.forecast(needs, micro_batch)),
+        forecast=Forecast(
+            memory=layout.forecast(needs, micro_batch),
+            sample_seconds_range=pace,
+            num_samples=_samples_of(job, global_batch),
+        ),
         notes=(
             f"For {machine}, by rule and memory model; nothing was measured there.",
+            PACE if pace else NO_PACE if peak else NO_RATE,
             f"{ACCURACY[0].upper()}{ACCURACY[1:]}.",
             *needs.notes,
         ),
     )
+
+
+def _samples_of(job: Job, global_batch: int) -> int | None:
+    """That the whole job trains on."""
+    by_epochs = None if job.epochs is None or job.num_samples is None else job.epochs * job.num_samples
+    by_steps = None if job.max_steps is None else job.max_steps * global_batch
+    return min((each for each in (by_epochs, by_steps) if each is not None), default=None)
 
 
 def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:

@@ -1,0 +1,17 @@
+"""FLOPs of one operation, by torch's own formulas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry
+
+
+def flops_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> int:
+    """What a matrix product, a convolution or attention computes; 0 for everything else, and where no formula fits."""
+    formula = flop_registry.get(operation._overloadpacket)
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **(kwargs or {}), out_val=result))
+    except Exception:  # noqa: BLE001 - a formula that does not know these arguments must not end the run
+        return 0
