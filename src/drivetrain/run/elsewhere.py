@@ -31,7 +31,7 @@ PACE = (
     "GPT-2 reach on an H200; reading data and validation are not in it."
 )
 NO_PACE = (
-    "No time is forecast: a step computes for less than a millisecond, so that launching kernels takes most of it."
+    "No time is forecast: a step computes for less than a millisecond, and launching kernels takes most of it."
 )
 NO_RATE = "No time is forecast: the rate of such a GPU is not known."
 
