@@ -30,9 +30,7 @@ PACE = (
     f"Time is by FLOPs, at {LEAST_OF_PEAK:.0%} to {MOST_OF_PEAK:.0%} of the data sheet's rate, which ResNet-50 and "
     "GPT-2 reach on an H200; reading data and validation are not in it."
 )
-NO_PACE = (
-    "No time is forecast: a step computes for less than a millisecond, and launching kernels takes most of it."
-)
+NO_PACE = "No time is forecast: a step computes for less than a millisecond, and launching kernels takes most of it."
 NO_RATE = "No time is forecast: the rate of such a GPU is not known."
 
 
