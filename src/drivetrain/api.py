@@ -45,6 +45,7 @@ from drivetrain.run import (
     num_trained,
     open_books,
     take_weights,
+    tell_batch_size,
     tell_capture,
     tell_changes,
     tell_deepspeed,
@@ -54,6 +55,7 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
+from drivetrain.run.batch_size import settle_global_batch
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.planner import Told, settle
 from drivetrain.step import CapturedStepper, Stepper, make_capturable
@@ -98,11 +100,12 @@ class _Run(Setup):
     """One call of `train` on one rank: builds the parts, runs the loop."""
 
     def train(self) -> Result:
+        built = settle_global_batch(self)
         folder = self.claim()
         try:
             checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
             checkpoint = checkpointer.latest()
-            model = self.build()
+            model = built or self.build()
             changes = self.changes_since_start(model, folder, checkpoint.step if checkpoint else None)
             settle_weighting(self, model, checkpoint)
             plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
@@ -197,6 +200,7 @@ class _Run(Setup):
             tell_sharding(self, books)
             tell_deepspeed(self, books)
             tell_weighting(self, books)
+            tell_batch_size(self, books)
 
             def state() -> State:
                 watch.check()

@@ -50,6 +50,7 @@ from drivetrain.run import (
     note_end,
     open_books,
     take_weights,
+    tell_batch_size,
     tell_changes,
     tell_notes,
     tell_plain_optimizer,
@@ -177,6 +178,9 @@ class Drive:
         tell_notes(self._loader, self._books)
         tell_plain_optimizer(optimizer, self._books)
         tell_sharding(setup, self._books)
+        if config.batch.auto:
+            setup.batch_size_found = "not measured: only the loop itself can run its step"
+        tell_batch_size(setup, self._books)
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
         stack.callback(self._saves.close)

@@ -4,6 +4,7 @@ from drivetrain.config import Config
 from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
 from drivetrain.run import Setup
+from drivetrain.run.batch_size import settle_global_batch, settle_micro_batch
 from drivetrain.run.loss_weighting import settle_weighting
 from drivetrain.run.planner import OnProbe, described, measured
 
@@ -12,10 +13,12 @@ def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_pr
     """The plan for a job. With `measure`, ways of running its step are tried on a throw-away copy of the model."""
     run = Setup.join(job, config, quiet=True)
     try:
-        model = run.build()
+        model = (settle_global_batch(run) if measure else None) or run.build()
         if not measure:
+            run.batch_size_found = "not measured: --measure does it" if run.config.batch.auto else ""
             return described(run, model, None)
         settle_weighting(run, model, None)
+        settle_micro_batch(run, model)
         return measured(run, model, on_probe=on_probe)
     finally:
         run.close_loaders()

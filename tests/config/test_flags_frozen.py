@@ -29,6 +29,7 @@ FLAGS = {
     "memory.gpu_fraction": ["--gpu-memory-fraction"],
     "batch.size": ["--batch-size"],
     "batch.accumulation": ["--accumulation-steps"],
+    "batch.auto": ["--auto-batch-size"],
     "batch.loss_weighting": ["--loss-weighting"],
     "budget.epochs": ["--epochs"],
     "budget.max_steps": ["--max-steps"],
@@ -108,7 +109,8 @@ OBEYED = {
     "benchmark": [
         name
         for name in FLAGS
-        if not name.startswith(("watch.", "checkpoint.", "validation.", "plan.")) and name != "batch.loss_weighting"
+        if not name.startswith(("watch.", "checkpoint.", "validation.", "plan."))
+        and name not in ("batch.auto", "batch.loss_weighting")
     ],
     "prove": [
         name

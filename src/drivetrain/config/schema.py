@@ -163,6 +163,11 @@ class BatchSection(Section):
         description="micro-steps per optimizer step (auto: by memory, or the recipe's); a job's own global batch "
         "stays and is cut into so many, a recipe's batch is multiplied by it",
     )
+    auto: Annotated[bool, Flag("auto-batch-size")] = Field(
+        False,
+        description="measure how many samples per device and micro-step are fastest, on a CPU too; the samples of a "
+        "step stay what the job, the recipe or --batch-size says, and are as many as that where nobody says it",
+    )
     loss_weighting: Annotated[Literal["auto", "samples", "tokens", "sum"], Flag("loss-weighting")] = Field(
         "auto",
         description="how scalar losses of micro-batches are put together: as means over samples, as means over a count "

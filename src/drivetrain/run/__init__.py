@@ -2,6 +2,7 @@
 
 from drivetrain.run.books import (
     open_books,
+    tell_batch_size,
     tell_capture,
     tell_changes,
     tell_deepspeed,
@@ -31,6 +32,7 @@ __all__ = [
     "num_trained",
     "open_books",
     "take_weights",
+    "tell_batch_size",
     "tell_capture",
     "tell_changes",
     "tell_deepspeed",

@@ -14,7 +14,7 @@ from drivetrain.run.needs import needs_of
 from drivetrain.run.setup import Setup
 
 SECONDS_PER_SIZE, BUDGET_SECONDS = 0.15, 20.0
-EQUALLY_FAST = 0.03  # of such sizes the smallest is taken
+EQUALLY_FAST = 0.03  # of such sizes the smallest is taken for a step, and the largest to divide one
 MOST_SLOWER = 2  # sizes in a row that gain nothing, after which larger ones are not tried
 
 
@@ -24,6 +24,7 @@ class BatchSearch:
 
     tried: tuple[tuple[int, Measurement], ...]
     ended: str
+    prefers_large: bool = False  # of sizes that are equally fast
 
     @property
     def _usable(self) -> list[tuple[int, float]]:
@@ -31,9 +32,10 @@ class BatchSearch:
 
     @property
     def fastest(self) -> int:
-        """The smallest size that is as fast as any."""
+        """The size that is as fast as any: the smallest of those, or the largest."""
         least = min(seconds for _, seconds in self._usable)
-        return next(size for size, seconds in self._usable if seconds <= least * (1 + EQUALLY_FAST))
+        as_fast = [size for size, seconds in self._usable if seconds <= least * (1 + EQUALLY_FAST)]
+        return as_fast[-1 if self.prefers_large else 0]
 
     @property
     def largest(self) -> int:
@@ -45,7 +47,56 @@ class BatchSearch:
         return f"{self.fastest} is fastest (samples/s by size: {rates}; larger ones not tried: {self.ended})"
 
 
-def search_batch_size(run: Setup, model: nn.Module, fraction: float, at_most: int | None = None) -> BatchSearch:
+def settle_global_batch(run: Setup) -> nn.Module | None:
+    """Take the fastest batch as a device's part of a step, with --auto-batch-size where nobody says how large one is.
+
+    Returns the model that was built for it; None where there was nothing to find. Called by all ranks, before the run
+    folder is claimed: the samples of a step are part of what a run is.
+    """
+    if not run.config.batch.auto or not run.batch_by_rule or not run.config.plan.auto_optimize:
+        return None
+    model = run.build()
+    why_not = why_not_searched(run)
+    if why_not:
+        return model  # told with the plan
+    found = search_batch_size(run, model, run.config.memory.gpu_fraction)
+    run.job = replace(run.job, global_batch=found.fastest * run.num_devices)
+    run.follow(run.by_rule())
+    run.batch_size_found = f"{found.in_words()}; nobody said how many samples a step has: {run.job.global_batch}"
+    return model
+
+
+def settle_micro_batch(run: Setup, model: nn.Module) -> None:
+    """Follow the fastest micro-batch within a step, with --auto-batch-size. Called by all ranks."""
+    if not run.config.batch.auto or run.batch_size_found:
+        return
+    why_not = why_not_searched(run)
+    if why_not:
+        run.batch_size_found = f"not measured: {why_not}"
+        return
+    found = search_batch_size(run, model, run.config.memory.gpu_fraction, run.rank_samples, keeps_step=True)
+    run.follow(run.way.but(micro_batch=found.fastest))
+    run.batch_size_found = f"{found.in_words()}; a step stays at {run.job.global_batch} samples"
+
+
+def why_not_searched(run: Setup) -> str:
+    """Say why the batch size of a run cannot be measured; empty if it can. Known once the model is built."""
+    if not run.config.plan.auto_optimize:
+        return "measuring is switched off (--no-auto-optimize)"
+    if run.job.num_samples is None or not run.job.source.is_keyed:
+        return "data that can only be iterated is not read for measuring"
+    if run.shards or run.uses_deepspeed:
+        return "sharded models are not measured yet"
+    if len(run.devices) > 1:
+        return "several GPUs of one process are not measured"
+    if run.weighting.holds_division:
+        return f"the whole part of a rank is kept: {run.weighting.holds_division}"
+    return ""
+
+
+def search_batch_size(
+    run: Setup, model: nn.Module, fraction: float, at_most: int | None = None, *, keeps_step: bool = False
+) -> BatchSearch:
     """Measure forward, backward and optimizer step of batches that double in size. Called by all ranks together.
 
     Args:
@@ -53,6 +104,7 @@ def search_batch_size(run: Setup, model: nn.Module, fraction: float, at_most: in
         model: the model on its device; copies of it are run.
         fraction: the part of the free memory that a step may use; on a CPU the memory is forecast, not measured.
         at_most: largest size to try; None is a rank's part of the data set.
+        keeps_step: sizes divide the job's own step, instead of being a step each.
     """
     job, world = run.job, run.world
     if job.num_samples is None or not job.source.is_keyed:
@@ -64,12 +116,12 @@ def search_batch_size(run: Setup, model: nn.Module, fraction: float, at_most: in
     limit = min(world.gather(_free_bytes(run))) * fraction
     fits = _forecast(run, model, most, limit)
     began, tried = time.monotonic(), list[tuple[int, Measurement]]()
-    best, num_slower, ended = float("inf"), 0, "that is all of the data"
+    best, num_slower, ended = float("inf"), 0, "that is all of a step" if keeps_step else "that is all of the data"
     for size in _sizes(2 if couples_samples(model) else 1, most):
         if size > fits:
             ended = f"they need more than {fraction:.0%} of the free memory (forecast)"
             break
-        found = _measured(run, model, size)
+        found = _measured(run, model, size, keeps_step=keeps_step)
         if found.out_of_memory or found.peak_bytes > limit:
             ended = "out of memory" if found.out_of_memory else f"they need more than {fraction:.0%} of the free memory"
             break
@@ -92,11 +144,11 @@ def search_batch_size(run: Setup, model: nn.Module, fraction: float, at_most: in
             f"not even one sample fits in {fraction:.0%} of the free memory",
             remedy="allow a larger part, or use a smaller model; `drivetrain plan` says what takes how much",
         )
-    return BatchSearch(tuple(tried), ended)
+    return BatchSearch(tuple(tried), ended, prefers_large=keeps_step)
 
 
-def _measured(run: Setup, model: nn.Module, size: int) -> Measurement:
-    job = replace(run.job, global_batch=size * run.world.size)
+def _measured(run: Setup, model: nn.Module, size: int, *, keeps_step: bool) -> Measurement:
+    job = run.job if keeps_step else replace(run.job, global_batch=size * run.world.size)
     probe = Probe(
         job,
         model,

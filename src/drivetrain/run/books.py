@@ -129,6 +129,13 @@ def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
         books.say(f"  repeats    {words}{escape(found.reason)}")
 
 
+def tell_batch_size(run: Setup, books: Books | NoBooks) -> None:
+    """Tell what --auto-batch-size found, or why it found nothing."""
+    if run.batch_size_found:
+        books.event("auto batch size", words=run.batch_size_found, micro_batch=run.way.micro_batch)
+        books.say(f"  batch size {escape(run.batch_size_found)}")
+
+
 def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
     """How the model was cut, and why."""
     sharded = run.sharded

@@ -42,6 +42,7 @@ from drivetrain.plan.tune import (
     plainest,
     tune,
 )
+from drivetrain.run.batch_size import settle_micro_batch
 from drivetrain.run.data_path import settle_data_path
 from drivetrain.run.measure import Journal, Probe, has_convolutions
 from drivetrain.run.needs import explained
@@ -104,6 +105,8 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
             why = _why_resumed(run, checkpoint)
             return described(run, model, None, why=why, is_closed=True)
         run.keep_division(checkpoint)
+    if not run.keeps_micro_batch and "micro_batch" not in run.pinned():
+        settle_micro_batch(run, model)
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
     if why_not:
@@ -429,6 +432,8 @@ def _why_fixed(run: Setup) -> str:
     """Empty if the micro-batch is free to be tuned."""
     if "micro_batch" in run.pinned():
         return "asked for"
+    if run.batch_size_found:
+        return run.batch_size_found
     if run.keeps_micro_batch:
         return f"as it was before: {run.weighting.holds_division}"
     if run.world.device.type == "cuda":
@@ -536,7 +541,8 @@ def described(
         ),
         "batch.size": Choice(
             value=way.micro_batch // len(run.devices) or 1,
-            reason=reason("micro_batch", "micro_batch", "a rank's whole share of the global batch at once"),
+            reason=run.batch_size_found
+            or reason("micro_batch", "micro_batch", "a rank's whole share of the global batch at once"),
             alternatives=_alternatives(tuned, "micro_batch"),
         ),
         "batch.accumulation": Choice(

@@ -153,6 +153,8 @@ class Setup:
     _fingerprint = ""  # of the job, once it was taken
     keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
+    batch_by_rule = False  # whether nobody said how many samples a step has
+    batch_size_found = ""  # what --auto-batch-size measured, in words
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
     repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
 
@@ -280,7 +282,7 @@ class Setup:
         """What of a way the user fixed."""
         config = self.config
         fixed = {
-            "micro_batch": config.batch.size or config.batch.accumulation,
+            "micro_batch": (config.batch.size or config.batch.accumulation) and not config.batch.auto,
             "precision": config.precision.dtype != "auto" or config.precision.mixed is not None,
             "compile_mode": config.compile.enabled is not None,
             "channels_last": config.data.channels_last != "auto",
@@ -300,6 +302,10 @@ class Setup:
 
     def _settled(self, job: Job) -> Job:
         """The job with its global batch and what the configuration says of its length and of saving."""
+        given, recorded = job.global_batch, read_job(self.config.run.output_dir / self.name).get("global_batch")
+        is_new = not recorded or is_finished(self.config.run.output_dir / self.name)
+        is_asked = self.config.batch_asked.is_set or self.config.plan_pins.global_batch is not None
+        self.batch_by_rule = self.world.agree(given is None and is_new and not is_asked)
         job = replace(
             of_asked_length(job, self.config),
             global_batch=job.global_batch or self.world.agree(self._global_batch(job) if self.world.is_main else None),
@@ -313,7 +319,12 @@ class Setup:
         )
         refuse_other_batch(self.config, job.global_batch or 0)
         size, accumulation = self.config.batch.size, self.config.batch.accumulation
-        if size and accumulation and size * accumulation * self.num_devices < (job.global_batch or 0):
+        if (
+            not self.config.batch.auto
+            and size
+            and accumulation
+            and size * accumulation * self.num_devices < (job.global_batch or 0)
+        ):
             source = self.config.plan_pins.lines.get("batch.size", "")
             remedy = "leave --accumulation-steps out: it follows from the others"
             if source:
@@ -445,6 +456,8 @@ class Setup:
     def _micro_batch(self) -> int:
         """The user's, else a rank's whole share at once."""
         share = self.rank_samples
+        if self.config.batch.auto:
+            return share
         if self.config.batch.size:
             return min(self.config.batch.size * len(self.devices), share)
         if self.config.batch.accumulation:
