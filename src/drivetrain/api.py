@@ -108,7 +108,7 @@ class _Run(Setup):
             model = built or self.build()
             changes = self.changes_since_start(model, folder, checkpoint.step if checkpoint else None)
             settle_weighting(self, model, checkpoint)
-            plan = settle(self, model, checkpoint, Told(quiet=self.quiet))
+            plan = self.do_without_compiler(settle(self, model, checkpoint, Told(quiet=self.quiet)))
             with self.numerics(), self.stream():
                 return self._train(folder, checkpointer, checkpoint, model, plan, changes)
         finally:

@@ -70,6 +70,7 @@ FLAGS = {
     "deepspeed.config": ["--deepspeed-config"],
     "compile.enabled": ["--compile"],
     "compile.mode": ["--compile-mode"],
+    "compile.only": ["--compile-only"],
     "plan.auto_optimize": ["--auto-optimize"],
     "plan.budget_seconds": ["--plan-budget", "--budget"],
     "plan.file": ["--plan"],

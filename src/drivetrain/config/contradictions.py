@@ -159,6 +159,10 @@ def _between_values(case: _Case) -> Iterator[Problem]:
             f"loader processes fetch ahead, and {case.spelled('data.num_workers')} asks for none",
             remedy="drop one of the two",
         )
+    if config.compile.only and not config.compile.enabled:
+        yield case.problem(
+            "compile.only", "names what is compiled, but compiling is not asked for", remedy="add --compile"
+        )
     if "compile.mode" in given and config.compile.mode != "default" and not config.compile.enabled:
         state = "is not asked for" if config.compile.enabled is None else "is off"
         yield case.problem(

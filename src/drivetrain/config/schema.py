@@ -360,6 +360,11 @@ class CompileSection(Section):
     mode: Annotated[Literal["default", "reduce-overhead", "max-autotune"], Flag("compile-mode")] = Field(
         "default", description="what the compiler spends its time on; needs --compile"
     )
+    only: Annotated[tuple[str, ...], Flag("compile-only")] = Field(
+        (),
+        description="compile only the modules with these names, such as router or blocks.0, instead of the whole loss; "
+        "experts stands for mixtures of experts; needs --compile",
+    )
 
 
 def _seconds_in_words(value: Any) -> Any:

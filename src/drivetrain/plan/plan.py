@@ -98,6 +98,15 @@ class Plan(Value):
         choice = asked.model_copy(update={"value": "off", "reason": f"{asked.reason}, but {why}"})
         return self.model_copy(update={"choices": {**self.choices, name: choice}})
 
+    def not_compiled(self, why: str) -> Self:
+        """The same plan, where it turned out that nothing can be compiled here."""
+        choices = {name: choice for name, choice in self.choices.items() if name != "compile.mode"}
+        asked = choices["compile.enabled"]
+        choices["compile.enabled"] = asked.model_copy(
+            update={"value": False, "reason": f"{asked.reason}, but nothing can be compiled here: {why}"}
+        )
+        return self.model_copy(update={"choices": choices})
+
     def _how(self) -> str:
         if self.machine:
             return f"for {self.machine}, by rule and memory model; nothing was measured there"

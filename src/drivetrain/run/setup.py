@@ -32,6 +32,7 @@ from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.loss_weighting import LossRule, Weighting
+from drivetrain.plan.plan import Plan
 from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.tune import Repeat, Way
 from drivetrain.run.changes import FILE as FINGERPRINT
@@ -64,7 +65,7 @@ from drivetrain.strategies import (
 )
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compile_options, compiled, num_graphs
+from drivetrain.strategies.compiling import compile_named, compile_options, compiled, num_graphs, why_not_compiled
 from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
@@ -200,6 +201,7 @@ class Setup:
         quiet: bool,
     ) -> None:
         self.config, self.hardware, self.world, self.quiet = config, hardware, world, quiet
+        self._why_not_compiled = ""
         refuse_strategy(config, world, devices)
         shares = config.distributed.strategy == "data_parallel"
         self.devices = devices if shares else [world.device]  # of this process
@@ -241,6 +243,23 @@ class Setup:
         """Run steps this way. Before the parts are built that depend on it."""
         self.way = way
         self.precision = Precision(way.precision, self.world.device.type)
+
+    def do_without_compiler(self, plan: Plan) -> Plan:
+        """Run eagerly where `--compile` is asked for and no rank can compile; the plan says so.
+
+        A plan that was measured compiles only what was seen to compile.
+        """
+        if self.way.compile_mode is None or not self.config.compile.enabled:
+            return plan
+        problems = self.world.gather(why_not_compiled(self.world.device))
+        why = next(filter(None, problems), "")
+        if not why:
+            return plan
+        self.follow(self.way.but(compile_mode=None))
+        self._why_not_compiled = why
+        if not self.quiet:
+            print(f"drivetrain: --compile is not obeyed, steps run eagerly: {why}", file=sys.stderr)
+        return plan.not_compiled(why)
 
     def recorded_way(self, checkpoint: Checkpoint) -> Way | None:
         """How the steps before a checkpoint were run, but for what is pinned now; None in another world or machine."""
@@ -432,6 +451,8 @@ class Setup:
 
     def compilation(self) -> str:
         """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
+        if self._why_not_compiled:
+            return f"asked for, but nothing can be compiled here: {self._why_not_compiled}"
         if self.way.compile_mode is None:
             return "not asked for" if self.config.compile.enabled is not None else "not used"
         graphs = num_graphs()
@@ -629,7 +650,10 @@ class Setup:
             if self.world.device.type != "cuda":
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        if self.shards and self.way.compile_mode is not None:
+        if self.config.compile.only and self.way.compile_mode is not None:
+            fixed = self.way.repeat != "off"
+            compile_named(model, self.config.compile.only, self.way.compile_mode, fixed=fixed)
+        elif self.shards and self.way.compile_mode is not None:
             compile_blocks(model, self.way.compile_mode, shares_experts=self.experts is not None)
         if self.way.splits_recurrent_dropout:
             split_recurrent_dropout(model)
@@ -666,7 +690,8 @@ class Setup:
 
     def called_loss(self) -> LossFunction | None:
         """What is called in place of the loss function where it is compiled, with the model inside."""
-        is_whole = self.way.compile_mode is not None and not self.shards  # of a sharded model, blocks are compiled
+        # Of a sharded model, blocks are compiled.
+        is_whole = self.way.compile_mode is not None and not self.shards and not self.config.compile.only
         if not is_whole:
             return None
         return compiled(self.job.loss, self.way.compile_mode or "default", fixed=self.way.repeat != "off")

@@ -5,11 +5,51 @@ tensor of the step. Compiled together with the model, it is fused into what make
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction
+
+EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """Why nothing can be compiled for a device, such as a C++ compiler that is missing; empty if it can.
+
+    Tried on a function of one line. What was compiled once is taken from the compiler's cache afterwards.
+    """
+
+    def double(values: torch.Tensor) -> torch.Tensor:
+        return (2 * values).sum()
+
+    values = torch.ones(4, device=device, requires_grad=True)
+    try:
+        torch.autograd.backward(torch.compile(double)(values))
+    except Exception as error:  # noqa: BLE001  (whatever it is, eager steps do without)
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[0].strip() if lines else type(error).__name__
+    return ""
+
+
+def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False) -> None:
+    """Compile the forward of the modules with these names, in place. A name is dotted, or the last part of one."""
+    for name in names:
+        found = [
+            module
+            for path, module in model.named_modules()
+            if (isinstance(module, MixtureOfExperts) if name == EXPERTS else name in (path, path.rpartition(".")[2]))
+        ]
+        if not found:
+            known = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
+            shown = ", ".join([*known[:12], *(["…"] if len(known) > 12 else [])])
+            raise ConfigError([Problem("--compile-only", "the model has no such module", name, allowed=shown)])
+        for module in found:
+            module.forward = torch.compile(module.forward, **compile_options(mode, fixed=fixed))
 
 
 def num_graphs() -> int:
