@@ -28,6 +28,7 @@ from benchmarks import (
     overhead,
     proofs,
     prove_trainers,
+    recipes,
     repeat,
     resident,
     saving,
@@ -63,6 +64,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "transformers-loss": proofs.measure_transformers,
     **continual.MEASURES,
     "growing-mnist": continual.measure_growth,
+    "email-sequence": recipes.measure_email_sequence,
 }
 # Competitors side by side, by the module that describes them.
 CONTESTS = {
@@ -79,7 +81,14 @@ SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
 }
 VERDICTS = "prove-trainers"  # what `drivetrain prove` says of other trainers
-ONLY_BY_NAME = {*continual.MEASURES, "growing-mnist", "prove-planted", "prove-clean", "transformers-loss"}  # long
+ONLY_BY_NAME = {  # long
+    *continual.MEASURES,
+    "growing-mnist",
+    "prove-planted",
+    "prove-clean",
+    "transformers-loss",
+    "email-sequence",
+}
 NEEDS_A_GPU = {
     "capture",
     "feed",

@@ -132,3 +132,10 @@ def test_the_last_lines_are_cause_and_remedy() -> None:
     assert document["cause"] == "exception"
     assert document["traceback"] == failure.traceback
     assert document["others"] == []
+
+
+def test_wrong_input_has_the_exit_code_it_has_without_a_launcher() -> None:
+    told = error("drivetrain.core.errors.InputError", "2 problems with the input", expected=True, exit_code=2)
+    assert failure_from_error(told, **PLACE).exit_code == 2
+    assert failure_from_error(error("ValueError", "bad", exit_code=1), **PLACE).exit_code == 1
+    assert failure_from_error(error("ValueError", "bad"), **PLACE).exit_code == 1  # told by an older worker

@@ -209,6 +209,30 @@ class MoeSection(Section):
     )
 
 
+def _as_texts(value: Any) -> Any:
+    """YAML reads `[0, 1]` as numbers; labels are texts."""
+    if isinstance(value, (list, tuple)):
+        return [str(each) if isinstance(each, int) and not isinstance(each, bool) else each for each in value]
+    return value
+
+
+class RecipeSection(Section):
+    """Which variant of a recipe is trained, and how it reads files of your own."""
+
+    size: Annotated[Literal["small", "full"], Flag("size")] = Field(
+        "small", description="small trains in at most two minutes on two cores; full is meant for a GPU"
+    )
+    baseline: Annotated[str | None, Flag("baseline")] = Field(
+        None,
+        description="train the recipe's baseline of this name instead (email-sequence: bag-of-words)",
+    )
+    text_column: Annotated[str, Flag("text-column")] = Field("text", description="column of the texts in --data")
+    label_column: Annotated[str, Flag("label-column")] = Field("label", description="column of the labels in --data")
+    labels: Annotated[tuple[str, ...], BeforeValidator(_as_texts), Flag("labels")] = Field(
+        ("0", "1"), min_length=2, description="the labels that may occur in --data"
+    )
+
+
 class ValidationSection(Section):
     """When the model is tried on held-out samples, and what follows."""
 
@@ -451,6 +475,7 @@ class Config(Section):
     budget: BudgetSection = BudgetSection()
     optimizer: OptimizerSection = OptimizerSection()
     moe: MoeSection = MoeSection()
+    recipe: RecipeSection = RecipeSection()
     validation: ValidationSection = ValidationSection()
     data: DataSection = DataSection()
     compile: CompileSection = CompileSection()

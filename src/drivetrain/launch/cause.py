@@ -80,7 +80,8 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
     kind, message, trace = str(error["type"]), str(error["message"]), str(error["traceback"])
     first_line = message.splitlines()[0] if message else ""
     exception = f"{kind}: {first_line}" if first_line else kind
-    common: dict[str, Any] = {"exception": exception, "step": int(error.get("step", 0)), "exit_code": 1, **place}
+    code = int(error.get("exit_code", 1))  # 2 for wrong input, as without a launcher
+    common: dict[str, Any] = {"exception": exception, "step": int(error.get("step", 0)), "exit_code": code, **place}
     if error.get("expected"):
         follows = bool(_LOST_A_PEER.search(f"{message}\n{error.get('origin', '')}"))
         return Failure(

@@ -18,6 +18,7 @@ EXAMPLES = (
     "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
     "drivetrain train digits-moe                    a mixture of experts that grows and sleeps",
     "drivetrain train digits --epochs 5 --seed 1    other values",
+    "drivetrain train email-sequence                emails by a recurrent network; --data mails.csv: your own",
     "drivetrain train gpt --data book.txt           a small language model on a text of your own",
     "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
     "drivetrain train train.py --batch-size 32      a script that calls dt.train",
@@ -28,13 +29,22 @@ EXAMPLES = (
 
 class Options(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
-        description="a recipe (digits, digits-moe, gpt), `module:function` that returns a dt.Job, or a script"
+        description="a recipe (digits, digits-moe, email-sequence, gpt), `module:function` that returns a "
+        "dt.Job, or a script"
     )
 
 
 # Of a job of one's own nobody reads these: it says them itself. Some are not for every recipe.
-FOR_RECIPES = ("run.seed", "optimizer.learning_rate", "moe.experts", "data.path")
-READ_BY = {"moe.experts": ("digits-moe",), "data.path": ("gpt",)}
+READ_BY = {
+    "moe.experts": ("digits-moe",),
+    "data.path": ("gpt", "email-sequence"),
+    "recipe.size": ("email-sequence",),
+    "recipe.baseline": ("email-sequence",),
+    "recipe.text_column": ("email-sequence",),
+    "recipe.label_column": ("email-sequence",),
+    "recipe.labels": ("email-sequence",),
+}
+FOR_RECIPES = ("run.seed", "optimizer.learning_rate", *READ_BY)
 
 
 def run(options: Options, resolved: Resolved) -> int | None:

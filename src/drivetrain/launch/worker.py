@@ -150,6 +150,7 @@ def _tell_error(error: BaseException) -> None:
         message=message,
         remedy=remedy,
         expected=is_ours,  # in words for users: no traceback needed
+        exit_code=error.exit_code if isinstance(error, DrivetrainError) else 1,
         origin=_origin(error),
         traceback=_trace(error)[-_LONGEST_TRACE:],
         step=supervision.last_step,

@@ -15,7 +15,7 @@ from drivetrain.api import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
-from drivetrain.recipes import digits, digits_continual, digits_moe, gpt
+from drivetrain.recipes import digits, digits_continual, digits_moe, email_sequence, gpt
 from drivetrain.run import last_one_finished
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ RECIPES = {
         "digits, turned further task by task, by experts that come as needed",
         digits_continual.show,
     ),
+    "email-sequence": Recipe(email_sequence.job, "a bidirectional LSTM that classifies emails", email_sequence.show),
     "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
 }
 

@@ -1,0 +1,74 @@
+"""What recipes reach on generated data beside their baselines and ceilings, over three seeds, with a picture each."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from drivetrain.cli import main
+from drivetrain.recipes import generated_emails
+
+SEEDS = 3
+FOLDER = Path("runs") / "benchmarks" / "recipes"
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def measure_email_sequence() -> dict[str, list[float]]:
+    curves = {
+        name: [_trained("email-sequence", f"{name}-{seed}", seed, *flags) for seed in range(SEEDS)]
+        for name, flags in {"bilstm": (), "bag-of-words": ("--baseline", "bag-of-words")}.items()
+    }
+    ceilings = {"ceiling": generated_emails.ceiling(), "bag-of-words ceiling": generated_emails.bag_of_words_ceiling()}
+    _draw(
+        DOCS / "email_sequence.png",
+        {name: [[100 * row["valid_accuracy"] for row in rows] for rows, _ in runs] for name, runs in curves.items()},
+        {name: 100 * value for name, value in ceilings.items()},
+        "held-out emails classified correctly (%)",
+    )
+    samples = {
+        f"{name}: accuracy (%)": [100 * rows[-1]["valid_accuracy"] for rows, _ in runs] for name, runs in curves.items()
+    }
+    samples["bilstm: seconds of the whole command"] = [seconds for _, seconds in curves["bilstm"]]
+    return samples | {f"{name} (%)": [100 * value] for name, value in ceilings.items()}
+
+
+def _trained(recipe: str, name: str, seed: int, *flags: str) -> tuple[list[dict[str, Any]], float]:
+    """Returns the rows of all validations of a new run, and how long the command took."""
+    folder = FOLDER / recipe / time.strftime("%Y%m%d-%H%M%S")  # never goes on with an earlier run
+    begin = time.monotonic()
+    common = ["--name", name, "--seed", str(seed), "--output-dir", str(folder), "--no-report", "--quiet"]
+    if main(["train", recipe, *common, *flags]):
+        raise SystemExit(f"drivetrain train {recipe} {' '.join(flags)} failed")
+    seconds = time.monotonic() - begin
+    text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    print(
+        f"  {name}: {', '.join(f'{key} {value:.4f}' for key, value in rows[-1].items() if 'valid' in key)}", flush=True
+    )
+    return rows, seconds
+
+
+def _draw(path: Path, curves: dict[str, list[list[float]]], limits: dict[str, float], label: str) -> None:
+    """One line per run, one colour per variant, a dashed line per ceiling."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for number, (name, runs) in enumerate(curves.items()):
+        for index, values in enumerate(runs):
+            axes.plot(
+                range(1, len(values) + 1), values, color=f"C{number}", marker="o", markersize=3, alpha=0.8,
+                label=f"{name} ({len(runs)} seeds)" if index == 0 else None,
+            )  # fmt: skip
+    for number, (name, value) in enumerate(limits.items()):
+        axes.axhline(value, color="0.4", linestyle=("--", ":")[number % 2], label=f"{name} {value:.1f} %")
+    axes.set_xlabel("epoch")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
