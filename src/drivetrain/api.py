@@ -1,6 +1,6 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ class _Run(Setup):
             None if called_loss is None else self.weighted(called_loss),
             average,
             offloads,
+            loss_parts=self.loss_parts,
         )
         trial = Trial(to_device(first.batch, world.device, channels_last=self.channels_last), first.num_samples)
         watches = self.config.watch.log_every != 0
@@ -163,6 +164,7 @@ class _Run(Setup):
             lambda: counted(lambda: strategy.prepare(parts, trial), counts), world.device
         )
         flops = flops or flops_here
+        self.loss_parts.check_division(-(-self.rank_samples // division.micro_batch))
         why_not_captured = self.why_not_captured(optimizer, draws, division)
         if not why_not_captured:
             make_capturable(optimizer)
@@ -190,6 +192,8 @@ class _Run(Setup):
         else:
             stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
             stepper.why_not = why_not_captured if wants_capture else ""
+            if self.loss_parts.can_count_ahead:
+                loader.count_ahead = self.loss_parts.count_ahead
         with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
             self.keep_fingerprint(folder)
             tell_changes(changes, resumed_from, books)
@@ -231,7 +235,9 @@ class _Run(Setup):
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
             trainer.check_model = watch.check
-            trainer.before_step = watched(self, loader, model, stepper, books)
+            trainer.before_step = self._before_step(watched(self, loader, model, stepper, books), loader)
+            if self.loss_parts.has_schedule:
+                trainer.set_loss_weights = self.loss_parts.set_weights
             trainer.tell, trainer.say = books.event, books.say
             trainer.rehearsal = self._rehearsal(loader, optimizer)
             if validation is not None:
@@ -276,6 +282,18 @@ class _Run(Setup):
             best_step=validation.best_step if validation else None,
         )
 
+    def _before_step(self, others: Callable[[int], None] | None, loader: Loader) -> Callable[[int], None] | None:
+        """What is called before each step, with its number from 1: parts of the loss that were counted are added up."""
+        if loader.count_ahead is None:
+            return others
+
+        def before_step(step: int) -> None:
+            self.loss_parts.begin(step - 1)
+            if others is not None:
+                others(step)
+
+        return before_step
+
     def _rehearsal(self, loader: Loader, optimizer: Optimizer) -> Rehearsal | None:
         """What hooks need that train on samples again; None where samples have no numbers."""
         job, precision = self.job, self.precision
@@ -285,7 +303,8 @@ class _Run(Setup):
         def loss(model: nn.Module, batch: Any) -> Tensor | LossSum:
             # A scaled loss belongs to the scaler's steps: without it, small gradients would vanish.
             with (None if precision.scales_loss else precision.around_forward()) or nullcontext():
-                return job.loss(model, batch)
+                result = job.loss(model, batch)
+            return self.loss_parts.total(result, batch) if isinstance(result, Mapping) else result
 
         samples = SamplesAgain(loader, Collated(job.collate), self.world.device, channels_last=self.channels_last)
         return Rehearsal(samples, optimizer, job.clip_norm, loss)

@@ -28,6 +28,7 @@ from drivetrain.run.measure import untouched
 from drivetrain.run.peak import peak_meter
 from drivetrain.step import Stepper
 from drivetrain.strategies import StrategyParts, Trial
+from drivetrain.strategies.loss_parts import LossParts
 
 WARM_STEPS = 3
 
@@ -98,7 +99,16 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     strategy = setup.make_strategy()
     offloads = setup.settings.activations.value == "offload"
     parts = StrategyParts(
-        model, job.loss, optimizer, job.clip_norm, precision, None, setup.called_loss(), None, offloads
+        model,
+        job.loss,
+        optimizer,
+        job.clip_norm,
+        precision,
+        None,
+        setup.called_loss(),
+        None,
+        offloads,
+        loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
     )
     draws, objective = what_draws(
         lambda: strategy.prepare(parts, Trial(batches[0].batch, batches[0].num_samples)), device

@@ -30,7 +30,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly, written_first
-from drivetrain.core.loss import LossSum
+from drivetrain.core.loss import LossSum, NamedLosses
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.records import StepRecord
@@ -153,7 +153,16 @@ class Drive:
         average = None if job.ema is None else Average(model, job.ema)
         offloads = setup.settings.activations.value == "offload"
         parts = StrategyParts(
-            model, _as_computed, optimizer, job.clip_norm, self._precision, called, None, average, offloads
+            model,
+            _as_computed,
+            optimizer,
+            job.clip_norm,
+            self._precision,
+            called,
+            None,
+            average,
+            offloads,
+            loss_parts=setup.loss_parts,
         )
         # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
         self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
@@ -255,8 +264,12 @@ class Drive:
         self._iterator = weakref.ref(batches)  # not held: that the loop was left is seen by nobody holding it
         return batches
 
-    def backward(self, loss: Tensor | LossSum) -> None:
-        """Once for each batch, with a mean over its samples or a `LossSum`."""
+    def backward(self, loss: Tensor | LossSum | NamedLosses) -> None:
+        """Once for each batch, with a mean over its samples, a `LossSum`, or a dictionary of named parts.
+
+        Parts that are a `LossSum` have a count of their own each, which has to be known before the first backward of
+        a step: with several batches per step they are refused. Parts that are means may be accumulated.
+        """
         micro, begun = self._micro, self._begun
         if micro is None or begun is None or self._is_learnt:
             raise DrivetrainError(

@@ -16,13 +16,13 @@ from drivetrain.core.closures import closure_error, needs_closure
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.fused import use_fused
 from drivetrain.core.hook import PERIODS, Hook, is_period
-from drivetrain.core.loss import LossSum
+from drivetrain.core.loss import CountFunction, LossSum, LossWeight, NamedLosses
 from drivetrain.core.metrics import MetricFunction, MetricObject
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.data.orders import is_iterator
 from drivetrain.data.source import Source, source_of
 
-LossFunction = Callable[[nn.Module, Any], Tensor | LossSum]
+LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]
 ParameterGroups = Iterable[dict[str, Any]]
 
 
@@ -90,7 +90,8 @@ class Job:
     """Everything that determines what is learnt. The same job means the same on any number of devices.
 
     `model` is a factory, so that it can be built where it is needed; an instance is taken as it is. `loss` returns a
-    `LossSum`, or a scalar: what that is (a mean over samples or over tokens, a sum) is measured before the first step.
+    `LossSum`, or a scalar: what that is (a mean over samples or over tokens, a sum) is measured before the first step;
+    or a dictionary of named parts, each of them a scalar or a `LossSum`, whose weighted sum is trained.
     `optimizer` gets the parameters that train, in groups.
     """
 
@@ -116,6 +117,11 @@ class Job:
     best: Aim = Aim()  # which checkpoint is kept as the best; needs `valid`
     early_stopping: EarlyStopping | None = None
     ema: float | None = None  # decay of a moving average of the weights, for example 0.999; it is what is validated
+    # Of named parts of the loss: the weight of each, a number or a function of the steps done. Default: 1 for each.
+    loss_weights: Mapping[str, LossWeight] | None = None
+    # A function of a batch that gives the number of items of each part of the loss that is a mean over something other
+    # than samples: {"name": count}. It gets the batch as the loss does, or before it is copied to the device.
+    count: CountFunction | None = None
     items: str = "items"  # what a `LossSum` counts, in words, for whoever reads the speed: `tokens`
     hooks: Sequence[Hook] = ()
     checkpoint_every: int | None = None  # in steps; default: at the end of each epoch
@@ -221,8 +227,10 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be continued."""
         others_order = {} if self.source.is_keyed else {"order": self.source.order_name, "epochs": self.epochs}
+        weights = {name: "a function" if callable(it) else it for name, it in (self.loss_weights or {}).items()}
         return {
             **others_order,
+            **({"loss_weights": weights} if weights else {}),
             "name": self.name,
             "num_samples": self.num_samples,
             "global_batch": self.global_batch,
@@ -266,6 +274,7 @@ class Job:
         for name in ("model", "loss", "optimizer", "collate"):
             if not callable(getattr(self, name)):
                 yield problem(name, getattr(self, name), "it cannot be called", "give a function")
+        yield from self._part_problems(problem)
         yield from self._validation_problems(problem)
         if self.clip_norm is not None and not self.clip_norm > 0:
             yield problem("clip_norm", self.clip_norm, f"got {self.clip_norm!r}", "clip_norm=1.0", "a number above 0")
@@ -274,6 +283,22 @@ class Job:
             if not is_period(every):
                 message = f"{type(hook).__name__}.every is {every!r}"
                 yield problem("hooks", every, message, "for example every=100", PERIODS)
+
+    def _part_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        counter: Any = self.count
+        if counter is not None and not callable(counter):
+            yield problem("count", counter, "it cannot be called", "give a function of a batch")
+        weights: Any = {} if self.loss_weights is None else self.loss_weights
+        if not isinstance(weights, Mapping) or (self.loss_weights is not None and not weights):
+            yield problem("loss_weights", weights, f"got {weights!r}", 'for example loss_weights={"name": 0.5}')
+            return
+        for name, weight in weights.items():
+            is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+            if not isinstance(name, str) or not (callable(weight) or is_number):
+                said = f"{name!r} has the weight {weight!r}"
+                yield problem(
+                    "loss_weights", weight, said, f'"{name}": 0.5', "a number, or a function of the steps done"
+                )
 
     def _valid_set_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         kind = type(self.valid).__name__
@@ -352,7 +377,9 @@ class Job:
         if self.valid is not None and not any(isinstance(metric, MetricObject) for metric in self.metrics.values()):
             known = ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
             for name, aim in (("best", self.best), ("early_stopping", stopping)):
-                if aim is not None and aim.metric not in known:
+                # Which parts a loss has is known when it was computed once.
+                is_part = aim is not None and aim.metric.startswith("valid_loss_")
+                if aim is not None and aim.metric not in known and not is_part:
                     message = f"{aim.metric!r} is none of the metrics that are measured"
                     yield problem(name, aim.metric, message, "name one of them", ", ".join(known))
         if self.ema is not None and not 0 < self.ema < 1:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, Hook, Rehearsal, StepContext, Verdict
-from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, StepRecord, Values
+from drivetrain.core.records import PartLoss, PinnedSlots, Reading, StepOutcome, StepRecord, Values
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
@@ -114,6 +114,7 @@ class Trainer:
         self.measure: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
         self.rehearsal: Rehearsal | None = None
         self.before_step: Callable[[int], None] | None = None  # with its number, from 1
+        self.set_loss_weights: Callable[[int], None] | None = None  # of the step that begins, where they change
         self.check_model: Callable[[], None] = lambda: None  # raises for what a hook must not change in it
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
         # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
@@ -348,23 +349,28 @@ class Trainer:
         for group in self._optimizer.param_groups:
             lr = group["initial_lr"] * factor
             set_rate(group, rounded(lr) if self._rounds_rates else lr)
+        if self.set_loss_weights is not None:
+            self.set_loss_weights(step)
         return float(lr)
 
     def _record(self, enqueued: _Enqueued, number: int, values: Values, seconds: float) -> StepRecord:
         """Of one of its steps, from 0."""
         place = enqueued.place
         step = place.step + 1 + number
-        total, count, stop, norm, skipped = values
+        total, count, stop, norm, skipped, named = values
         supervision.step(step)
         self.stopped_early |= stop > 0
         loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
+        parts = None
+        if named is not None:
+            loss, parts = named[0].read(named[1], step - 1, count)
         if not math.isfinite(loss):
-            raise self._not_finite(step, place.epoch, loss)
+            raise self._not_finite(step, place.epoch, loss, parts)
         self._last_loss = loss if count else math.nan
         if not skipped:
             self.has_moved = True
         lr = enqueued.rates[number]
-        return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0)
+        return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0, parts)
 
     def refuse_unmoved(self, steps: int) -> None:
         """Raises for a job that is done without a single step that moved the weights: nothing was trained."""
@@ -376,8 +382,13 @@ class Trainer:
                 "sqrt, log or a division by zero in the loss; then train under another --name",
             )
 
-    def _not_finite(self, step: int, epoch: int, loss: float) -> DrivetrainError:
+    def _not_finite(
+        self, step: int, epoch: int, loss: float, parts: Mapping[str, PartLoss] | None = None
+    ) -> DrivetrainError:
         where = f"the loss of step {step} (epoch {epoch + 1}) is {loss}"
+        bad = [name for name, part in (parts or {}).items() if part.num_items and not math.isfinite(part.loss)]
+        if bad:
+            where += f" (its part {', '.join(bad)})"
         if step == 1:
             return DrivetrainError(
                 f"{where}: before anything was learnt, so the data or the first weights are to blame",

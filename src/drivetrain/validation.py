@@ -6,7 +6,7 @@ ran, all ranks know the same numbers, and so agree on what is best and when to s
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -26,19 +26,28 @@ from drivetrain.data.stream import key_of
 from drivetrain.job import Aim, EarlyStopping, Job
 from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import LossFunction
+from drivetrain.strategies.loss_parts import LossParts
 
 _VALIDATION = 0x7A11D  # keys what a model draws at random while it is validated: the same every time
 PREFIX = "valid_"
+_PART = "loss_"  # before the name of a part of the loss
 
 
 class Validator:
     """Runs a model over the validation set. `measure` is collective."""
 
     def __init__(
-        self, job: Job, loader: Loader, precision: Precision, world: World, loss: LossFunction | None = None
+        self,
+        job: Job,
+        loader: Loader,
+        precision: Precision,
+        world: World,
+        loss: LossFunction | None = None,
+        loss_parts: LossParts | None = None,
     ) -> None:
         self._job, self._loader, self._precision, self._world = job, loader, precision, world
         self._loss = loss or job.loss
+        self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
         self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
         # torchmetrics objects are modules; one that was made on another device would stop in its first update.
         self._objects = {
@@ -57,16 +66,31 @@ class Validator:
             failure = error
             if any(map(is_distributed, model.parameters())):
                 raise  # the others wait inside the model's forward, and not for words: they end with this rank
-        failures = self._world.gather(_in_words(failure))
+        told = self._world.gather([_in_words(failure), [name for name in counted if name.startswith(_PART)]])
+        failures = [words for words, _ in told]
         if failure is not None:
             raise failure
         if any(failures):
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-            raise DrivetrainError(f"validation failed: {told}", remedy="that rank shows where")
+            in_words = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+            raise DrivetrainError(f"validation failed: {in_words}", remedy="that rank shows where")
+        # A rank may have no sample of some part.
+        parts = list(dict.fromkeys(name for _, names in told for name in names))
+        if parts:
+            others = {name: found for name, found in counted.items() if not name.startswith(_PART)}
+            counted = others | {name: counted.get(name) for name in parts}
         values = over_all_ranks(counted, self._world)
+        if parts:
+            values = self._with_total(values, parts)
         for name, found in self._objects.items():
             values |= flattened(name, self._computed(name, found))
         return {f"{PREFIX}{name}": value for name, value in values.items()}
+
+    def _with_total(self, values: dict[str, float], parts: Sequence[str]) -> dict[str, float]:
+        """The parts' weighted sum as the loss. A part that the set has no item of is left out."""
+        weights = self._loss_parts.weights_now([name.removeprefix(_PART) for name in parts])
+        found = [(values[name], weight) for name, weight in zip(parts, weights, strict=True)]
+        total = sum(value * weight for value, weight in found if not math.isnan(value))
+        return {"loss": total} | {name: value for name, value in values.items() if name != "loss"}
 
     def _count(self, model: nn.Module, called: Any) -> dict[str, Counted | None]:
         tallies = {name: Tally(name) for name in ("loss", *self._functions)}
@@ -80,7 +104,11 @@ class Validator:
                     loss = self._loss(called, micro.batch)
                 if not micro.weight:
                     continue  # it only kept this rank in step with the others
-                tallies["loss"].add(loss, micro.num_samples)
+                if isinstance(loss, Mapping):
+                    for name, part in self._loss_parts.means(loss, micro.batch).items():
+                        tallies.setdefault(f"{_PART}{name}", Tally(f"{_PART}{name}")).add(part, micro.num_samples)
+                else:
+                    tallies["loss"].add(loss, micro.num_samples)
                 if self._job.metrics:
                     self._add_metrics(tallies, self._output(outputs), micro)
         return {name: tally.read() for name, tally in tallies.items()}

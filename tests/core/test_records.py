@@ -1,6 +1,7 @@
 """How a step's numbers reach the host, and how they are written."""
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain.core.records import Noted, Reading, StepOutcome, StepRecord
+from drivetrain.core.records import Noted, PartLoss, PartTotals, Reading, StepOutcome, StepRecord
 
 CPU = torch.device("cpu")
 NUMBERS = st.floats() | st.integers(-(10**6), 10**6)
@@ -17,7 +18,18 @@ NUMBERS = st.floats() | st.integers(-(10**6), 10**6)
 @given(st.tuples(st.integers(1), st.integers(0), st.integers(1), NUMBERS, NUMBERS, NUMBERS), st.none() | NUMBERS)
 def test_a_record_is_written_as_json_writes_it(numbers: Any, norm: Any) -> None:
     record = StepRecord(*numbers, norm, 1.5e-4, skipped=norm is None)
-    assert record.as_json() == json.dumps(record._asdict())
+    values = {name: value for name, value in record._asdict().items() if name != "parts"}
+    assert record.as_json() == json.dumps(values)
+    parts = {
+        'an "odd" name': PartLoss(0.25, 3.0),
+        "size": PartLoss(1.5, record.num_items),
+        "none": PartLoss(math.nan, 0.0),
+    }
+    values |= {'loss_an "odd" name': 0.25, 'num_items_an "odd" name': 3.0, "loss_size": 1.5}
+    found = json.loads(record._replace(num_items=7.0, parts=parts | {"size": PartLoss(1.5, 7.0)}).as_json())
+    expected = json.loads(json.dumps(values | {"num_items": 7.0, "loss_none": None, "num_items_none": 0.0}))
+    assert repr(found) == repr({name: expected[name] for name in found})
+    assert len(found) == len(expected)
 
 
 def outcome(value: Tensor, norm: Tensor | None = None, num_items: Any = 4.0) -> StepOutcome:
@@ -41,7 +53,7 @@ def test_what_is_noted_is_what_is_read(windows: list[list[int]], together: int, 
             found = outcome(torch.tensor(float(number)), norm)
             readings.append(Reading(found._replace(note=noted.expect(place)), CPU))
             noted.keep(torch.tensor([place]), found)
-            expected.append((2.0 * number, 4.0, 0.0, -number if norms else None, 0.0))
+            expected.append((2.0 * number, 4.0, 0.0, -number if norms else None, 0.0, None))
             place += size
             if noted.num_unsent >= together:
                 noted.send()
@@ -75,7 +87,7 @@ def test_of_a_stretch_each_step_is_read(
             found = outcome(torch.tensor(float(number)))
             noted.keep(torch.tensor([place + begun * size]), found)
         noted.cut(note, count)
-        expected.append([(2.0 * n, 4.0, 0.0, None, 0.0) for n in range(number - count + 1, number + 1)])
+        expected.append([(2.0 * n, 4.0, 0.0, None, 0.0, None) for n in range(number - count + 1, number + 1)])
         readings.append(Reading(found._replace(note=note), CPU))
         place += count * size
         if noted.num_unsent >= together:
@@ -90,7 +102,7 @@ def test_a_count_that_only_the_device_knows_is_noted_too() -> None:
     noted.keep(torch.tensor([2]), found)
     reading = Reading(found._replace(note=noted.expect(2)), CPU)
     assert reading.is_there(0.0)
-    assert reading.values() == (6.0, 5.0, 0.0, None, 0.0)
+    assert reading.values() == (6.0, 5.0, 0.0, None, 0.0, None)
 
 
 def test_a_single_number_keeps_its_bits() -> None:
@@ -98,3 +110,15 @@ def test_a_single_number_keeps_its_bits() -> None:
     value = torch.tensor(1 / 3)
     noted.keep(torch.tensor([0]), outcome(value))
     assert noted.expect(0).take() == [[float(value)]]
+
+
+def test_named_parts_are_noted_however_many_there_are() -> None:
+    reader: Any = object()
+    named = PartTotals(torch.arange(20, dtype=torch.float64), reader)
+    for norm in (None, torch.tensor(2.5)):
+        found = StepOutcome([], 4.0, 0.0, norm, named=named)
+        noted = Noted(8, CPU, num_part_values=20)
+        noted.keep(torch.tensor([3]), found)
+        expected = (0.0, 4.0, 0.0, None if norm is None else 2.5, 0.0, (reader, [float(n) for n in range(20)]))
+        assert Reading(found._replace(note=noted.expect(3)), CPU).values() == expected
+        assert Reading(found, CPU).values() == expected

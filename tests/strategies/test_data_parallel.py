@@ -25,6 +25,7 @@ from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.data_parallel import part_of
 from tests.gloo_pool import GlooPool
 from tests.hardware_fixtures import load
+from tests.training import test_loss_parts as loss_parts
 from tests.training.jobs import Trained, Variant, make_job, make_model, plain_loop, run
 from tests.training.test_equivalence import difference
 from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
@@ -65,6 +66,13 @@ def test_float64_equals_the_plain_loop(tmp_path: Path, kind: str, global_batch: 
     of_losses, of_weights = difference(trained, *plain_loop(variant))
     assert of_losses < 1e-10, of_losses
     assert of_weights < 1e-10, of_weights
+
+
+@pytest.mark.usefixtures("several_devices")
+def test_named_parts_equal_the_plain_loop(tmp_path: Path) -> None:
+    """Each copy has its own share of what a part counts, and may lack a part."""
+    job = loss_parts.make_job(loss=loss_parts.loss_of_means)
+    loss_parts.assert_same(loss_parts.trained(tmp_path, job, 5).folder, loss_parts.plain_loop(job))
 
 
 @pytest.mark.usefixtures("several_devices")

@@ -1,7 +1,9 @@
-"""What a loss function returns when its items are not samples: a sum, and how many items it is over."""
+"""What a loss function may return besides a scalar: a sum with its count, or named parts of either kind."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +27,30 @@ class UndividedLoss:
     """
 
     total: Tensor
+
+
+NamedLosses = Mapping[str, Tensor | LossSum]
+LossWeight = float | Callable[[int], float]  # of a part; a function gets the number of steps done
+PartCounts = Mapping[str, Tensor | float]
+CountFunction = Callable[[object], PartCounts]
+
+
+def summed_by_count(parts: NamedLosses, counts: PartCounts) -> dict[str, Tensor | LossSum]:
+    """Turn the means whose items are counted into sums over these items."""
+    return {name: _summed(part, counts[name]) if name in counts else part for name, part in parts.items()}
+
+
+def _summed(part: Tensor | LossSum, count: Tensor | float) -> Tensor | LossSum:
+    if not isinstance(part, Tensor):
+        return part
+    if part.dtype in (torch.bfloat16, torch.float16):
+        part = part.float()  # a count does not fit into these
+    if isinstance(count, Tensor):
+        count = count.detach().to(part.device, part.dtype, non_blocking=True)
+        # The mean over no items is 0/0: it contributes nothing.
+        return LossSum(torch.where(count > 0, part * count, torch.zeros_like(part)), count)
+    if count:
+        return LossSum(part * count, count)
+    # Still a function of the weights, with a gradient of zero: DDP waits for the gradient of every weight.
+    never = torch.zeros_like(part, dtype=torch.bool)
+    return LossSum(torch.where(never, part, torch.zeros_like(part)), count)

@@ -4,11 +4,32 @@ import json
 import math
 import operator
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class PartLoss(NamedTuple):
+    """One named part of a step's loss."""
+
+    loss: float  # its mean, without its weight; nan if the step had no item of it
+    num_items: float  # what it is over: samples, or its own count
+
+
+class PartReader(Protocol):
+    """Knows what the numbers of a step's named parts mean."""
+
+    def read(self, values: Sequence[float], step: int, num_samples: float) -> tuple[float, dict[str, PartLoss]]:
+        """The weighted loss and its parts; `step`: how many steps were done before this one."""
+
+
+class PartTotals(NamedTuple):
+    """Sums and counts of the named parts of a step's loss, in one tensor of float64."""
+
+    values: Tensor
+    reader: PartReader
 
 
 class StepOutcome(NamedTuple):
@@ -21,15 +42,18 @@ class StepOutcome(NamedTuple):
     skipped: Tensor | float = 0.0  # above 0 if the optimizer left the weights as they were (fp16, infinite gradients)
     packed: Tensor | None = None  # what `pack` gives, where the device has it already; overwritten by the next step
     note: "Note | None" = None  # where the device has noted what `pack` gives, for as long as nobody has read it
+    named: PartTotals | None = None  # of a loss with named parts, which has no `losses`
 
     def parts(self) -> list[Tensor | float]:
         norm = 0.0 if self.grad_norm is None else self.grad_norm
         return [self.num_items, self.stop, norm, self.skipped, *(value for value, _ in self.losses)]
 
     def pack(self) -> Tensor:
-        """Its tensors as one of float64, in the order of `parts`."""
+        """Its tensors as one of float64, in the order of `parts`; then what belongs to named parts of the loss."""
         # Only what is on the device: to bring a number there for the way back would make the host wait.
         on_device = [part.double() for part in self.parts() if isinstance(part, Tensor)]
+        if self.named is not None:
+            return torch.cat((torch.stack(on_device), self.named.values)) if on_device else self.named.values
         return torch.stack(on_device) if len(on_device) > 1 else on_device[0].reshape(1)
 
 
@@ -40,13 +64,13 @@ class Noted:
     at once, and takes the host as long as the replay itself.
     """
 
-    MOST_PARTS = 5
+    OWN_VALUES = 5  # count, stop, norm, skipped, loss
 
-    def __init__(self, length: int, device: torch.device) -> None:
+    def __init__(self, length: int, device: torch.device, num_part_values: int = 0) -> None:
         # Made before anything is recorded: made in a recording, they would be filled anew by each replay.
         self._tables = [
             torch.zeros((length, width), dtype=dtype, device=device)
-            for dtype, width in ((torch.float32, 1), (torch.float64, self.MOST_PARTS))
+            for dtype, width in ((torch.float32, 1), (torch.float64, self.OWN_VALUES + num_part_values))
         ]
         self._chosen: Tensor | None = None
         self._unsent: list[Note] = []
@@ -56,7 +80,9 @@ class Noted:
     def keep(self, place: Tensor, outcome: StepOutcome) -> None:
         """Part of what is recorded."""
         parts = [part for part in outcome.parts() if isinstance(part, Tensor)]
-        is_single = len(parts) == 1 and parts[0].dtype is torch.float32  # the usual: a loss, as it is
+        is_single = (
+            len(parts) == 1 and parts[0].dtype is torch.float32 and outcome.named is None
+        )  # the usual: a loss, as it is
         packed = parts[0].reshape(1) if is_single else outcome.pack()
         if self._chosen is None:
             self._chosen = self._tables[0 if is_single else 1][:, : len(packed)]
@@ -191,6 +217,7 @@ class Values(NamedTuple):
     stop: float
     grad_norm: float | None
     skipped: float
+    named: tuple[PartReader, list[float]] | None = None  # of a loss with named parts: `total` is 0 then
 
 
 class Reading:
@@ -229,7 +256,7 @@ class Reading:
         return self._values
 
     def _read(self) -> list[Values]:
-        losses, num_items, stop, norm, skipped, _, note = self._outcome
+        losses, num_items, stop, norm, skipped, _, note, named = self._outcome
         if note is not None:
             return self._from(note.take())
         if self._slot is not None:
@@ -240,20 +267,24 @@ class Reading:
             self._slot = None
             return found
         total = sum(value.item() * factor for value, factor in losses)
-        return [Values(total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped))]
+        parts = None if named is None else (named.reader, named.values.tolist())
+        own = total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped)
+        return [Values(*own, parts)]
 
     def _from(self, rows: list[list[float]]) -> list[Values]:
         """Each row has what `pack` gives: the parts that are on the device, in order."""
         parts: list[Any] = self._outcome.parts()
         places = [number for number, part in enumerate(parts) if isinstance(part, Tensor)]
         factors, has_norm = [factor for _, factor in self._outcome.losses], self._outcome.grad_norm is not None
-        found = []
+        found, named, of_parts = [], self._outcome.named, None
         for row in rows:
+            if named is not None:
+                row, of_parts = row[: len(places)], (named.reader, row[len(places) :])
             for place, value in zip(places, row, strict=True):
                 parts[place] = value
             num_items, stop, norm, skipped, *losses = parts
             total = sum(map(operator.mul, losses, factors))
-            found.append(Values(total, num_items, stop, norm if has_norm else None, skipped))
+            found.append(Values(total, num_items, stop, norm if has_norm else None, skipped, of_parts))
         return found
 
     def is_there(self, within_seconds: float) -> bool:
@@ -283,16 +314,27 @@ class StepRecord(NamedTuple):
     grad_norm: float | None
     seconds: float
     skipped: bool = False  # fp16: gradients were infinite, the weights stayed; batch and schedule went on
+    parts: Mapping[str, PartLoss] | None = None  # of a loss with named parts: `loss` is their weighted sum
 
     def as_json(self) -> str:
         """As `json.dumps` writes it, in a third of the time: it is part of every step."""
         norm = self.grad_norm
-        return (
+        line = (
             f'{{"step": {self.step}, "epoch": {self.epoch}, "samples": {self.samples}, "loss": {_json(self.loss)}, '
             f'"num_items": {_json(self.num_items)}, "lr": {_json(self.lr)}, '
             f'"grad_norm": {"null" if norm is None else _json(norm)}, "seconds": {self.seconds!r}, '
             f'"skipped": {"true" if self.skipped else "false"}}}'
         )
+        return line if self.parts is None else f"{line[:-1]}{self._parts_json(self.parts)}}}"
+
+    def _parts_json(self, parts: Mapping[str, PartLoss]) -> str:
+        """`loss_NAME` for each part, and `num_items_NAME` where it has a count of its own."""
+        values: dict[str, float | None] = {}
+        for name, part in parts.items():
+            values[f"loss_{name}"] = None if math.isnan(part.loss) else part.loss
+            if part.num_items != self.num_items:
+                values[f"num_items_{name}"] = part.num_items
+        return "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
 
 
 def _json(number: float) -> str:

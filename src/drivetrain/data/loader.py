@@ -102,6 +102,7 @@ class RankSteps:
 
 
 Fetched = Iterator[tuple[RankStep, Iterable[MicroBatch]]]
+CountAhead = Callable[[int, list[MicroBatch]], None]
 
 
 class Loader:
@@ -135,6 +136,8 @@ class Loader:
         self.tell: Callable[[str], None] = lambda note: None  # called with each that follows
         # Gets a step's micro-batches while they are on the host, and returns those to run. Not of resident data.
         self.watch: Callable[[Place, list[MicroBatch]], list[MicroBatch]] | None = None
+        # Gets a step's number and its micro-batches, before they are copied to the device or gathered there.
+        self.count_ahead: CountAhead | None = None
         self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
         self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
         self._order = self.source.order(division.global_batch, seed, shuffle=shuffle)
@@ -271,6 +274,8 @@ class Loader:
         fetched, self._begun = self._begun or self._fetched(self.position, last_step, last_epoch), None
         if self.watch is not None and self.resident is None:
             fetched = self._watched(fetched)
+        if self.count_ahead is not None:
+            fetched = self._counted(fetched, self.count_ahead)
         try:
             for step, micro_batches in self._feed.steps(fetched):
                 self._behind = step
@@ -281,6 +286,13 @@ class Loader:
     def _watched(self, fetched: Fetched) -> Fetched:
         for step, micro_batches in fetched:
             yield step, micro_batches if self.watch is None else self.watch(step.place, list(micro_batches))
+
+    @staticmethod
+    def _counted(fetched: Fetched, count: CountAhead) -> Fetched:
+        for step, micro_batches in fetched:
+            found = list(micro_batches)
+            count(step.place.step, found)
+            yield step, found
 
     def _steps(self, start: Position, last_step: int | None, last_epoch: int | None) -> RankSteps:
         return RankSteps(self._order, self.division, self.rank, start, last_step, last_epoch)

@@ -88,6 +88,18 @@ def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
     return escape(f"{way}; the fastest of {len(tried)} ways measured in {seconds:.1f} s (plan.yaml says why)")
 
 
+def _part_losses(window: Sequence[StepRecord]) -> dict[str, float]:
+    """The mean of each part of the loss over some steps, by its own count; not of one that they have no item of."""
+    sums = dict[str, list[float]]()
+    for record in window:
+        for name, part in (record.parts or {}).items():
+            if part.num_items:
+                total = sums.setdefault(f"loss_{name}", [0.0, 0.0])
+                total[0] += part.loss * part.num_items
+                total[1] += part.num_items
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
 class NoBooks:
     """Of ranks that are not the main one: nothing is written."""
 
@@ -307,6 +319,8 @@ class Books(NoBooks):
         samples, items = sum(record.samples for record in window), sum(record.num_items for record in window)
         loss = sum(record.loss * record.num_items for record in window) / (items or 1.0)
         rates = {"loss": loss, "samples_per_second": samples / seconds}
+        if window[-1].parts is not None:
+            rates |= _part_losses(window)
         if items != samples:
             rates["items_per_second"] = items / seconds
         if self._peak_flops and self._facts.flops_per_sample:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from drivetrain.core.records import StepRecord
@@ -57,6 +58,9 @@ class RunConsole:
         # Since the last line; the seconds are those of the steps, since several records may be read at once.
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
         self._epoch, self._epoch_sum, self._epoch_count = -1, 0.0, 0.0  # since the epoch began, whoever did the steps
+        # Of named parts of the loss: sum and count of each, since the last line and since the epoch began.
+        self._parts: dict[str, list[float]] = {}
+        self._epoch_parts: dict[str, list[float]] = {}
         self._began = time.perf_counter()
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
@@ -93,10 +97,15 @@ class RunConsole:
         for row in rows:
             if {"epoch", "loss", "num_items"} <= row.keys():
                 self._add_to_epoch(row["epoch"], row["loss"], row["num_items"])
+                for key, loss in row.items():
+                    if key.startswith("loss_") and loss is not None:
+                        name = key.removeprefix("loss_")
+                        _add(self._epoch_parts, name, loss, row.get(f"num_items_{name}", row["num_items"]))
 
     def _add_to_epoch(self, epoch: int, loss: float, num_items: float) -> None:
         if epoch != self._epoch:
             self._epoch, self._epoch_sum, self._epoch_count = epoch, 0.0, 0.0
+            self._epoch_parts = {}
         self._epoch_sum += loss * num_items
         self._epoch_count += num_items
 
@@ -107,6 +116,10 @@ class RunConsole:
             self._say_line(self._last, of_epoch=True)  # how long it is shows only when the next one begins
         self._last = record
         self._add_to_epoch(record.epoch, record.loss, record.num_items)
+        if record.parts is not None:
+            for name, part in record.parts.items():
+                for sums in (self._parts, self._epoch_parts):
+                    _add(sums, name, part.loss, part.num_items)
         self._loss_sum += record.loss * record.num_items
         self._count += record.num_items
         self._samples += record.samples
@@ -135,16 +148,28 @@ class RunConsole:
         """Show the mean loss of an epoch that ends, else of the steps since the last line; and how fast these were."""
         total, count = (self._epoch_sum, self._epoch_count) if of_epoch else (self._loss_sum, self._count)
         rate = self._samples / self._seconds if self._seconds else 0.0
+        sums = self._epoch_parts if of_epoch else self._parts
+        parts = ", ".join(f"{escape(name)} {part / items:.4f}" for name, (part, items) in sums.items())
         self.say(
             f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {total / (count or 1.0):.4f}   "
-            f"{rate:>9,.0f} samples/s"
+            + (f"({parts})   " if parts else "")
+            + f"{rate:>9,.0f} samples/s"
             + (f"   {self._skipped} steps skipped: gradients were infinite" if self._skipped else "")
             + (f"   {self._warning}" if self._warning else "")
         )
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
+        self._parts = {}
         self._began = time.perf_counter()
 
     def _is_line_due(self, step: int, now: float) -> bool:
         if self._line_every and step % self._line_every == 0:
             return True
         return self._progress.disable and now - self._began > self.LINE_SECONDS
+
+
+def _add(sums: dict[str, list[float]], name: str, loss: float, num_items: float) -> None:
+    """Add what a step's part of the loss came to; nothing where the step had no item of it."""
+    if num_items:
+        found = sums.setdefault(name, [0.0, 0.0])
+        found[0] += loss * num_items
+        found[1] += num_items

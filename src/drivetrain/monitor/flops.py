@@ -1,11 +1,11 @@
 """How much a model computes per sample, counted while it is tried out before the first step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.flops import flops_of
@@ -52,7 +52,9 @@ def count_apart(
         with count:
             with around or nullcontext():
                 result = loss(model, batch)
-            total: Tensor = getattr(result, "total", result)
+            total: Any = getattr(result, "total", result)
+            if isinstance(total, Mapping):
+                total = sum(getattr(part, "total", part) for part in total.values())
             torch.autograd.grad(total, trained, allow_unused=True)
     except Exception:  # noqa: BLE001 - the trial that follows says what is wrong, if anything is
         return 0

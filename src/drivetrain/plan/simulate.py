@@ -8,7 +8,7 @@ shapes alone: then it runs for real, once, on the CPU.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.flops import flops_of
-from drivetrain.core.loss import LossSum
+from drivetrain.core.loss import LossSum, NamedLosses
 from drivetrain.core.precision import Precision
 from drivetrain.core.value import Value
 from drivetrain.data.batch import map_leaves
@@ -38,7 +38,7 @@ class Simulated(Value):
     is_real: bool = False  # it ran on the CPU: the loss looks at values
 
 
-Loss = Callable[[nn.Module, Any], Tensor | LossSum]
+Loss = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]
 
 
 def simulate(
@@ -99,7 +99,9 @@ def _followed(
         else:
             with casting:
                 result = loss(model, batch)
-        value = result.total if isinstance(result, LossSum) else result
+        value: Any = result.total if isinstance(result, LossSum) else result
+        if isinstance(value, Mapping):
+            value = sum(part.total if isinstance(part, LossSum) else part for part in value.values())
         activations, by_module = live.current, dict(live.by_module)
         torch.autograd.backward(value)
     return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module, flops=live.flops)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.loss import LossSum
 from drivetrain.job import Constant, Job, WarmupCosine
 from drivetrain.proving.draws import KeyedDraws, dropout_off, generators_kept, seed_generators, turn_dropout_off
@@ -125,7 +126,7 @@ class Case:
         A trainer that also tries the loss out between steps says so with `is_training=False`.
         """
         if not self.observed:
-            result = self.job.loss(model, batch)
+            result = single_loss(self.job.loss(model, batch))
             if self.digests and is_training:
                 self.recorder.watch_loss((), result)
             return result
@@ -188,7 +189,18 @@ def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Tenso
             if case.keys_draws:
                 stack.enter_context(generators_kept())
                 stack.enter_context(KeyedDraws(numbers, case.seed))
-        return case.job.loss(model, batch)
+        found: Tensor | LossSum = single_loss(case.job.loss(model, batch))
+        return found
+
+
+def single_loss(result: Any) -> Any:
+    """Refuse a loss of named parts: a proof compares steps with a reference that knows one loss with one count."""
+    if isinstance(result, Mapping):
+        raise DrivetrainError(
+            f"the loss has the named parts {', '.join(map(str, result))}, and a proof compares a single loss",
+            remedy="prove the job with a loss function that returns the weighted sum of its parts",
+        )
+    return result
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 
 from drivetrain.report.run_data import RunData
-from drivetrain.report.style import BARS, OTHER, TRAIN, VALID, canvas, end_at_all, say_nothing
+from drivetrain.report.style import BARS, MANY, OTHER, TRAIN, VALID, canvas, end_at_all, say_nothing
 
 _MOST_POINTS = 1500
 _MOST_METRICS = 3
+_MOST_LOSS_PARTS = 8
 
 
 def draw(data: RunData) -> bytes:
@@ -52,16 +53,29 @@ def _draw_loss(axis: Any, data: RunData) -> None:
     if "valid_loss" in data.metric_names:
         where, values = data.metric("valid_loss")
         axis.plot(where, values, color=VALID, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+    _draw_parts(axis, data)
     if losses.min() > 0 and losses.max() > 8 * losses.min():
         axis.set_yscale("log")
     axis.legend(loc="upper right")
     return None
 
 
+def _draw_parts(axis: Any, data: RunData) -> None:
+    """Each named part of the training loss, without its weight."""
+    for number, name in enumerate(data.part_names[:_MOST_LOSS_PARTS]):
+        rows = [row for row in data.steps if row.get(name) is not None]
+        steps, values = np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
+        window = max(1, len(steps) // 25)
+        colour = MANY[3 + number]  # behind those of the other curves
+        label = name.removeprefix("loss_").replace("_", " ")
+        axis.plot(*_thinned(steps, _smoothed(values, window)), color=colour, linewidth=1.1, linestyle="--", label=label)
+
+
 def _draw_metrics(axis: Any, data: RunData) -> None:
     """What validation found besides the loss; the speed where there is nothing."""
     axis.set_xlabel("step")
-    names = [name for name in data.metric_names if name != "valid_loss"][:_MOST_METRICS]
+    losses = {"valid_loss", *(f"valid_{name}" for name in data.part_names)}
+    names = [name for name in data.metric_names if name not in losses][:_MOST_METRICS]
     if not names:
         rows = [row for row in data.speed if "samples_per_second" in row]
         axis.set_title("Samples per second")

@@ -74,6 +74,20 @@ class RunData:
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     @property
+    def part_names(self) -> list[str]:
+        """The named parts of the loss, as `steps.jsonl` has them: `loss_NAME`."""
+        return list(dict.fromkeys(name for row in self.steps for name in row if name.startswith("loss_")))
+
+    def part_loss(self, name: str) -> float | None:
+        """The mean of a part over the last epoch, by its own count; None if that had no item of it."""
+        last = self.steps[-1]["epoch"]
+        items = f"num_items_{name.removeprefix('loss_')}"
+        rows = [row for row in self.steps if row["epoch"] == last and row.get(name) is not None]
+        counts = [float(row.get(items) or row["num_items"]) for row in rows]
+        total = sum(row[name] * count for row, count in zip(rows, counts, strict=True))
+        return total / sum(counts) if sum(counts) else None
+
+    @property
     def phases(self) -> dict[str, float]:
         """Mean seconds of a step, by phase, over all steps that were measured."""
         totals: dict[str, float] = {}

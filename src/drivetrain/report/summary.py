@@ -64,6 +64,10 @@ def _result(data: RunData) -> Iterator[str]:
         yield _line("skipped steps", f"{skipped} (gradients were infinite; the weights stayed as they were)")
     if data.epochs:
         yield _line("final loss", f"{data.epochs[-1].loss:.4f}")
+        for name in data.part_names:
+            loss = data.part_loss(name)
+            if loss is not None:
+                yield _line(f"  {name.removeprefix('loss_').replace('_', ' ')}", f"{loss:.4f}")
     for name in data.metric_names:
         _, values = data.metric(name)
         best = (max if Aim(name).wants_more else min)(values)

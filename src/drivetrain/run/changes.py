@@ -88,6 +88,8 @@ class Fingerprint:
         things: dict[str, Any] = {"loss function": job.loss, "optimizer function": job.optimizer}
         if not isinstance(job.schedule, (WarmupCosine, Constant)):  # these are compared by their settings
             things["schedule"] = job.schedule
+        if job.count is not None:
+            things["count function"] = job.count
         if job.collate is not default_collate:
             things["collate function"] = job.collate
         things |= {

@@ -20,6 +20,7 @@ from drivetrain.plan.tune import Way
 from drivetrain.run.setup import Setup
 from drivetrain.step import CapturedStepper, Stepper, make_capturable
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
+from drivetrain.strategies.loss_parts import LossParts
 
 NUM_STEPS, NUM_STEPS_CAPTURED = 4, 7  # a step is recorded after three, and replayed from there on
 ROUNDS, ROUND_SECONDS, MOST_STEPS = 7, 0.15, 50
@@ -98,6 +99,7 @@ class FirstSteps:
             None if called is None else run.weighted(called),
             average,
             offloads,
+            loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
         )
         strategy = SingleStrategy(world)
         first = loader.first(job.max_steps, job.epochs)
@@ -116,7 +118,8 @@ class FirstSteps:
             for place, micro_batches in batches:
                 micro = list(micro_batches)
                 values = Reading(stepper.run(place, micro, False), world.device).values()
-                losses.append(" ".join(str(None if value is None else float(value).hex()) for value in values))
+                numbers = [*values[:-1], *([] if values.named is None else values.named[1])]
+                losses.append(" ".join(str(None if value is None else float(value).hex()) for value in numbers))
         finally:
             loader.close()
         self._ready[way] = lambda: stepper.run(place, micro, False)

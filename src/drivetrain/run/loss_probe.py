@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core.loss import LossSum
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import Precision, numerics
 from drivetrain.data.batch import map_tensors, to_device
@@ -104,7 +103,7 @@ def _gradients(
 def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None:
     result = loss(model, batch)
     Settlement(model).forget()
-    if isinstance(result, LossSum):
+    if not isinstance(result, Tensor):
         return None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = torch.autograd.grad(result, parameters, allow_unused=True)

@@ -5,7 +5,7 @@ answer does not depend on the number of ranks. A run records the answer in its c
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from drivetrain.data.generators import global_generators_kept
 from drivetrain.data.items import Collated, KeyedItems
 from drivetrain.data.loader import Loader
 from drivetrain.data.stream import SampleStream
+from drivetrain.job import Job
 from drivetrain.monitor.books import Books, NoBooks
 from drivetrain.plan.loss_kind import Finding
 from drivetrain.plan.loss_weighting import Weighting, weighting_of
@@ -103,9 +104,15 @@ def _measured(run: Setup, model: nn.Module, parts: Callable[[], Parts]) -> Weigh
         try:
             with untouched(run.world.device):
                 made = parts()
-                probed = probe_loss(run.job.loss, model, made, device)
+                loss = _UncountedLoss(run.job)
+                probed = probe_loss(loss, model, made, device)
             if probed.returns_sum:
-                return Weighting(holds_division=couples, reason="the loss function returns a LossSum")
+                what = "named parts with a count each" if loss.has_parts else "a LossSum"
+                return Weighting(holds_division=couples, reason=f"the loss function returns {what}")
+            if not probed.why_unknown and loss.has_parts and probed.finding.kind != "samples":
+                found = weighting_of(probed.finding, probed.counts, [1.0] * len(probed.counts), 1)
+                words = f"named parts without a count are divided by samples, and their sum is not: {found.reason}"
+                return Weighting(holds_division=couples or words, reason=words)
             if not probed.why_unknown:
                 totals = [count.number(made.whole) for count in probed.counts]
                 return weighting_of(probed.finding, probed.counts, totals, sum(made.sizes), couples)
@@ -126,6 +133,30 @@ def _why_not_here(run: Setup, model: nn.Module, device: torch.device) -> str:
     if device.type == "cpu" and run.world.device.type == "cuda" and num_weights > MOST_WEIGHTS_ON_CPU:
         return "the model is sharded, and too large to be tried out whole"
     return ""
+
+
+class _UncountedLoss:
+    """A job's loss as it is judged: of named parts, the weighted sum of those whose items nobody counts."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.has_parts = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        result = self._job.loss(model, batch)
+        if not isinstance(result, Mapping):
+            return result
+        self.has_parts = True
+        counts = () if self._job.count is None else self._job.count(batch)
+        weights = self._job.loss_weights or {}
+        total: Tensor | None = None
+        for name, part in result.items():
+            if isinstance(part, Tensor) and name not in counts:
+                weight = weights.get(name, 1.0)
+                # A weight that begins at 0 would hide the part.
+                term = part * ((weight(0) if callable(weight) else weight) or 1.0)
+                total = term if total is None else total + term
+        return result if total is None else total
 
 
 # Samples
@@ -345,7 +376,7 @@ def tell_weighting(run: Setup, books: Books | NoBooks) -> None:
     if weighting.holds_division and job.global_batch != 1:
         size = run.way.micro_batch
         most = max(1, -(-(job.global_batch or 0) // size))
-        remedy = "dt.LossSum(sum, count) makes a loss independent of it"
+        remedy = "dt.LossSum(sum, count), or Job.count for named parts, makes a loss independent of it"
         if weighting.holds_division == BATCH_NORM:
             remedy = "group or layer normalisation does not depend on it"
         lines.append(

@@ -10,7 +10,7 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from drivetrain.step import CapturedStep, CudaRecorder, make_capturable, own_str
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.compiling import compiled, num_graphs
+from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.rates import put_rates_on_device
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 
@@ -126,7 +127,10 @@ class Probe:
                 make_capturable(optimizer)
                 put_rates_on_device(optimizer)
             average = None if job.ema is None else Average(model, job.ema)
-            parts = StrategyParts(model, job.loss, optimizer, job.clip_norm, precision, None, called, average)
+            named = LossParts(job.loss_weights, job.count, self._alone, alone=True)
+            parts = StrategyParts(
+                model, job.loss, optimizer, job.clip_norm, precision, None, called, average, loss_parts=named
+            )
             strategy = SingleStrategy(self._alone)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
@@ -208,6 +212,8 @@ def _loss(job: Job, model: nn.Module, batch: Any, precision: Precision) -> float
         else:
             with around:
                 result = job.loss(model, batch)
+    if isinstance(result, Mapping):
+        return float(LossParts(job.loss_weights, job.count).total(result, batch))
     return float(result.total / result.count) if isinstance(result, LossSum) else float(result)
 
 

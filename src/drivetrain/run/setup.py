@@ -67,6 +67,7 @@ from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_named, compile_options, compiled, num_graphs, why_not_compiled
 from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
+from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.validation import Validator
@@ -211,6 +212,7 @@ class Setup:
         self.job = self._settled(job)
         self.zero = Zero.of(config)
         self._rule = LossRule(Weighting())
+        self.loss_parts = LossParts(job.loss_weights, job.count, world)
         self.data_path: DataPath | None = None  # by measuring; None: by rule
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
@@ -555,7 +557,7 @@ class Setup:
             micro_batch = self.job.valid_batch * len(self.devices)
         whole = Division(len(valid), len(valid), micro_batch, self.world.size)
         loader = self.loader(whole, valid, shuffle=False)
-        return Validator(self.job, loader, self.precision, self.world, self.weighted(self.job.loss))
+        return Validator(self.job, loader, self.precision, self.world, self.weighted(self.job.loss), self.loss_parts)
 
     def close_loaders(self) -> None:
         """End their workers, however far the run came."""

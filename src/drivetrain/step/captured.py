@@ -74,12 +74,12 @@ class _Passage(NamedTuple):
         self.window.passed(count * self.num_samples)
 
 
-def _passage_of(batch: Any) -> _Passage | None:
+def _passage_of(batch: Any, num_part_values: int) -> _Passage | None:
     if not isinstance(batch, Rows) or batch.window is None:
         return None
     window, device = batch.window, batch.window.place.device
     offsets = torch.arange(batch.count, device=device)
-    return _Passage(batch.resident, window, offsets, Noted(len(window.numbers), device), batch.count)
+    return _Passage(batch.resident, window, offsets, Noted(len(window.numbers), device, num_part_values), batch.count)
 
 
 class CapturedStep:
@@ -101,7 +101,7 @@ class CapturedStep:
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
-        self._passage = passage = _passage_of(batch)
+        self._passage = passage = _passage_of(batch, strategy.parts.loss_parts.num_values)
 
         def learn(data: Any) -> StepOutcome:
             strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.closures import closure_error
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum, UndividedLoss
+from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
@@ -24,9 +24,10 @@ from drivetrain.core.state import Shard, TensorSource
 from drivetrain.moe.balance import Settlement, take_auxiliary
 from drivetrain.strategies.activations import offload
 from drivetrain.strategies.average import Average
+from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
 
-LossFunction = Callable[[Any, Any], Tensor | LossSum | UndividedLoss]
+LossFunction = Callable[[Any, Any], Tensor | LossSum | UndividedLoss | NamedLosses]
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]
 
 
@@ -45,6 +46,7 @@ class StrategyParts:
     offloads_activations: bool = False
     # Where the optimizer holds this rank's parts of parameters: each part, and the parameter it is of.
     owners: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    loss_parts: LossParts = field(default_factory=LossParts)  # for a loss that returns named parts
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
 
@@ -214,6 +216,7 @@ class Objective(nn.Module):
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.model if parts.called_model is None else parts.called_model,)
         self._mixtures = parts.mixtures.layers
+        self.loss_parts = parts.loss_parts
         self.counts_items = False  # whether the loss counts something other than samples
         self.losses: list[
             tuple[Tensor, float]
@@ -245,9 +248,12 @@ class Objective(nn.Module):
             total = result.total if auxiliary is None else result.total + auxiliary * (num_samples / step_samples)
             return total * (weight * self.scale)
         if not isinstance(result, Tensor):
+            if isinstance(result, Mapping):
+                return self._of_parts(result, auxiliary, batch, num_samples, step_samples, weight)
             raise DrivetrainError(
                 f"the loss function returned {type(result).__name__}",
-                remedy="return a scalar tensor (a mean over the batch), or dt.LossSum(sum, count)",
+                remedy="return a scalar tensor (a mean over the batch), dt.LossSum(sum, count), or a dictionary of "
+                "named parts, each of them one of these",
             )
         factor = weight * self.scale * num_samples / step_samples
         if weight:
@@ -256,6 +262,17 @@ class Objective(nn.Module):
         if auxiliary is not None:
             result = result + auxiliary
         return result if factor == 1.0 else result * factor
+
+    def _of_parts(
+        self, result: NamedLosses, auxiliary: Tensor | None, batch: Any, samples: int, step_samples: int, weight: int
+    ) -> Tensor:
+        """Named parts, of which each is divided by its own count or by the step's samples."""
+        value = self.loss_parts.objective(result, batch, samples, step_samples, weight)
+        if weight:
+            self.counts.append(samples)
+        if auxiliary is not None:
+            value = value + auxiliary * (weight * samples / step_samples)
+        return value if self.scale == 1.0 else value * self.scale
 
     def _computed(self, batch: Any) -> Any:
         if self._around_forward is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate as replicate_on_gpus
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum, UndividedLoss
+from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss, summed_by_count
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.stream import key_of
@@ -42,14 +42,14 @@ class DataParallelStrategy(SingleStrategy):
 
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
         _refuse_what_cannot_be_copied(parts)
-        self._user_loss = parts.loss
+        self._user_loss, self._count = parts.loss, parts.loss_parts.count
         return super().prepare(replace(parts, loss=self._loss), trial)
 
     def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         self._num_samples = num_samples
         return super()._call(batch, num_samples, step_samples, weight)
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor | LossSum | UndividedLoss:
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor | LossSum | UndividedLoss | NamedLosses:
         """The user's loss over the whole batch, from its parts."""
         whole = self._num_samples
         bounds = [whole * number // len(self._devices) for number in range(len(self._devices) + 1)]
@@ -62,7 +62,10 @@ class DataParallelStrategy(SingleStrategy):
                 if device != devices[0]:
                     _set_generator(device, number)
                 part = to_device(part_of(batch, whole, *share), device)
-                results.append((self._user_loss(_with_parameters(replica), part), share[1] - share[0]))
+                result = self._user_loss(_with_parameters(replica), part)
+                if isinstance(result, Mapping) and self._count is not None:
+                    result = summed_by_count(result, self._count(part))
+                results.append((result, share[1] - share[0]))
         return _together(results, whole, devices[0])
 
 
@@ -98,8 +101,10 @@ def _with_parameters(replica: nn.Module) -> nn.Module:
 
 def _together(
     results: Sequence[tuple[Any, int]], num_samples: int, device: torch.device
-) -> Tensor | LossSum | UndividedLoss:
+) -> Tensor | LossSum | UndividedLoss | NamedLosses:
     values = [value for value, _ in results]
+    if isinstance(values[0], Mapping) and len(values) > 1:
+        return _parts_together(results, num_samples, device)
     if len(values) == 1 or not _are_scalars(values):
         return cast(Tensor, values[0])  # what is wrong with it is found where the losses of other strategies are judged
     if isinstance(values[0], LossSum):
@@ -109,6 +114,19 @@ def _together(
     if isinstance(values[0], UndividedLoss):
         return UndividedLoss(cast(Tensor, sum(value.total.to(device) for value in values)))
     return cast(Tensor, sum(value.to(device) * (share / num_samples) for value, share in results))
+
+
+def _parts_together(results: Sequence[tuple[Any, int]], num_samples: int, device: torch.device) -> NamedLosses:
+    """Each part by itself. A share that lacks one contributes nothing to it."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for parts, _ in results for name in parts):
+        shares = [(parts[name], share) for parts, share in results if name in parts]
+        _are_scalars([value for value, _ in shares])
+        if isinstance(shares[0][0], Tensor):
+            found[name] = sum(value.to(device) * (share / num_samples) for value, share in shares)
+        else:
+            found[name] = _together(shares, num_samples, device)
+    return found
 
 
 def _are_scalars(values: Sequence[Any]) -> bool:

@@ -86,6 +86,7 @@ class DdpStrategy:
         self._ddp.broadcast_buffers = options.broadcast_buffers
         self._samples = 0
         try_out(self._call, parts.model, trial)
+        parts.loss_parts.forget()
         self._ddp.zero_grad()
         return self._call
 
@@ -114,6 +115,9 @@ class DdpStrategy:
         norm, skipped = self._parts.update(factor, self.together)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
+        parts = self._parts.loss_parts
+        if parts.is_used:
+            return StepOutcome([], count, stopping, norm, skipped, named=parts.take())
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:

@@ -119,6 +119,7 @@ class DeepSpeedStrategy:
 
         try_out(self._call, self._parts.model, trial, forgotten)
         self._objective.take_tallies()
+        self._parts.loss_parts.forget()
         self._begins = True
         self._used_first, self._used = self._used, set()
         self._refuse_other_weights(sorted(self._used_first))
@@ -211,6 +212,9 @@ class DeepSpeedStrategy:
         skipped = float(self._zero.overflow)
         if skipped:
             self._forget_gradients()
+        parts = self._parts.loss_parts
+        if parts.is_used:
+            return StepOutcome([], count, stopping, norm, skipped, named=parts.take())
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:

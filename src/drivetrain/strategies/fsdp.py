@@ -51,6 +51,7 @@ class FsdpStrategy:
             self._refuse_without_gradient(self._parts.owners.values())
             self._usage.refuse_unequal()
             self._objective.take_tallies()
+            parts.loss_parts.forget()
             self._clear()
         return self._call
 
@@ -97,6 +98,9 @@ class FsdpStrategy:
             norm = norm.to(self._world.device)  # offloaded gradients have theirs in host memory
         self._clear()
         self._sums.stop = stop  # travels with the next sums
+        parts = self._parts.loss_parts
+        if parts.is_used:
+            return StepOutcome([], count, stopping, norm, skipped, named=parts.take())
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def _hand_over_gradients(self) -> None:

@@ -29,6 +29,7 @@ class SingleStrategy:
         self._begins = True
         try_out(self._call, parts.model, trial)
         self._objective.take_tallies()
+        parts.loss_parts.forget()
         self._begins = True
         return self._call
 
@@ -58,7 +59,9 @@ class SingleStrategy:
         losses, count = self._objective.take_tallies()
         norm, skipped = self.parts.move(rescaling(self._samples, count) if self._objective.counts_items else None)
         self._begins = True
-        return StepOutcome(losses, count, stop, norm, skipped)
+        if losses:
+            return StepOutcome(losses, count, stop, norm, skipped)
+        return StepOutcome(losses, count, stop, norm, skipped, named=self.parts.loss_parts.take())
 
     def follow(self) -> None:
         self.parts.follow()
@@ -66,6 +69,7 @@ class SingleStrategy:
     def abandon(self) -> None:
         """The gradients are cleared when the next step begins."""
         self._objective.take_tallies()
+        self.parts.loss_parts.forget()
         self.parts.mixtures.forget()
         self._begins = True
         if self._scaler is not None:
