@@ -16,6 +16,8 @@ from drivetrain.core.run_folder import as_row, is_finished, read_job
 
 State = Literal["running", "finished", "stopped", "crashed"]
 LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
+MANIFEST_START_BYTES = 2**20
+_SHARED = '"shared":'
 _LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 
 
@@ -48,7 +50,8 @@ def state_of(folder: Path) -> RunState:
     events = list(_last_rows(folder / "events.jsonl"))
     last = steps[-1] if steps else {}
     state, cause = _how_it_stands(folder, events)
-    cause = "; ".join(filter(None, [cause, unreadable]))
+    checkpoint, incomplete = _newest_checkpoint(folder)
+    cause = "; ".join(filter(None, [cause, unreadable, incomplete]))
     num_steps, step = job.get("num_steps"), int(last.get("step", 0))
     timed = [row for row in steps if row.get("seconds")]
     seconds = sum(row["seconds"] for row in timed)
@@ -65,7 +68,7 @@ def state_of(folder: Path) -> RunState:
         epoch=last.get("epoch"),
         loss=last.get("loss"),
         samples_per_second=sum(row["samples"] for row in timed) / seconds if seconds else None,
-        checkpoint=max(_checkpoints(folder), default=None),
+        checkpoint=checkpoint,
         seconds_left=left,
     )
 
@@ -146,11 +149,34 @@ def _document(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _checkpoints(folder: Path) -> Iterator[int]:
+def _newest_checkpoint(folder: Path) -> tuple[int | None, str]:
+    """Its step, and in words why a newer one cannot be used. Hashes are not compared: only that files are there."""
+    problem = ""
+    for step, manifest in sorted(_checkpoints(folder), reverse=True):
+        missing = next((file for file in _shared_files(manifest) if not (folder / "checkpoints" / file).is_file()), "")
+        if not missing:
+            return step, problem
+        problem = problem or f"checkpoint {step} cannot be used: {missing} is missing, which holds its frozen weights"
+    return None, problem
+
+
+def _shared_files(manifest: Path) -> Iterator[str]:
+    """The files that a checkpoint shares with others. They are named at the beginning of its manifest."""
+    try:
+        with manifest.open("rb") as file:
+            start = file.read(MANIFEST_START_BYTES).decode(errors="replace").partition('"meta":')[0]
+        shared, _ = json.JSONDecoder().raw_decode(start, start.index(_SHARED) + len(_SHARED))
+    except (OSError, ValueError):
+        return  # of an earlier format, or damaged, which only reading all of it would tell
+    for name, files in shared.items() if isinstance(shared, dict) else ():
+        yield from (f"{name}/{file}" for file in files)
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in (folder / "checkpoints").glob("step-*/manifest.json"):
         number = path.parent.name.removeprefix("step-")
         if number.isdecimal():
-            yield int(number)
+            yield int(number), path
 
 
 def _last_change(folder: Path) -> float:
