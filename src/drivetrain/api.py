@@ -232,6 +232,7 @@ class _Run(Setup):
                 job, world, model, optimizer, stepper, loader, self.path, saves.save, resumed_from, validation
             )
             trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
+            saves.watch_frozen(strategy.save)
             trainer.snapshot = saves.snapshot
             trainer.check_after_first_step = saves.prepare
             trainer.check_model = watch.check

@@ -198,6 +198,7 @@ class Drive:
             job, world, model, optimizer, self._stepper, self._loader, setup.path, self._saves.save, self.resumed_from
         )
         self._trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
+        self._saves.watch_frozen(self._strategy.save)
         self._trainer.snapshot = self._saves.snapshot
         self._trainer.check_after_first_step = self._saves.prepare
         self._trainer.before_step = self._books.before_step

@@ -3,9 +3,11 @@
 `python -m tests.checkpoint.crashing FOLDER WAY/WORLD/RANK…` saves step 1 and, with `keep_last` 1, step 2, during which
 that rank of a world of that size is killed: for each point in a folder `FOLDER/WAY-WORLD-RANK-POINT`. A way is
 `waiting`, `beside` (a thread saves), `abandoned` (a thread saves, and the step turns out to be bad) or `discarding`
-(steps 2 and 3 are there, and are removed). A point is the number of an operation on the disk, and `before`, `inside` or
-`after` it (`3-inside`); `0-never` is the run without a kill. For each it prints a line of JSON: the exit codes of all
-ranks, and the operations that the killed one had begun.
+(steps 2 and 3 are there, and are removed). In `frozen` a thread saves step 2 with frozen weights, which step 1 does not
+have, so that they are written; in `moved` step 1 shares frozen weights with no later one, and they are removed.
+A point is the number of an operation on the disk, and `before`, `inside` or `after` it (`3-inside`); `0-never` is the
+run without a kill. For each it prints a line of JSON: the exit codes of all ranks, and the operations that the killed
+one had begun.
 """
 
 import datetime
@@ -92,6 +94,14 @@ def shards_of(step: int, rank: int, size: int) -> list[Shard]:
     ]
 
 
+def frozen_shards_of(step: int, rank: int, size: int, number: float) -> list[Shard]:
+    """The same with a frozen weight, every element of which is the number."""
+    rows = torch.full((ROWS, 2), number).chunk(size)
+    start = sum(len(part) for part in rows[:rank])
+    frozen = Shard("frozen", rows[rank], (ROWS, 2), (start, 0), is_part=True, is_untrained=True)
+    return [*shards_of(step, rank, size), frozen]
+
+
 def points_of(operations: list[str]) -> list[str]:
     """Before and after each operation; and inside, where it is not one call of the system."""
     return [
@@ -109,7 +119,8 @@ def rank_main(folder: Path, way: str, rank: int, size: int, files: Files | None)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=20))
         group = dist.group.WORLD
     world = World(rank, size, group=group)
-    Checkpointer(folder, world).save(1, shards_of(1, rank, size), {"step": 1})
+    first = Checkpointer(folder, world)
+    first.save(1, frozen_shards_of(1, rank, size, 7.0) if way == "moved" else shards_of(1, rank, size), {"step": 1})
     world.barrier()
     if way == "discarding":
         for step in (2, 3):
@@ -122,11 +133,18 @@ def rank_main(folder: Path, way: str, rank: int, size: int, files: Files | None)
         checkpointer.save(2, shards_of(2, rank, size), {"step": 2})
     else:
         saver = BackgroundSaver(checkpointer, world)
-        saver.begin(2, shards_of(2, rank, size), {"step": 2})
-        if way == "beside":
-            saver.judged()
-        else:
+        shards = shards_of(2, rank, size)
+        if way in ("frozen", "moved"):
+            checkpointer.latest()
+            shards = frozen_shards_of(2, rank, size, 7.0)
+        if way == "moved":
+            checkpointer.frozen.watch(shards)
+            shards = frozen_shards_of(2, rank, size, 8.0)
+        saver.begin(2, shards, {"step": 2})
+        if way == "abandoned":
             saver.abandon()
+        else:
+            saver.judged()
         saver.finish()
 
 

@@ -193,11 +193,11 @@ def test_a_valid_file_with_other_tensors(folder: Path, tmp_path: Path) -> None:
 
 def test_a_newer_format_is_an_error_and_stays_where_it_is(folder: Path) -> None:
     """Fields that this version does not know do not matter: the version is asked first."""
-    forge(folder / "step-00000002", lambda m: m.update(format_version=2, shiny=True, tensors="elsewhere"))
+    forge(folder / "step-00000002", lambda m: m.update(format_version=3, shiny=True, tensors="elsewhere"))
     before = (folder / "step-00000002" / "manifest.json").read_bytes()
     for _ in range(2):
         checkpointer = Checkpointer(folder, World())
-        with pytest.raises(NewerFormatError, match="has checkpoint format 2; this drivetrain reads formats up to 1"):
+        with pytest.raises(NewerFormatError, match="has checkpoint format 3; this drivetrain reads formats up to 2"):
             checkpointer.latest()
         assert checkpointer.problems == []
     assert (folder / "step-00000002" / "manifest.json").read_bytes() == before

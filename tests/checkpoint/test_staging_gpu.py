@@ -16,6 +16,8 @@ from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, Sha
 from drivetrain.checkpoint.staging import Staging, _CudaCopy
 from drivetrain.core.world import World
 from drivetrain.run import Saves
+from tests.checkpoint.frozen_runs import Adapted
+from tests.checkpoint.test_frozen import SEEN, UNSEEN, Change, backbone, frozen_shard
 from tests.training.jobs import Variant, run
 
 pytestmark = pytest.mark.gpu
@@ -165,23 +167,69 @@ def test_whole_runs_save_the_same_either_way(tmp_path: Path) -> None:
     assert files_of(tmp_path / "beside") == files_of(tmp_path / "waiting")
 
 
-def test_the_loop_does_not_wait_where_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [None, Adapted], ids=["trained", "frozen"])
+def test_the_loop_does_not_wait_where_a_save_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type[nn.Module] | None
+) -> None:
     begun: list[int] = []
-    original: Callable[..., Any] = Saves._snapshot
+    original: Callable[..., Any] = Saves._begin
 
-    def watched(self: Saves, step: int) -> Any:
+    def watched(self: Saves, step: int, *, may_wait: bool) -> Any:
         begun.append(step)
+        assert may_wait == (step == 20), "the host has waited for the last step anyway"
         assert self._saver is not None
         self._saver.wait()  # a save that is still under way is another matter
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return original(self, step)
+            return original(self, step, may_wait=may_wait)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Saves, "_snapshot", watched)
+    monkeypatch.setattr(Saves, "_begin", watched)
     variant = replace(Variant(dtype=torch.float32), steps=20, save_every=4)
-    run(str(tmp_path), variant, 8, 0, "single_gpu", {"precision": "fp32"})
+    changes = {} if model is None else {"model": model}
+    run(str(tmp_path), variant, 8, 0, "single_gpu", {"precision": "fp32"}, **changes)
     assert begun == [4, 8, 12, 16, 20]
     lines = (tmp_path / "suite" / "events.jsonl").read_text().splitlines()
     assert [event["step"] for event in map(json.loads, lines) if event["event"] == "checkpoint"] == begun
+
+
+@pytest.mark.parametrize("change", [SEEN, UNSEEN])
+def test_frozen_weights_that_change_once_are_stored_right(tmp_path: Path, change: Change) -> None:
+    """The device is busy when each save begins, so that its checksums are known long after."""
+    weights = backbone().cuda()
+    checkpointer = Checkpointer(tmp_path, World(), 9)
+    saver = BackgroundSaver(checkpointer, World())
+    checkpointer.frozen.watch([frozen_shard("model/backbone", weights)])
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            change(weights)
+        torch.cuda._sleep(LONG // 4)
+        began = time.monotonic()
+        saver.begin(step, [frozen_shard("model/backbone", weights)], {})
+        assert time.monotonic() - began < 0.1, "the host does not wait"
+        saver.judged()
+        saver.finish()
+    for step, added in ((1, 0), (2, 0), (3, 1), (4, 1)):
+        stored = Checkpoint.open(tmp_path / f"step-{step:08d}").read("model/backbone")
+        assert torch.equal(stored, backbone() + added)
+
+
+def test_a_frozen_weight_that_moves_in_every_step_is_stored_right(tmp_path: Path) -> None:
+    weights = backbone().cuda()
+    checkpointer = Checkpointer(tmp_path, World(), 9)
+    saver = BackgroundSaver(checkpointer, World())
+    shards = [frozen_shard("model/backbone", weights)]
+    checkpointer.frozen.watch(shards)
+    UNSEEN(weights)
+    saver.prepare(shards, {})
+    for step in (2, 3):
+        UNSEEN(weights)
+        torch.cuda._sleep(LONG // 4)
+        saver.begin(step, shards, {})
+        saver.judged()
+        UNSEEN(weights)
+        saver.finish()
+    for step, added in ((2, 2), (3, 4)):
+        stored = Checkpoint.open(tmp_path / f"step-{step:08d}").read("model/backbone")
+        assert torch.equal(stored, backbone() + added)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from drivetrain import StepContext
+from tests.checkpoint.frozen_runs import Adapted
 from tests.training.jobs import read, run
 from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical
 
 REPOSITORY = Path(__file__).parents[2]
-CHILD = "import sys; from tests.training.test_kill import train; train(sys.argv[1])"
+CHILD = "import sys; from tests.training.test_kill import train; train(*sys.argv[1:])"
 
 
 class Announce:
@@ -35,21 +36,23 @@ class Announce:
         pass
 
 
-def train(folder: str) -> None:
-    run(folder, BASE, MICRO_BATCH, num_workers=1, hooks=[Announce()], checkpoint_every=2)
+def train(folder: str, kind: str = "trained") -> None:
+    """`frozen`: most weights are, and are stored apart from the checkpoints."""
+    changes = {"model": Adapted} if kind == "frozen" else {}
+    run(folder, BASE, MICRO_BATCH, num_workers=1, hooks=[Announce()], checkpoint_every=2, **changes)
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(folder)]
+def start(folder: Path, kind: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(folder), kind]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def kill_until_finished(folder: Path, num_kills: int, seed: int) -> int:
+def kill_until_finished(folder: Path, num_kills: int, seed: int, kind: str = "trained") -> int:
     """Start, wait for a random step and a random moment in it, kill, start again. Returns how many kills it took."""
     chance = random.Random(seed)
     kills = 0
     while True:
-        child = start(folder)
+        child = start(folder, kind)
         assert child.stdout is not None
         steps_to_go = chance.randint(1, 4) if kills < num_kills else 10**9
         for line in child.stdout:
@@ -66,11 +69,11 @@ def kill_until_finished(folder: Path, num_kills: int, seed: int) -> int:
         kills += 1
 
 
-def check(tmp_path: Path, num_kills: int, seed: int) -> None:
+def check(tmp_path: Path, num_kills: int, seed: int, kind: str = "trained") -> None:
     whole = tmp_path / "whole"
-    assert kill_until_finished(whole, 0, seed) == 0
+    assert kill_until_finished(whole, 0, seed, kind) == 0
     broken = tmp_path / "broken"
-    assert kill_until_finished(broken, num_kills, seed) > 0
+    assert kill_until_finished(broken, num_kills, seed, kind) > 0
     assert_identical(read(broken / "suite"), read(whole / "suite"))
 
 
@@ -78,7 +81,13 @@ def test_three_kills(tmp_path: Path) -> None:
     check(tmp_path, 3, seed=1)
 
 
+def test_a_kill_with_frozen_weights(tmp_path: Path) -> None:
+    check(tmp_path, 1, seed=5, kind="frozen")
+    assert len(list((tmp_path / "broken" / "suite" / "checkpoints").glob("frozen-*"))) == 1
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
 @pytest.mark.parametrize("seed", range(20))
-def test_many_kills(tmp_path: Path, seed: int) -> None:
-    check(tmp_path, 4, seed)
+def test_many_kills(tmp_path: Path, seed: int, kind: str) -> None:
+    check(tmp_path, 4, seed, kind)

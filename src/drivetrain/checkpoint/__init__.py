@@ -3,7 +3,7 @@
 from drivetrain.checkpoint.background import BackgroundSaver, SaveOutcome
 from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError, SharedFileError
 from drivetrain.checkpoint.export import LiveTensors, export
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.manifest import FORMAT_VERSION
@@ -23,6 +23,7 @@ __all__ = [
     "NewerFormatError",
     "SaveOutcome",
     "Shard",
+    "SharedFileError",
     "TensorInfo",
     "Weights",
     "WeightsTaken",

@@ -19,6 +19,7 @@ from typing import Any
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.errors import CheckpointError
 from drivetrain.checkpoint.failure import Failure
+from drivetrain.checkpoint.frozen import Split
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
 from drivetrain.core.state import Shard
@@ -56,18 +57,21 @@ class BackgroundSaver:
         """Refuse what cannot be saved, and get the memory for copies of it, beside training. Once, after a step."""
         refuse_unstorable_shards(shards)
         refuse_unstorable_meta(meta)
+        without_frozen = self._checkpointer.frozen.look(shards)
 
         def allocate() -> None:
             with contextlib.suppress(Exception):  # `begin` tries again, and says what is wrong
-                self._staging.prepare(shards)
-                self._checkpointer.prepare(shards)
+                copied = without_frozen()
+                self._staging.prepare(copied)
+                self._checkpointer.prepare(copied)
 
         self._start(allocate)
 
-    def begin(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
+    def begin(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any], *, may_wait: bool = False) -> None:
         """Copy the state. When this returns, the tensors and what `meta` holds may be changed.
 
-        If the save before this one is not done yet, this waits for it.
+        If the save before this one is not done yet, this waits for it. With `may_wait` it also waits until a GPU has
+        computed the checksums of frozen weights: for callers that have waited for the GPU already.
         """
         began = time.monotonic()
         refuse_unstorable_meta(meta)
@@ -75,9 +79,10 @@ class BackgroundSaver:
         self._join()
         waited = time.monotonic() - began
         save = self._save = _Save(step)
-        staged, until_copied = list(shards), self._staging.until_copied
+        split, staged, until_copied = Split(shards), list(shards), self._staging.until_copied
         try:
-            staged = self._staging.take(shards)
+            split = self._checkpointer.frozen.split(shards, wait=may_wait, beside=True)
+            staged = self._staging.take(split.written)
         except Exception as error:  # noqa: BLE001  (no memory, for example: the other ranks have to hear of it)
             until_copied = _raising(error)
         stalled = time.monotonic() - began
@@ -86,7 +91,7 @@ class BackgroundSaver:
             time.sleep(HEAD_START_SECONDS)
             try:
                 is_saved = self._checkpointer.save_if_wanted(
-                    step, staged, json.loads(text), until_copied=until_copied, is_wanted=save.is_wanted
+                    step, staged, json.loads(text), split, until_copied=until_copied, is_wanted=save.is_wanted
                 )
             except Exception as error:  # noqa: BLE001  (whatever it is, training goes on, and somebody is told)
                 failure = Failure.of(error, self._checkpointer.folder, f"step {step} cannot be saved")

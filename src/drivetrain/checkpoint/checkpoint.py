@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.box import Box
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredTensor
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
+from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredFile, StoredTensor
 from drivetrain.checkpoint.names import step_name, steps_in
 from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
 
@@ -46,14 +46,22 @@ class Checkpoint:
 
     @classmethod
     def latest_in(cls, folder: Path) -> "Checkpoint | None":
-        """The newest valid one; None if none is there. Not collective, and changes nothing: damaged ones stay."""
+        """The newest valid one; None if none is there. Not collective, and changes nothing: damaged ones stay.
+
+        If all that is wrong is that shared files are missing, that is raised: they can be copied there.
+        """
+        incomplete: SharedFileError | None = None
         with _reading(folder):
             steps = steps_in(folder)
         for step in reversed(steps):
             try:
                 return cls.open(folder / step_name(step))
+            except SharedFileError as error:
+                incomplete = incomplete or error
             except CheckpointDamagedError:
                 continue
+        if incomplete is not None:
+            raise incomplete
         return None
 
     @property
@@ -74,8 +82,26 @@ class Checkpoint:
         return self._manifest.world_size
 
     @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
     def files(self) -> list[str]:
-        return sorted(self._manifest.files)
+        """All files that hold its tensors. Those with a folder in their names are shared with other checkpoints."""
+        return sorted(self._stored_files)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The keys of frozen weights, which are in shared files."""
+        return frozenset(self._manifest.frozen)
+
+    @cached_property
+    def _stored_files(self) -> dict[str, StoredFile]:
+        return self._manifest.all_files
+
+    def _path_of(self, name: str) -> Path:
+        """Shared files lie beside the folder of the checkpoint, also where that was opened through a link."""
+        return self.path.resolve().parent / name if "/" in name else self.path / name
 
     @cached_property
     def keys(self) -> Mapping[str, TensorInfo]:
@@ -108,18 +134,32 @@ class Checkpoint:
     def verify(self, names: Iterable[str]) -> None:
         """Raises a CheckpointDamagedError if a file is not what was written, or not what the manifest says."""
         for name in names:
-            expected, path = self._manifest.files[name], self.path / name
-            size, sha256 = _fingerprint(path)
-            if size != expected.size:
-                raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
-            if sha256 != expected.sha256:
-                raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
-            file = self._file(name)
-            for key, part_name, code, shape in self._parts_by_file[name]:
-                if file.layout(part_name) != (code, shape):
-                    raise CheckpointDamagedError(
-                        f"{path} does not hold the part {part_name!r} of {key!r} as {code} {list(shape)}", path=path
-                    )
+            if "/" not in name:
+                self._verify(name)
+                continue
+            try:
+                self._verify(name)
+            except CheckpointDamagedError as error:
+                raise SharedFileError(
+                    f"{error.message}; {self.path.name} cannot be used without it: frozen weights are stored once"
+                    " for all checkpoints of a run",
+                    remedy=f"put {name} beside {self.path.name}, from where these checkpoints were copied",
+                    path=error.path,
+                ) from None
+
+    def _verify(self, name: str) -> None:
+        expected, path = self._stored_files[name], self._path_of(name)
+        size, sha256 = _fingerprint(path)
+        if size != expected.size:
+            raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
+        if sha256 != expected.sha256:
+            raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
+        file = self._file(name)
+        for key, part_name, code, shape in self._parts_by_file[name]:
+            if file.layout(part_name) != (code, shape):
+                raise CheckpointDamagedError(
+                    f"{path} does not hold the part {part_name!r} of {key!r} as {code} {list(shape)}", path=path
+                )
 
     def close(self) -> None:
         """Lets go of the files; the next `read` opens them again."""
@@ -135,7 +175,7 @@ class Checkpoint:
 
     @cached_property
     def _parts_by_file(self) -> dict[str, list[tuple[str, str, str, tuple[int, ...]]]]:
-        by_file: dict[str, list[tuple[str, str, str, tuple[int, ...]]]] = {name: [] for name in self._manifest.files}
+        by_file: dict[str, list[tuple[str, str, str, tuple[int, ...]]]] = {name: [] for name in self._stored_files}
         for key, tensor in self._manifest.tensors.items():
             for part in tensor.parts:
                 by_file[part.file].append((key, part.name, tensor.dtype, part.shape))
@@ -155,8 +195,9 @@ class Checkpoint:
         if name not in self._open_files:
             if len(self._open_files) >= MOST_OPEN_FILES:
                 self._open_files.clear()
-            with _reading(self.path / name):
-                self._open_files[name] = TensorFile(self.path / name)
+            path = self._path_of(name)
+            with _reading(path):
+                self._open_files[name] = TensorFile(path)
         return self._open_files[name]
 
 
@@ -169,7 +210,22 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointDamagedError(
                 f"{file} has {size} bytes; a manifest has {LARGEST_MANIFEST_BYTES} at most", path=file
             )
-        return Manifest.unsealed(file.read_bytes(), file)
+        manifest = Manifest.unsealed(file.read_bytes(), file)
+    if manifest.tables:
+        manifest = manifest.with_tables(lambda name, stored: _table(path / name, stored), file)
+        manifest.refuse_contradictions(file)
+    return manifest
+
+
+def _table(path: Path, expected: StoredFile) -> bytes:
+    """The content of a file that lists tensors."""
+    size, sha256 = _fingerprint(path)
+    if size != expected.size or size > LARGEST_MANIFEST_BYTES:
+        raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
+    if sha256 != expected.sha256:
+        raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
+    with _reading(path):
+        return path.read_bytes()
 
 
 def _fingerprint(path: Path) -> tuple[int, str]:

@@ -1,15 +1,20 @@
 """Saves, finds and prunes the checkpoints of one run. A checkpoint is valid or it does not exist.
 
     checkpoints/step-00000120/rank-00000.safetensors, …, manifest.json
+    checkpoints/frozen-0123456789abcdef/rank-00000.safetensors, …
 
 A save writes into a new hidden folder: every rank its file, then rank 0 the manifest. One rename makes it a checkpoint,
 and only when that is on the disk are older ones removed; a removal starts with a rename, too. So a crash at any point
 leaves whole checkpoints and hidden leftovers, which the next start removes. A step that is there already is never
 replaced: between the two renames that it takes, a crash would leave neither.
 
+Frozen weights are in a folder of their own, which checkpoints share (`frozen.py`). It is written, renamed and on the
+disk before the manifest that names it is written, and removed when no checkpoint that is left names it.
+
 All ranks use one shared folder and call every collective method together. What goes wrong on one rank is raised on all.
 """
 
+import contextlib
 import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,21 +24,34 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
 from drivetrain.checkpoint.failure import Failure
 from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.frozen import FrozenMovedError, FrozenReport, FrozenWeights, Split
 from drivetrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     Manifest,
     Part,
+    RankTable,
     StoredFile,
     StoredTensor,
     file_name,
     merged_tensors,
     parts_problem,
 )
-from drivetrain.checkpoint.names import draft_name, leftovers_in, set_aside_in, step_name, steps_in, trash_name
+from drivetrain.checkpoint.names import (
+    draft_name,
+    leftovers_in,
+    set_aside_in,
+    shared_draft_name,
+    shared_in,
+    shared_name,
+    shared_trash_name,
+    step_name,
+    steps_in,
+    trash_name,
+)
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
 from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Arrangement, Entry, arranged, encoded
 from drivetrain.core.state import Shard
@@ -50,12 +68,9 @@ class RankReport(Value):
     file: StoredFile | None = None  # none for a rank that has no data
     table: str = ""  # a RankTable, as JSON: compared as text, it tells whether anything is new
     is_wanted: bool = True  # false: its step turned out to be bad
-
-
-class RankTable(Value):
-    """The tensors that a rank handed in, with its own parts only; a key may come several times."""
-
-    tensors: tuple[tuple[str, StoredTensor], ...] = ()
+    shared_file: StoredFile | None = None  # of frozen weights, where they are written in this save
+    shared_table: str = ""
+    moved: tuple[str, ...] = ()  # keys of frozen weights that could not be written, since they had changed meanwhile
 
 
 Layout = tuple[tuple[Any, ...], ...]
@@ -97,6 +112,7 @@ class Checkpointer:
         self._closed = False
         self._known: _Known | None = None
         self._merged: _Merged | None = None
+        self.frozen = FrozenWeights()
         self.problems += self._decided_by_main(self._prepare_folder, "checkpoints cannot be kept")
 
     def save(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> Path:
@@ -106,7 +122,7 @@ class Checkpointer:
         from rank 0. A CheckpointError, on all ranks alike, means that there is no such checkpoint, and that the ones
         before it are as they were.
         """
-        self.save_if_wanted(step, shards, meta, until_copied=lambda: None, is_wanted=lambda: True)
+        self.save_if_wanted(step, shards, meta, None, until_copied=lambda: None, is_wanted=lambda: True)
         return self.folder / step_name(step)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
@@ -120,33 +136,47 @@ class Checkpointer:
         step: int,
         shards: Sequence[Shard],
         meta: Mapping[str, Any],
+        split: Split | None = None,
         *,
         until_copied: Callable[[], None],
         is_wanted: Callable[[], bool],
     ) -> bool:
         """Collective. `save` for a thread beside training; false if there is no checkpoint since a rank wants none.
 
+        With a `split` of the state, `shards` are copies of what it says is written; without, they are the whole state.
         `until_copied` returns when the shards hold what they should, and is called before they are read; `is_wanted`
         says whether the step was good, and is called when this rank's file is on the disk. Both may wait.
         """
         self._refuse_closed()
         doing = f"step {step} cannot be saved"
-        needed_bytes = self._agree_on_what_is_saved(step, shards, meta, doing)
-        name, free_bytes = self._decided_by_main(lambda: self._begin(step), doing, needed_bytes)
+        if split is None:
+            split = self.frozen.split(shards, wait=True, beside=False)
+            shards = split.written
+        needed_bytes = self._agree_on_what_is_saved(step, shards, split, meta, doing)
+        to_share = self.frozen.to_be_stored(split)
+        name, shared, free_bytes = self._decided_by_main(
+            lambda: self._begin(step, shares=bool(to_share)), doing, needed_bytes
+        )
         draft = self.folder / name
         try:
             until_copied()
-            report = self._write(draft, shards)
+            report = self._write(draft, self.frozen.to_be_written(split, shards))
+            if to_share:
+                report = report.model_copy(update=self._write_shared(shared, to_share))
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-            report = RankReport(failure=Failure.of(error, self.folder, doing, needed_bytes, free_bytes))
+            moved = (error.key,) if isinstance(error, FrozenMovedError) else ()
+            report = RankReport(failure=Failure.of(error, self.folder, doing, needed_bytes, free_bytes), moved=moved)
         report = report.model_copy(update={"is_wanted": is_wanted()})
         reports = [RankReport.from_json(text) for text in self._world.gather(report.model_dump_json())]
+        self.frozen.note_moved(step, {key for report in reports for key in report.moved})
         if not all(report.is_wanted for report in reports):
-            self._decided_by_main(lambda: self._discard(step, draft, renamed=False), doing)
+            self._decided_by_main(lambda: self._discard(step, draft, shared, renamed=False), doing)
             return False
         self.problems += self._decided_by_main(
-            lambda: self._commit(step, draft, reports, meta), doing, needed_bytes, free_bytes
+            lambda: self._commit(step, draft, shared, reports, split, meta), doing, needed_bytes, free_bytes
         )
+        if shared:
+            self.frozen.note_stored(step, shared, *_newly_shared(reports))
         return True
 
     def over(self, world: World) -> Self:
@@ -164,22 +194,31 @@ class Checkpointer:
         """
         self._refuse_closed()
         damaged: set[int] = set()
+        incomplete: dict[int, str] = {}  # whole themselves, but what they share with others is not
         while True:
             there = self._decided_by_main(self.steps, "checkpoints cannot be listed")
             step = max((step for step in there if step not in damaged), default=None)
             if step is None:
-                self._refuse_to_start_anew(damaged)
+                self._refuse_to_start_anew(damaged, list(incomplete.values()))
                 return None
             checkpoint, own_failure = self._examine(step)
             failures = self._failures(own_failure)
             found = Failure.joined(failures)
             if checkpoint is not None and found is None:
+                # Out of the way of the steps to come. Where there is nothing to go on from, they are left as they are:
+                # once the shared files are back, so are they.
+                self.problems += [self._set_aside(later, reason) for later, reason in incomplete.items()]
+                self.frozen.resume(checkpoint.manifest)
                 return checkpoint
             for failure in failures:
-                if failure is not None and failure.kind != "damaged":
+                if failure is not None and failure.kind not in ("damaged", "shared"):
                     raise failure.error()
             damaged.add(step)
-            self.problems.append(self._set_aside(step, found.message if found else ""))
+            reason = found.message if found else ""
+            if all(failure is None or failure.kind == "shared" for failure in failures):
+                incomplete[step] = reason
+            else:
+                self.problems.append(self._set_aside(step, reason))
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, as this rank sees the folder; ascending. They are not verified."""
@@ -217,32 +256,56 @@ class Checkpointer:
 
     # Saving
 
-    def _agree_on_what_is_saved(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any], doing: str) -> int:
+    def _agree_on_what_is_saved(
+        self, step: int, shards: Sequence[Shard], split: Split, meta: Mapping[str, Any], doing: str
+    ) -> int:
         """The bytes of all ranks' tensors. Nothing is written before all ranks have something that can be."""
-        failure, num_bytes = None, 0
+        failure, num_bytes, report = None, 0, FrozenReport()
         try:
             if not 0 <= step < 10**18:
                 raise CheckpointError(f"a step cannot be {step}", remedy="count steps from 0")
             if self._known is None or self._known.layout != _layout(shards):
                 refuse_unstorable_shards(shards)
+            to_share = self.frozen.to_be_stored(split)
+            refuse_unstorable_shards(to_share)
             if self._world.is_main:
                 refuse_unstorable_meta(meta)
-            num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
+            num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in (*shards, *to_share))
+            report = self.frozen.report(split, self._lost_folders() if self._world.is_main else ())
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
             failure = Failure.of(error, self.folder, doing)
         if found := Failure.joined(self._failures(failure)):
             raise found.error()
-        answers = self._world.gather([step, num_bytes])
+        answers = self._world.gather([step, num_bytes, report.model_dump(mode="json")])
         steps = sorted({answer[0] for answer in answers})
         if len(steps) > 1:
             raise CheckpointError(
                 f"the ranks save different steps: {', '.join(map(str, steps))}",
                 remedy="this is a mistake in the training loop: ranks have to save together",
             )
+        self.frozen.agree(step, [FrozenReport.model_validate(answer[2]) for answer in answers])
         return sum(answer[1] for answer in answers)
 
-    def _begin(self, step: int) -> tuple[str, int]:
-        """On rank 0. The name of a new folder to write into, and the bytes that were free before."""
+    def _lost_folders(self) -> list[str]:
+        """Shared folders that are not what was written there. Only sizes are compared: hashes take too long."""
+        lost = []
+        for name, files in self.frozen.folders.items():
+            try:
+                whole = all((self.folder / name / file).stat().st_size == of.size for file, of in files.items())
+            except FileNotFoundError:
+                whole = False
+            except OSError:  # says nothing about the files
+                whole = True
+            if not whole:
+                lost.append(name)
+                self.problems.append(f"{self.folder / name} is gone or damaged: its frozen weights are written again")
+        return lost
+
+    def _begin(self, step: int, *, shares: bool) -> tuple[str, str, int]:
+        """On rank 0. Makes a folder to write into, and one for frozen weights if they are to be written.
+
+        Returns the names of both, and the bytes that were free before.
+        """
         final = self.folder / step_name(step)
         if final.exists() or final.is_symlink():
             raise CheckpointError(
@@ -253,7 +316,16 @@ class Checkpointer:
         name = draft_name(step)
         free_bytes = shutil.disk_usage(self.folder).free
         self._files.make_folder(self.folder / name)
-        return name, free_bytes
+        if not shares:
+            return name, "", free_bytes
+        shared = shared_name()
+        try:
+            self._files.make_folder(self.folder / shared_draft_name(shared))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(self.folder / name)
+            raise
+        return name, shared, free_bytes
 
     def _write(self, draft: Path, shards: Sequence[Shard]) -> RankReport:
         """This rank's file."""
@@ -266,8 +338,23 @@ class Checkpointer:
         written = self._files.write_file(draft / file_name(self._world.rank), encoded(known.file, held.__getitem__))
         return RankReport(table=known.table, file=StoredFile(size=written.size, sha256=written.sha256))
 
-    def _tabled(self, shards: Sequence[Shard]) -> _Known:
+    def _write_shared(self, name: str, shards: Sequence[Shard]) -> dict[str, Any]:
+        """This rank's file of frozen weights, as fields of its report. Each is copied when its turn comes."""
         file = file_name(self._world.rank)
+        known = self._tabled(shards, f"{name}/{file}")
+        if known.file is None:
+            return {"shared_table": known.table}
+        held = [shard for shard in shards if shard.tensor.numel()]
+        path = self.folder / shared_draft_name(name) / file
+        chunks = encoded(known.file, lambda number: self.frozen.stored_copy(held[number]))
+        written = self._files.write_file(path, chunks)
+        return {
+            "shared_table": known.table,
+            "shared_file": StoredFile(size=written.size, sha256=written.sha256),
+        }
+
+    def _tabled(self, shards: Sequence[Shard], file: str = "") -> _Known:
+        file = file or file_name(self._world.rank)
         tensors: list[tuple[str, StoredTensor]] = []
         entries: list[Entry] = []
         taken = {RESERVED_NAME}
@@ -283,20 +370,43 @@ class Checkpointer:
         table = RankTable(tensors=tuple(tensors)).model_dump_json()
         return _Known(_layout(shards), arranged(entries) if entries else None, table)
 
-    def _commit(self, step: int, draft: Path, reports: Sequence[RankReport], meta: Mapping[str, Any]) -> list[str]:
+    def _commit(
+        self,
+        step: int,
+        draft: Path,
+        shared: str,
+        reports: Sequence[RankReport],
+        split: Split,
+        meta: Mapping[str, Any],
+    ) -> list[str]:
         """On rank 0. From a folder of files to a checkpoint, or back to nothing."""
         final = self.folder / step_name(step)
         renamed = False
         try:
             if failure := Failure.joined([report.failure for report in reports]):
                 raise failure.error()
+            tensors = self._whole_tensors(reports)
+            frozen, folders = self.frozen.shared_by(split), dict(self.frozen.folders)
+            if shared:
+                folders[shared], new = _newly_shared(reports)
+                if problem := parts_problem(new, {f"{shared}/{file}" for file in folders[shared]}):
+                    raise _not_whole(problem)
+                frozen |= new
+                draft_of_shared = self.folder / shared_draft_name(shared)
+                self._files.fsync_folder(draft_of_shared)
+                self._files.rename(draft_of_shared, self.folder / shared)
+                self._files.fsync_folder(self.folder)
+            used = {part.file.partition("/")[0] for tensor in frozen.values() for part in tensor.parts}
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 step=step,
                 world_size=self._world.size,
+                shared={folder: files for folder, files in folders.items() if folder in used},
                 meta=dict(meta),
                 files={file_name(rank): report.file for rank, report in enumerate(reports) if report.file},
-                tensors=self._whole_tensors(reports),
+                frozen=self.frozen.checksums_of(frozen),
+                moved=tuple(sorted(self.frozen.moved)),
+                tensors={**tensors, **frozen},
             )
             self._files.write_file(draft / MANIFEST_NAME, [manifest.sealed()])
             self._files.fsync_folder(draft)
@@ -304,9 +414,9 @@ class Checkpointer:
             renamed = True
             self._files.fsync_folder(self.folder)
         except BaseException:
-            self._discard(step, draft, renamed)
+            self._discard(step, draft, shared, renamed)
             raise
-        return self._prune(step)
+        return [*self._prune(step), *self._prune_shared(used)]
 
     def _whole_tensors(self, reports: Sequence[RankReport]) -> dict[str, StoredTensor]:
         """Each with the parts of all ranks, which have to hold every element once."""
@@ -318,20 +428,21 @@ class Checkpointer:
         if merged is None or merged.tables != tables or merged.files != files:
             tensors = merged_tensors([RankTable.from_json(table).tensors for table in tables])
             if problem := parts_problem(tensors, files):
-                raise CheckpointError(
-                    f"the parts that the ranks handed in do not make whole tensors: {problem}",
-                    remedy="hand in each element once: replicated tensors on one rank, sharded ones part by part",
-                )
+                raise _not_whole(problem)
             merged = self._merged = _Merged(tables, files, tensors)
         return merged.tensors
 
-    def _discard(self, step: int, draft: Path, renamed: bool) -> None:
+    def _discard(self, step: int, draft: Path, shared: str, renamed: bool) -> None:
         """A failed save leaves nothing behind. If even this fails, the first error is still the news."""
         try:
             if renamed:
                 self._remove_checkpoint(step)
             else:
                 self._files.remove_tree(draft)
+            if shared and (self.folder / shared).exists():
+                self._remove_shared(shared)
+            elif shared:
+                self._files.remove_tree(self.folder / shared_draft_name(shared))
         except OSError as error:
             self.problems.append(f"what is left of step {step} could not be removed: {error.strerror}")
 
@@ -350,6 +461,37 @@ class Checkpointer:
             except OSError as error:
                 problems.append(f"{self.folder / step_name(step)} could not be removed: {error.strerror}")
         return problems
+
+    def _prune_shared(self, used: set[str]) -> list[str]:
+        """On rank 0. Removes shared folders that no checkpoint needs; `used` are those of the newest one.
+
+        Checkpoints that were set aside count: they may be worth a lot to someone. If one does not say what it needs,
+        all folders stay.
+        """
+        problems = []
+        try:
+            others = [name for name in shared_in(self.folder) if name not in used]
+            if not others:
+                return []
+            for name in (*map(step_name, self.steps()), *set_aside_in(self.folder)):
+                used = used | read_manifest(self.folder / name).shared.keys()
+        except (OSError, CheckpointError):
+            return []
+        for name in others:
+            if name in used:
+                continue
+            try:
+                self._remove_shared(name)
+                self.frozen.folders.pop(name, None)
+            except OSError as error:
+                problems.append(f"{self.folder / name} could not be removed: {error.strerror}")
+        return problems
+
+    def _remove_shared(self, name: str) -> None:
+        """Renamed first: a crash inside the removal must leave no half folder under a valid name."""
+        trash = self.folder / shared_trash_name(name)
+        self._files.rename(self.folder / name, trash)
+        self._files.remove_tree(trash)
 
     def _remove_checkpoint(self, step: int) -> None:
         """Renamed first: a crash inside the removal must leave no half checkpoint under a valid name."""
@@ -416,8 +558,17 @@ class Checkpointer:
         outcome = self._decided_by_main(rename, "a damaged checkpoint cannot be set aside")
         return f"{path.name} is damaged and {outcome}: {reason}"
 
-    def _refuse_to_start_anew(self, damaged: set[int]) -> None:
+    def _refuse_to_start_anew(self, damaged: set[int], incomplete: Sequence[str]) -> None:
         names = self._decided_by_main(lambda: set_aside_in(self.folder), "checkpoints cannot be listed")
+        if incomplete:
+            reasons = "".join(f"\n  {problem}" for problem in (*incomplete, *self.problems))
+            raise SharedFileError(
+                f"there is no valid checkpoint in {self.folder}: frozen weights that they share are missing or"
+                f" damaged{reasons}",
+                remedy="copy the folders frozen-… there from where these checkpoints come from; or move the checkpoints"
+                " away to start anew",
+                path=self.folder,
+            )
         if names or damaged:
             reasons = "".join(f"\n  {problem}" for problem in self.problems)
             raise CheckpointError(
@@ -453,6 +604,20 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise CheckpointError(f"the checkpoints in {self.folder} were closed", remedy="close after the last save")
+
+
+def _newly_shared(reports: Sequence[RankReport]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+    """The files of frozen weights that ranks have written in a save, by name, and the tensors in them."""
+    files = {file_name(rank): report.shared_file for rank, report in enumerate(reports) if report.shared_file}
+    tables = [RankTable.from_json(report.shared_table).tensors for report in reports if report.shared_table]
+    return files, merged_tensors(tables)
+
+
+def _not_whole(problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"the parts that the ranks handed in do not make whole tensors: {problem}",
+        remedy="hand in each element once: replicated tensors on one rank, sharded ones part by part",
+    )
 
 
 def _layout(shards: Sequence[Shard]) -> Layout:

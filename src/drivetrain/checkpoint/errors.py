@@ -25,5 +25,9 @@ class CheckpointDamagedError(CheckpointError):
     """What is on the disk is not what was written, or was never a checkpoint."""
 
 
+class SharedFileError(CheckpointDamagedError):
+    """A checkpoint is whole, but frozen weights that it shares with others are missing or damaged."""
+
+
 class NewerFormatError(CheckpointError):
     """Written by a newer drivetrain. Nothing is wrong with it: it is left where it is."""

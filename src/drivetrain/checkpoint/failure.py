@@ -5,11 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError, SharedFileError
 from drivetrain.core.value import Value
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_KINDS = {"damaged": CheckpointDamagedError, "newer": NewerFormatError, "other": CheckpointError}
+_KINDS: dict[str, type[CheckpointError]] = {
+    "shared": SharedFileError,
+    "damaged": CheckpointDamagedError,
+    "newer": NewerFormatError,
+    "other": CheckpointError,
+}
 
 
 class Failure(Value):
@@ -18,21 +23,20 @@ class Failure(Value):
     path: str = ""
     needed_bytes: int | None = None
     free_bytes: int | None = None
-    kind: Literal["damaged", "newer", "other"] = "other"
+    kind: Literal["shared", "damaged", "newer", "other"] = "other"
 
     @classmethod
     def of(
         cls, error: Exception, folder: Path, doing: str, needed_bytes: int | None = None, free_bytes: int | None = None
     ) -> "Failure":
         if isinstance(error, CheckpointError):
-            damaged, newer = isinstance(error, CheckpointDamagedError), isinstance(error, NewerFormatError)
             return cls(
                 message=error.message,
                 remedy=error.remedy,
                 path=str(error.path or folder),
                 needed_bytes=error.needed_bytes,
                 free_bytes=error.free_bytes,
-                kind="damaged" if damaged else "newer" if newer else "other",
+                kind=_kind_of(error),
             )
         start = f"{doing} in {folder}"
         if not isinstance(error, OSError):
@@ -71,3 +75,11 @@ class Failure(Value):
             needed_bytes=self.needed_bytes,
             free_bytes=self.free_bytes,
         )
+
+
+def _kind_of(error: CheckpointError) -> Literal["shared", "damaged", "newer", "other"]:
+    if isinstance(error, SharedFileError):
+        return "shared"
+    if isinstance(error, CheckpointDamagedError):
+        return "damaged"
+    return "newer" if isinstance(error, NewerFormatError) else "other"

@@ -4,12 +4,18 @@ The file is `{"sha256":"…","manifest":{…}}`, one line of JSON. The hash is o
 is compared before anything is parsed, so that a flipped bit anywhere in the file is found. This envelope, and
 `format_version` in it, stay the same in all formats to come: an older drivetrain can tell a newer checkpoint from a
 damaged one.
+
+Format 2 added three things to format 1, which is still read. `shared` names folders beside the checkpoint with files of
+frozen weights that several checkpoints have in common; `frozen` has the checksums of those weights, and `moved` names
+parameters that were found to change though no optimizer holds them. `tables` may name further files of the checkpoint
+that list tensors (a `RankTable` each), so that a world of thousands of ranks does not have to put all of its parts into
+this one file. It is read, and not written so far.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +23,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from drivetrain.checkpoint.box import Box, tiling_problem
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
+from drivetrain.checkpoint.names import SHARED_NAME
 from drivetrain.checkpoint.tensor_file import DTYPES
 from drivetrain.core.value import Value
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 LARGEST_MANIFEST_BYTES = 256 * 2**20
 LARGEST_TENSOR_BYTES = 2**63 - 1
@@ -33,6 +40,8 @@ _BODY_START = len(_OPENING) + 64 + len(_BETWEEN)
 _FILE_NAME = re.compile(
     r"rank-[0-9]{5,9}\.safetensors"
 )  # no separator, no `..`: nothing outside the folder is ever opened
+
+_TABLE_NAME = re.compile(r"tensors-[0-9]{5,9}\.json")
 
 Size = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -65,20 +74,71 @@ class StoredTensor(Value):
     parts: tuple[Part, ...]  # that hold each element once; none for a tensor without elements
 
 
+class RankTable(Value):
+    """The tensors that a rank handed in, with its own parts only; a key may come several times."""
+
+    tensors: tuple[tuple[str, StoredTensor], ...] = ()
+
+
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
 class Manifest(Value):
+    """The fields are written in this order: `drivetrain status` finds `shared` without reading what comes after it."""
+
     format_version: int
     step: Size
     world_size: Annotated[int, Field(ge=1)]
+    shared: dict[str, dict[str, StoredFile]] = Field(default_factory=dict)  # by folder beside the checkpoint, and name
+    tables: dict[str, StoredFile] = Field(default_factory=dict)
     meta: dict[str, Any]
     files: dict[str, StoredFile]
+    frozen: dict[str, Checksum] = Field(default_factory=dict)  # by key, of whole tensors that are in shared files
+    moved: tuple[str, ...] = ()  # keys of parameters in no optimizer that have changed all the same
     tensors: dict[str, StoredTensor]
+
+    @property
+    def all_files(self) -> dict[str, StoredFile]:
+        """The checkpoint's own files, and the shared ones as `frozen-0123456789abcdef/rank-00000.safetensors`."""
+        shared = {f"{folder}/{name}": file for folder, files in self.shared.items() for name, file in files.items()}
+        return self.files | shared
 
     def problem(self) -> str:
         """Empty if all of it fits together. Nothing is allocated or opened before this was asked."""
-        for name in self.files:
+        for name in (*self.files, *(name for files in self.shared.values() for name in files)):
             if not _FILE_NAME.fullmatch(name):
                 return f"{name!r} is not the name of a file in a checkpoint"
-        return parts_problem(self.tensors, self.files)
+        for name in self.shared:
+            if not SHARED_NAME.fullmatch(name):
+                return f"{name!r} is not the name of a folder of frozen weights"
+        for key in self.frozen:
+            if key not in self.tensors:
+                return f"the frozen weight {key!r} is not one of the tensors"
+        return parts_problem(self.tensors, self.all_files)
+
+    def with_tables(self, read: Callable[[str, StoredFile], bytes], path: Path) -> "Manifest":
+        """The manifest with all tensors, those included that files of their own list; `read` gives such a file."""
+        if not self.tables:
+            return self
+        tables = [list(self.tensors.items())]
+        for name, file in self.tables.items():
+            if not _TABLE_NAME.fullmatch(name):
+                problem = f"{name!r} is not the name of a table in a checkpoint"
+                raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
+            try:
+                tables.append(list(RankTable.model_validate_json(read(name, file), strict=True).tensors))
+            except ValidationError as error:
+                raise CheckpointDamagedError(
+                    f"{path.with_name(name)} is no table: {_first(error)}", path=path
+                ) from None
+        try:
+            return self.model_copy(update={"tensors": merged_tensors(tables)})
+        except CheckpointError as error:
+            raise CheckpointDamagedError(f"{path} contradicts itself: {error.message}", path=path) from None
+
+    def refuse_contradictions(self, path: Path) -> None:
+        if problem := self.problem():
+            raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
 
     def sealed(self) -> bytes:
         """The content of the file."""
@@ -93,7 +153,7 @@ class Manifest(Value):
 
     @classmethod
     def unsealed(cls, content: bytes, path: Path) -> "Manifest":
-        """From a file's content, with all that can be told without looking at other files."""
+        """From a file's content. Unless there are tables to be read first, it is known not to contradict itself."""
         body = content[_BODY_START : -len(_CLOSING)]
         if content != b"".join((_OPENING, _hash(body), _BETWEEN, body, _CLOSING)):
             raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
@@ -107,12 +167,15 @@ class Manifest(Value):
                 )
             manifest = cls.model_validate_json(body, strict=True)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(step) for step in first["loc"])
-            raise CheckpointDamagedError(f"{path} is no manifest: {where}: {first['msg']}", path=path) from None
-        if problem := manifest.problem():
-            raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
+            raise CheckpointDamagedError(f"{path} is no manifest: {_first(error)}", path=path) from None
+        if not manifest.tables:
+            manifest.refuse_contradictions(path)
         return manifest
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"
 
 
 def parts_problem(tensors: Mapping[str, StoredTensor], files: Collection[str]) -> str:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _SET_ASIDE = re.compile(r"step-[0-9]{8,18}\.corrupt(-[0-9]+)?")
-_LEFTOVER = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]{16}|\.trash-step-[0-9]{8,18}-[0-9a-f]{16}")
+SHARED_NAME = re.compile(r"frozen-[0-9a-f]{16}")  # no separator, no `..`: nothing outside the folder is ever opened
+_LEFTOVER = re.compile(
+    r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]{16}|\.trash-step-[0-9]{8,18}-[0-9a-f]{16}"
+    r"|\.frozen-[0-9a-f]{16}\.tmp|\.trash-frozen-[0-9a-f]{16}"
+)
 
 
 def step_name(step: int) -> str:
@@ -21,6 +25,23 @@ def draft_name(step: int) -> str:
 def trash_name(step: int) -> str:
     """Of a checkpoint that is being removed."""
     return f".trash-{step_name(step)}-{secrets.token_hex(8)}"
+
+
+def shared_name() -> str:
+    """Returns a new name for a folder of frozen weights, which several checkpoints share."""
+    return f"frozen-{secrets.token_hex(8)}"
+
+
+def shared_draft_name(name: str) -> str:
+    return f".{name}.tmp"
+
+
+def shared_trash_name(name: str) -> str:
+    return f".trash-{name}"
+
+
+def shared_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if SHARED_NAME.fullmatch(path.name))
 
 
 def steps_in(folder: Path) -> list[int]:

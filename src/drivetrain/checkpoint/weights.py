@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.checkpoint import Checkpoint
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
 from drivetrain.checkpoint.manifest import MANIFEST_NAME
 from drivetrain.checkpoint.plain_names import renamed
 from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
@@ -82,6 +82,8 @@ def read_weights(path: Path) -> Weights:
             return _of_file(path)
         if (path / MANIFEST_NAME).is_file():
             return _of_checkpoint(Checkpoint.open(path))
+    except SharedFileError:
+        raise  # it says itself what is to be done
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(error.message, remedy=_SOURCES, path=error.path) from None
     for folder in (path / "checkpoints", path):

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
 from drivetrain.core.collector import SetAside
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.monitor.books import NoBooks
@@ -47,6 +49,11 @@ class Saves:
         """Takes the state of a step that was not judged yet; None if saves wait. See `Trainer.snapshot`."""
         return None if self._saver is None else self._snapshot
 
+    def watch_frozen(self, state: Callable[[], State]) -> None:
+        """Before the first step: later states are compared with this one, to tell which weights are frozen."""
+        with suppress(DrivetrainError):  # what cannot be saved is told after the first step, when all of it is there
+            self._checkpointer.frozen.watch(state()[0])
+
     def prepare(self) -> None:
         """After a step: refuses what cannot be saved, and gets memory for copies."""
         shards, meta = self._state()
@@ -58,7 +65,7 @@ class Saves:
     def save(self, step: int) -> None:
         """Of a step that was judged."""
         if self._saver is not None:
-            self._snapshot(step)(False)
+            self._begin(step, may_wait=True)(False)
             return
         began = time.monotonic()
         self._books.flush()
@@ -94,11 +101,15 @@ class Saves:
             self.report()
 
     def _snapshot(self, step: int) -> Callable[[bool], None]:
+        return self._begin(step, may_wait=False)
+
+    def _begin(self, step: int, *, may_wait: bool) -> Callable[[bool], None]:
+        """The host may wait for the device where it has just waited for the step."""
         assert self._saver is not None
         saver = self._saver
         shards, meta = self._state()
         self._best_at[step] = self._pin_best()
-        saver.begin(step, shards, meta)
+        saver.begin(step, shards, meta, may_wait=may_wait)
 
         def judged(leaving: bool) -> None:
             self._books.flush()  # a checkpoint counts on the lines of all steps up to it
@@ -115,6 +126,9 @@ class Saves:
         else:
             self._books.event("save failed", step=step, error=error.message, remedy=error.remedy, **seconds)
             self._books.say(f"step {step} was not saved, and training goes on: {error}")
+        for news in self._checkpointer.frozen.take_news():
+            self._books.event(news.event, **news.facts)
+            self._books.say(news.text)
         problems = self._checkpointer.problems[self._num_problems_told :]
         self._num_problems_told += len(problems)
         for problem in problems:

@@ -1,6 +1,7 @@
 """The state of model and optimizer by name, for a checkpoint: whole where every device has a copy, else parts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +33,14 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     """Model and optimizer by name. Tensors as shards, the rest as JSON; anything else is refused by its name."""
     model, optimizer = parts.model, parts.optimizer
     shards = []
+    untrained = _untrained(parts)
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise cannot_save(f"the model's state {name!r}", value)
-        shards.append(Shard.of(MODEL + name, local_part(value), value))
+        shard = Shard.of(MODEL + name, local_part(value), value)
+        # A state_dict of the user's own may hold something else under the name of a parameter.
+        is_itself = name in untrained and untrained[name].data_ptr() == shard.tensor.data_ptr()
+        shards.append(replace(shard, is_untrained=True) if is_itself else shard)
     if parts.average is not None:
         shards += [Shard.of(AVERAGE + name, value, of) for name, (value, of) in parts.average.named().items()]
     names = parameter_names(model, optimizer, parts.owners)
@@ -72,6 +77,14 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
         "num_averaged": num_averaged,
         **meta,
     }
+
+
+def _untrained(parts: StrategyParts) -> dict[str, Tensor]:
+    """This rank's parts of the parameters that no optimizer holds, by all of their names."""
+    held = (parameter for group in parts.optimizer.param_groups for parameter in group["params"])
+    trained = {parts.owners.get(parameter, parameter) for parameter in held}
+    named = parts.model.named_parameters(remove_duplicate=False)
+    return {name: local_part(parameter) for name, parameter in named if parameter not in trained}
 
 
 def check_field(field: object, name: str) -> None:

@@ -1,0 +1,356 @@
+"""Frozen weights: parameters in no optimizer, stored once per run for as long as they do not change.
+
+That no optimizer holds a parameter does not mean that it stays as it is: the teacher of a momentum encoder moves, and a
+hook may load other weights. So each save compares checksums, computed where the weights are, with those of the start.
+What is unchanged is in a folder that checkpoints share; what has changed on any rank goes into this checkpoint, and
+into all that follow.
+
+On a CPU the checksums are known when a save begins, and what has changed is copied like all else. On a GPU nobody waits
+for them: the thread that writes learns of a change after training has gone on. It then copies the weights, and compares
+the checksum of the copy with that of the save's step, so that nothing wrong is ever stored. A weight that was changed
+once is stored right that way. One that changes in every step is copied like all else as soon as that is known: if it
+does so in the first step, which is looked at beside training, or in a way that torch counts. What begins later, and
+unseen (through `.data`, inside a CUDA graph), costs one checkpoint: it is given up, and the next one holds the weight.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from drivetrain.checkpoint.checksum import Region, Values, checksums, start_checksums, total
+from drivetrain.checkpoint.errors import CheckpointError
+from drivetrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from drivetrain.checkpoint.staging import has_room
+from drivetrain.checkpoint.tensor_file import CODES
+from drivetrain.core.state import Shard
+from drivetrain.core.value import Value
+
+SHOWN = 3
+
+
+class _Kind(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class _Reference(NamedTuple):
+    """What a frozen weight was on this rank when it was first looked at."""
+
+    kind: _Kind
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """A state as a save sees it: what is copied and written, and frozen weights, which are only compared.
+
+    A frozen weight that may have changed is among both.
+    """
+
+    written: Sequence[Shard]
+    frozen: Mapping[str, Shard] = field(default_factory=dict)
+    values: Values = list  # the checksums of `frozen`, in its order; waits for the device
+    clones: Mapping[str, Tensor] = field(default_factory=dict)  # of those yet to be stored, where there is room
+
+    def as_it_was(self, key: str) -> Shard:
+        """A frozen weight, which training may have changed since, unless it was cloned."""
+        return _with(self.frozen[key], self.clones.get(key, self.frozen[key].tensor))
+
+
+class FrozenReport(Value):
+    """What a rank found out about its frozen weights in a save."""
+
+    changed: tuple[str, ...] = ()
+    # By key: the checksum of its part; type and shape of the whole.
+    new: dict[str, tuple[int, str, tuple[int, ...]]] = Field(default_factory=dict)
+    lost: tuple[str, ...] = ()  # shared folders that are gone; rank 0 looks
+
+
+@dataclass(frozen=True)
+class FrozenNews:
+    """Something to be told in one line, and kept as an event."""
+
+    event: str
+    text: str
+    facts: Mapping[str, Any]
+
+
+class FrozenMovedError(CheckpointError):
+    """A frozen weight is no longer what it was at the step that is being saved."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"{name_of(key)} is in no optimizer and was taken to be frozen, but it changed while it was being saved",
+            remedy="nothing is to be done: the next checkpoint holds it, like what is trained",
+        )
+        self.key = key
+
+
+class FrozenWeights:
+    """This rank's frozen weights, and what all ranks have agreed on about them.
+
+    Used by one thread at a time: the one that trains begins a save only when the last one is over.
+    """
+
+    def __init__(self) -> None:
+        self.moved: set[str] = set()  # keys; the same on all ranks, as are the next two
+        self.stored: dict[str, StoredTensor] = {}  # what is in shared folders
+        self.folders: dict[str, dict[str, StoredFile]] = {}
+        self.news: list[FrozenNews] = []
+        self._totals: dict[str, int] = {}  # checksums of whole tensors
+        self._found: dict[str, tuple[StoredTensor, int]] = {}  # in the checkpoint that the run goes on from
+        self._references: dict[str, _Reference] = {}
+        self._pending: Callable[[], None] | None = None  # settles references whose checksums are under way
+        self._suspects: set[str] = set()  # seen to change on this rank, and not agreed upon yet
+        self._marks: dict[str, Any] = {}
+
+    # In the thread that trains
+
+    def resume(self, manifest: Manifest) -> None:
+        """Goes on from a checkpoint: what it shares is not written again, and what had moved is not looked at."""
+        self.moved = set(manifest.moved)
+        self.folders = dict(manifest.shared)
+        self._found = {key: (manifest.tensors[key], int(value, 16)) for key, value in manifest.frozen.items()}
+
+    def watch(self, shards: Sequence[Shard]) -> None:
+        """Before the first step: takes the frozen weights as they are for what later ones are compared with."""
+        frozen = self._frozen(shards)
+        self._marks = {key: _mark(shard.tensor) for key, shard in frozen.items()}
+        values = start_checksums([_region(shard) for shard in frozen.values()])
+        self._pending = lambda: self._refer(frozen, values())
+
+    def look(self, shards: Sequence[Shard]) -> Callable[[], list[Shard]]:
+        """After the first step: the result waits for the device, and gives the shards that saves will copy."""
+        frozen = self._frozen(shards)
+        values = start_checksums([_region(shard) for shard in frozen.values()])
+
+        def settle() -> list[Shard]:
+            self._suspects.update(self._changed(frozen, values()))
+            return [shard for shard in shards if shard.key not in frozen or shard.key in self._suspects]
+
+        return settle
+
+    def split(self, shards: Sequence[Shard], *, wait: bool, beside: bool) -> Split:
+        """Divides a state that is to be saved.
+
+        Args:
+            shards: the state.
+            wait: whether to wait for the checksums of a GPU.
+            beside: whether training may go on while the state is saved.
+        """
+        frozen = self._frozen(shards)
+        if not frozen:
+            return Split(list(shards))
+        values = start_checksums([_region(shard) for shard in frozen.values()])
+        if wait or _are_known_at_once(frozen):
+            known = values()
+            self._suspects.update(self._changed(frozen, known))
+            suspects, values = self._suspects, lambda: known
+        else:
+            marks = {key: _mark(shard.tensor) for key, shard in frozen.items()}
+            suspects = self._suspects | {key for key, mark in marks.items() if self._marks.get(key, mark) != mark}
+            self._marks = marks
+        written = [shard for shard in shards if shard.key not in frozen or shard.key in suspects]
+        return Split(written, frozen, values, self._clones(frozen, suspects) if beside else {})
+
+    # In the thread that writes
+
+    def report(self, split: Split, lost: Sequence[str]) -> FrozenReport:
+        """Waits for the device."""
+        values = split.values()
+        changed = self._suspects | self._changed(split.frozen, values)
+        new = {
+            key: (value, CODES[shard.tensor.dtype], tuple(shard.global_shape))
+            for (key, shard), value in zip(split.frozen.items(), values, strict=True)
+            if key not in self._totals
+        }
+        return FrozenReport(changed=tuple(sorted(changed)), new=new, lost=tuple(lost))
+
+    def agree(self, step: int, reports: Sequence[FrozenReport]) -> None:
+        """What ranks found out, taken together: the same conclusions on all of them."""
+        for name in {name for report in reports for name in report.lost}:
+            self.folders.pop(name, None)
+            self.stored = {key: tensor for key, tensor in self.stored.items() if name not in _folders_of(tensor)}
+            self._found = {key: found for key, found in self._found.items() if name not in _folders_of(found[0])}
+        self.note_moved(step, {key for report in reports for key in report.changed})
+        for key in dict.fromkeys(key for report in reports for key in report.new):
+            parts = [report.new[key] for report in reports if key in report.new]
+            self._totals[key] = total(part[0] for part in parts)
+            tensor, checksum = self._found.get(key, (None, 0))
+            if tensor is not None and (checksum, tensor.dtype, tensor.shape) == (self._totals[key], *parts[0][1:]):
+                self.stored[key] = tensor
+
+    def note_moved(self, step: int, keys: set[str]) -> None:
+        """These are stored with every checkpoint from now on."""
+        new = sorted(keys - self.moved)
+        self.moved.update(new)
+        self._suspects -= self.moved
+        for key in new:
+            self.stored.pop(key, None)
+        if new:
+            names = [name_of(key) for key in new]
+            text = (
+                f"{some(names)} changed by step {step} though no optimizer holds "
+                f"{'it' if len(names) == 1 else 'them'}: stored with every checkpoint from now on"
+            )
+            self.news.append(FrozenNews("frozen weights changed", text, {"step": step, "names": names}))
+
+    def note_stored(
+        self, step: int, folder: str, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        """These are in a new shared folder, which a checkpoint names."""
+        self.folders[folder] = dict(files)
+        self.stored.update(tensors)
+        num_bytes = sum(file.size for file in files.values())
+        text = (
+            f"{len(tensors)} frozen tensors ({num_bytes / 1e6:,.1f} MB) are stored once, in {folder}: "
+            "checkpoints hold the rest"
+        )
+        facts = {"step": step, "folder": folder, "bytes": num_bytes, "names": [name_of(key) for key in tensors]}
+        self.news.append(FrozenNews("frozen weights stored", text, facts))
+
+    def to_be_stored(self, split: Split) -> list[Shard]:
+        """This rank's frozen weights that are in no shared folder yet."""
+        return [split.as_it_was(key) for key in split.frozen if key not in self.moved and key not in self.stored]
+
+    def to_be_written(self, split: Split, copied: Sequence[Shard]) -> list[Shard]:
+        """This rank's shards for the checkpoint itself: `copied` is what became of `split.written`.
+
+        Frozen weights that were copied in vain are left out; those that turned out to have changed are copied here.
+        """
+        there = {shard.key for shard in copied}
+        kept = [shard for shard in copied if shard.key not in split.frozen or shard.key in self.moved]
+        late = [split.as_it_was(key) for key in split.frozen if key in self.moved and key not in there]
+        if late:
+            by_key = dict(zip(split.frozen, split.values(), strict=True))
+            kept += [_with(shard, verified_copy(shard, by_key[shard.key])) for shard in late]
+        return kept
+
+    def stored_copy(self, shard: Shard) -> Tensor:
+        """A copy in host memory of a weight that is to be shared; raises if it is not what it was."""
+        return verified_copy(shard, self._references[shard.key].checksum)
+
+    def shared_by(self, split: Split) -> dict[str, StoredTensor]:
+        """What a checkpoint of this state takes from shared folders. Rank 0 holds a part of each such tensor."""
+        return {key: self.stored[key] for key in split.frozen if key in self.stored}
+
+    def checksums_of(self, keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+        """As the manifest has them."""
+        return {key: f"{self._totals[key]:016x}" for key in keys}
+
+    def take_news(self) -> list[FrozenNews]:
+        return [self.news.pop(0) for _ in range(len(self.news))]
+
+    def _frozen(self, shards: Sequence[Shard]) -> dict[str, Shard]:
+        return {
+            shard.key: shard
+            for shard in shards
+            if shard.is_untrained and shard.key not in self.moved and _is_plain(shard.tensor) and _is_rows(shard)
+        }
+
+    @torch.no_grad()
+    def _clones(self, frozen: Mapping[str, Shard], suspects: set[str]) -> dict[str, Tensor]:
+        """Copies, where the weights are, of those that this save stores for the first time: they may change meanwhile.
+
+        It happens once in a run. Where there is no room, weights are copied by the thread that writes.
+        """
+        new = {key: shard for key, shard in frozen.items() if key not in suspects and not self._is_stored(shard)}
+        by_device: dict[torch.device, int] = {}
+        for shard in new.values():
+            by_device[shard.tensor.device] = by_device.get(shard.tensor.device, 0) + shard.tensor.nbytes
+        room = {device: device.type == "cpu" or has_room(device, size) for device, size in by_device.items()}
+        try:
+            return {key: shard.tensor.detach().clone() for key, shard in new.items() if room[shard.tensor.device]}
+        except (torch.OutOfMemoryError, MemoryError):
+            return {}
+
+    def _is_stored(self, shard: Shard) -> bool:
+        """Whether it is in a shared folder, or likely to be: the checksums of all ranks have the last word."""
+        found, _ = self._found.get(shard.key, (None, 0))
+        expected = (CODES[shard.tensor.dtype], tuple(shard.global_shape))
+        return shard.key in self.stored or (found is not None and (found.dtype, found.shape) == expected)
+
+    def _changed(self, frozen: Mapping[str, Shard], values: Sequence[int]) -> set[str]:
+        """Those that differ from their references. What has none yet gets one."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending()
+        self._refer(frozen, values)
+        return {
+            key
+            for (key, shard), value in zip(frozen.items(), values, strict=True)
+            if self._references[key] != _Reference(_kind(shard), value)
+        }
+
+    def _refer(self, frozen: Mapping[str, Shard], values: Sequence[int]) -> None:
+        for (key, shard), value in zip(frozen.items(), values, strict=True):
+            self._references.setdefault(key, _Reference(_kind(shard), value))
+
+
+def verified_copy(shard: Shard, checksum: int) -> Tensor:
+    """A copy in host memory, made beside training, of a tensor that had this checksum; raises if it has changed."""
+    tensor = shard.tensor.detach()
+    if tensor.is_cuda:
+        # A stream of its own: on the one that trains, the copy would wait for the steps that are under way.
+        stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            copied = tensor.to("cpu")  # the host waits for the device here
+    else:
+        copied = tensor.clone(memory_format=torch.contiguous_format)
+    if checksums([_region(_with(shard, copied))]) != [checksum]:
+        raise FrozenMovedError(shard.key)
+    return copied
+
+
+def name_of(key: str) -> str:
+    """A parameter's own name."""
+    return key.removeprefix("model/")
+
+
+def some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _are_known_at_once(frozen: Mapping[str, Shard]) -> bool:
+    """Whether nobody has to wait for checksums."""
+    return all(shard.tensor.is_cpu for shard in frozen.values())
+
+
+def _region(shard: Shard) -> Region:
+    return Region(shard.tensor, tuple(shard.global_shape), shard.offsets[0] if shard.offsets else 0)
+
+
+def _with(shard: Shard, tensor: Tensor) -> Shard:
+    return Shard(shard.key, tensor, shard.global_shape, shard.offsets)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bits can be read as they lie in memory. Others (subclasses, sparse ones) are saved like all else."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return type(tensor) is Tensor and tensor.dtype in CODES and is_dense
+
+
+def _is_rows(shard: Shard) -> bool:
+    """Whether it is a range of whole rows: only of these do checksums add up. Others are in every checkpoint."""
+    return tuple(shard.tensor.shape[1:]) == tuple(shard.global_shape[1:]) and not any(shard.offsets[1:])
+
+
+def _kind(shard: Shard) -> _Kind:
+    tensor = shard.tensor
+    return _Kind(tensor.dtype, tuple(tensor.shape), tuple(shard.global_shape), tuple(shard.offsets))
+
+
+def _folders_of(tensor: StoredTensor) -> set[str]:
+    return {part.file.partition("/")[0] for part in tensor.parts}
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Changes with most ways of changing a tensor, at no cost. Ones that it does not see are found by checksums."""
+    return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()
