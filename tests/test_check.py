@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +29,11 @@ def test_it_fits_one_screen(machine: str) -> None:
     lines = screen(load(machine))
     assert len(lines) <= 32
     assert max(map(len, lines)) <= 80
+
+
+def test_the_memory_of_several_gpus() -> None:
+    text = " ".join(" ".join(screen(load("4x-l4"), 100)).split())
+    assert re.search(r"4 GPUs: [0-9.]+ GiB in all, [0-9.]+ GiB on the smallest", text)
 
 
 @pytest.mark.parametrize("machine", names())

@@ -104,6 +104,9 @@ def _machine_rows(hardware: Hardware) -> list[tuple[str, str]]:
         rows.append(("", f"and {len(groups) - _LIST_AT_MOST} more (--json lists all)"))
     if not groups:
         rows.append(("GPU", "none"))
+    if len(hardware.gpus) > 1:
+        totals = [gpu.memory_total_bytes for gpu in hardware.gpus]
+        rows.append(("", f"{len(totals)} GPUs: {_gib(sum(totals))} in all, {_gib(min(totals))} on the smallest"))
     if hardware.gpus:
         software = hardware.software
         versions = [f"driver {software.driver}" if software.driver else ""]

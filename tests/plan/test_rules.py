@@ -149,3 +149,10 @@ def test_a_model_that_does_not_fit_whole_is_sharded(
     assert choice.value == expected
     assert why in choice.reason
     assert ("--fsdp-offload" in str(choice.alternatives)) == ("too much" in choice.reason)
+
+
+def test_the_zero_stage_is_that_of_the_strategy() -> None:
+    four = load("4x-l4")
+    assert choose_settings(four, Pins()).zero_stage.value == 0
+    assert choose_settings(four, Pins(strategy="deepspeed")).zero_stage.value == 2
+    assert choose_settings(four, Pins(strategy="deepspeed", zero_stage=3)).zero_stage.value == 3

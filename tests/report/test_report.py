@@ -182,3 +182,16 @@ def test_many_points_become_few_without_moving_the_mean() -> None:
 
 def test_smoothing_is_a_mean_of_the_last() -> None:
     assert _smoothed(np.array([1.0, 2.0, 3.0, 4.0]), 2).tolist() == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_epochs_count_validation_and_sleep(tmp_path: Path) -> None:
+    steps = [
+        {"step": step, "epoch": (step - 1) // 2, "loss": 1.0, "num_items": 4, "seconds": 0.5, "samples": 4}
+        for step in range(1, 5)
+    ]
+    metrics = [{"step": 2, "epoch": 0, "valid_loss": 1.0, "seconds": 0.25}, {"step": 4, "epoch": 1, "seconds": 0.75}]
+    events = [{"event": "sleep", "step": 3, "seconds": 2.0}]
+    for name, rows in {"steps": steps, "metrics": metrics, "events": events}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    epochs = RunData.read(tmp_path).epochs
+    assert [(epoch.seconds, epoch.whole_seconds) for epoch in epochs] == [(1.0, 1.25), (1.0, 3.75)]

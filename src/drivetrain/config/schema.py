@@ -527,4 +527,5 @@ class Config(Section):
             "num_workers": None if self.data.num_workers == -1 else self.data.num_workers,
             "pin_memory": self.data.pin_memory,
             "prefetch_factor": self.data.prefetch_factor,
+            "zero_stage": self.deepspeed.stage,
         }

@@ -12,6 +12,7 @@ from drivetrain.hardware.facts import Software
 
 OPTIONAL_PACKAGES = (
     "tensorboard", "wandb", "deepspeed", "transformers", "peft", "accelerate", "lightning", "torchmetrics", "networkx",
+    "nvidia-ml-py", "bitsandbytes", "flash-attn",
 )  # fmt: skip
 
 Backend = Literal["cpu", "cuda", "rocm", "none"]

@@ -47,6 +47,7 @@ class Pins(Value):
     num_workers: int | None = None
     pin_memory: bool | None = None
     prefetch_factor: int | None = None
+    zero_stage: int | None = None
 
 
 class Settings(Value):
@@ -82,7 +83,7 @@ def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
         accumulation=accumulation,
         effective_batch=micro_batch.value * accumulation.value * num_ranks,
         activations=_activations(gpus, pins),
-        zero_stage=_zero_stage(gpus),
+        zero_stage=_zero_stage(gpus, pins),
         num_workers=num_workers,
         prefetch_factor=_prefetch_factor(hardware, num_workers.value, pins),
         pin_memory=_pin_memory(gpus, pins),
@@ -222,10 +223,16 @@ def _activations(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[Literal["keep", "r
     return Choice(value="keep", reason=reason, alternatives=others)
 
 
-def _zero_stage(gpus: tuple[Gpu, ...]) -> Choice[int]:
-    if len(gpus) < 2:
+def _zero_stage(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[int]:
+    if len(gpus) < 2 and pins.strategy != "deepspeed":
         return Choice(value=0, reason="nothing to partition: one device")
-    stage = 3 if _smallest_gb(gpus) < ZERO_3_BELOW_GB else 2
+    is_small = bool(gpus) and _smallest_gb(gpus) < ZERO_3_BELOW_GB
+    stage = 3 if is_small else 2
+    if pins.strategy == "deepspeed":
+        if pins.zero_stage is not None:
+            return Choice(value=pins.zero_stage, reason="asked for", pinned=True)
+        reason = "optimizer state and gradients are partitioned" if stage == 2 else "weights are partitioned, too"
+        return Choice(value=stage, reason=f"deepspeed is asked for: {reason}", alternatives=("1", "2", "3"))
     return Choice(value=0, reason="ddp holds whole copies", alternatives=(f"stage {stage} with deepspeed",))
 
 

@@ -115,7 +115,13 @@ def _draw_time(axis: Any, data: RunData) -> None:
         return None
     axis.set_title("Time per epoch (s)")
     axis.set_xlabel("epoch")
-    axis.bar([epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs], color=BARS, width=0.75)
+    numbers, training = [epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs]
+    axis.bar(numbers, training, color=BARS, width=0.75, label="training")
+    aside = [epoch.aside_seconds for epoch in epochs]
+    if any(aside):
+        axis.bar(numbers, aside, bottom=training, color=VALID, width=0.75, label="validation and sleep")
+        axis.set_ylim(top=1.2 * max(epoch.whole_seconds for epoch in epochs))  # room for the legend
+        axis.legend(ncols=2, fontsize=9, loc="upper left")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(visible=False, axis="x")
     return None

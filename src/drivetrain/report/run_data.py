@@ -21,6 +21,12 @@ class Epoch:
     loss: float
     seconds: float  # of its steps: checkpoints and validation aside
     samples: int
+    aside_seconds: float = 0.0  # of validations and sleep in it
+
+    @property
+    def whole_seconds(self) -> float:
+        """With validation and sleep."""
+        return self.seconds + self.aside_seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,14 @@ class RunData:
 
     @cached_property
     def epochs(self) -> list[Epoch]:
-        return [_epoch(number, list(rows)) for number, rows in groupby(self.steps, key=lambda row: row["epoch"])]
+        found, begin = [], -1
+        aside = [row for row in (*self.metrics, *self.told("sleep")) if isinstance(row.get("seconds"), (int, float))]
+        for number, rows in groupby(self.steps, key=lambda row: row["epoch"]):
+            steps = list(rows)
+            end = steps[-1]["step"]
+            found.append(_epoch(number, steps, sum(row["seconds"] for row in aside if begin < row["step"] <= end)))
+            begin = end
+        return found
 
     @cached_property
     def metric_names(self) -> list[str]:
@@ -115,13 +128,14 @@ class RunData:
         return next((row for row in reversed(self.events) if row.get("event") in kinds), {})
 
 
-def _epoch(number: int, rows: list[Row]) -> Epoch:
+def _epoch(number: int, rows: list[Row], aside_seconds: float) -> Epoch:
     items = sum(row["num_items"] for row in rows)
     return Epoch(
         number + 1,
         sum(row["loss"] * row["num_items"] for row in rows) / items,
         sum(row["seconds"] for row in rows),
         sum(row["samples"] for row in rows),
+        aside_seconds,
     )
 
 
