@@ -18,7 +18,7 @@ from drivetrain.recipes.digits_moe import accuracy_of, mixture_job, show_mixture
 from drivetrain.recipes.mnist import load_pictures
 from tests.recipes.test_mnist import write
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu_training.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu_training_example.py"
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -125,7 +125,11 @@ def test_the_example_takes_every_flag_of_the_guide(example: Any) -> None:
     assert (config.compile.enabled, config.compile.mode) == (True, "reduce-overhead")
     assert config.watch.gpu_log_interval == 10
     automatic = example["settings"](example["flags"]().parse_args([*words, "--auto-batch-size"]))
-    assert "batch_size" not in automatic
+    assert automatic == found | {"auto_batch_size": True}
+    spelled = [word.replace("-", "_").replace("__", "--", 1) if word.startswith("--") else word for word in words]
+    assert "--gpu_mode" in spelled
+    assert example["settings"](example["flags"]().parse_args(example["plain"](spelled))) == found
+    assert example["plain"](["--data_dir=a_b", "a_b"]) == ["--data-dir=a_b", "a_b"]
 
 
 def test_a_precision_type_without_mixed_precision_is_said_to_do_nothing(
@@ -133,12 +137,25 @@ def test_a_precision_type_without_mixed_precision_is_said_to_do_nothing(
 ) -> None:
     said = {}
     for words in (["--precision-type", "bf16"], ["--precision-type", "bf16", "--mixed-precision"], []):
-        given = ["gpu_training.py", "--gpu-mode", "cpu", "--data-dir", str(tmp_path / "none"), *words]
+        given = ["gpu_training_example.py", "--gpu-mode", "cpu", "--data-dir", str(tmp_path / "none"), *words]
         monkeypatch.setattr(sys, "argv", given)
         assert example["main"]() == 2, "there is no such folder"
         said[len(words)] = capsys.readouterr().err
     assert said[2].startswith("gpu_training: --precision-type bf16 does nothing without --mixed-precision; add that")
     assert "--precision-type" not in said[3] + said[0]
+
+
+def test_accumulation_multiplies_the_batch_of_the_example_once(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Any] = []
+
+    def kept(job: Any, config: Any) -> None:
+        jobs.append(job)
+        raise DrivetrainError("not trained")
+
+    monkeypatch.setattr("drivetrain.train", kept)
+    monkeypatch.setattr(sys, "argv", ["x", "--gpu_mode", "cpu", "--data", "digits", "--accumulation_steps", "2"])
+    assert example["main"]() == 1
+    assert (jobs[0].global_batch, jobs[0].default_batch) == (None, 128)  # the run makes 128 × 2 × devices of it
 
 
 def test_the_example_runs_on_a_folder_of_mnist(tmp_path: Path) -> None:

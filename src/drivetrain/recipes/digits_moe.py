@@ -1,6 +1,6 @@
 """A mixture of experts that starts small, grows where inputs are new to it, and sleeps: on pictures of digits.
 
-`drivetrain train digits-moe` is the demo; `examples/gpu_training.py` trains the same on MNIST.
+`drivetrain train digits-moe` is the demo; `examples/gpu_training_example.py` trains the same on MNIST.
 """
 
 from pathlib import Path

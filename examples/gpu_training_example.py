@@ -1,14 +1,16 @@
 """Train a mixture of experts that grows and sleeps on MNIST, Fashion-MNIST or the bundled digits.
 
-python examples/gpu_training.py                                    # whatever is here: GPUs, or the CPU
-python examples/gpu_training.py --data digits --epochs 3           # nothing is downloaded
-python examples/gpu_training.py --data-dir ~/mnist                 # the four IDX files, compressed or not
-python examples/gpu_training.py --mixed-precision --precision-type bf16 --compile --accumulation-steps 2
-python examples/gpu_training.py --gpu-mode multi_gpu --parallel-strategy expert_parallel
+python examples/gpu_training_example.py                                    # whatever is here: GPUs, or the CPU
+python examples/gpu_training_example.py --data digits --epochs 3           # nothing is downloaded
+python examples/gpu_training_example.py --data-dir ~/mnist                 # the four IDX files, compressed or not
+python examples/gpu_training_example.py --mixed-precision --precision-type bf16 --compile --accumulation-steps 2
+python examples/gpu_training_example.py --gpu-mode multi_gpu --parallel-strategy expert_parallel
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def flags() -> argparse.ArgumentParser:
     add("--mixed-precision", action="store_true", help="bf16, or fp16 on GPUs that have none")
     add("--precision-type", choices=["auto", "fp16", "bf16"], default="auto", help="which one, with --mixed-precision")
     add("--batch-size", type=int, help=f"samples at once on each device (default: {BATCH} over all devices)")
-    add("--auto-batch-size", action="store_true", help="measure how many samples at once are fastest")
+    add("--auto-batch-size", action="store_true", help="measure how many samples at once are fastest; the step stays")
     add("--accumulation-steps", type=int, help="micro-batches that make up a step on each device")
     add("--epochs", type=int, default=EPOCHS)
     add("--experts", type=int, help="how many experts it starts with (default: 3)")
@@ -46,6 +48,14 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
+def plain(words: Sequence[str]) -> list[str]:
+    """The command line with one spelling of each flag: `--gpu_mode` is `--gpu-mode`."""
+    return [
+        re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), word) if word.startswith("--") else word
+        for word in words
+    ]
+
+
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """The flags by drivetrain's own names. What is not given is left to be measured or decided."""
     mixed = given.precision_type if given.mixed_precision else "fp32" if given.gpu_mode == "cpu" else None
@@ -54,9 +64,9 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
         "parallel_strategy": given.parallel_strategy,
         "mixed_precision": True if given.mixed_precision else None,
         "precision": mixed,
-        # Both would pin it: asking for the automatic one leaves the batch size out, and the step as large as it is.
-        "batch_size": None if given.auto_batch_size else given.batch_size,
-        "accumulation_steps": None if given.auto_batch_size else given.accumulation_steps,
+        "batch_size": given.batch_size,
+        "accumulation_steps": given.accumulation_steps,
+        "auto_batch_size": True if given.auto_batch_size else None,  # divides the step that the other two make up
         "epochs": given.epochs,
         "experts": given.experts,
         "compile": True if given.compile else None,
@@ -86,7 +96,7 @@ def wants_processes(given: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    given = flags().parse_args()
+    given = flags().parse_args(plain(sys.argv[1:]))
     try:
         if wants_processes(given):
             dt.launch_distributed_training(__file__, arguments=sys.argv[1:])
@@ -96,8 +106,7 @@ def main() -> int:
             print(f"gpu_training: {notice}", file=sys.stderr)
         config = dt.configure(**settings(given))
         pictures = load_pictures(given.data, given.data_dir)
-        global_batch = (given.batch_size or BATCH) * (given.accumulation_steps or 1)
-        job = mixture_job("gpu_training", pictures, config, epochs=EPOCHS, global_batch=global_batch)
+        job = mixture_job("gpu_training", pictures, config, epochs=EPOCHS, global_batch=BATCH)
         result = dt.train(job, config)
         if result.is_main:
             show_mixture(result, pictures)
