@@ -37,7 +37,7 @@ def test_bytes_and_reals(tmp_path: Path) -> None:
         (SHORTS + b"x", "is torn: 13 bytes"),
         (b"\x89PNG....", "is no IDX file"),
         (b"", "is no IDX file"),
-        (gzip.compress(SHORTS)[:-12], "cannot be read"),
+        (gzip.compress(SHORTS, mtime=0)[:-12], "cannot be read"),
     ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
