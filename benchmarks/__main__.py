@@ -65,6 +65,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     **continual.MEASURES,
     "growing-mnist": continual.measure_growth,
     "email-sequence": recipes.measure_email_sequence,
+    "image-pairs": recipes.measure_image_pairs,
 }
 # Competitors side by side, by the module that describes them.
 CONTESTS = {
@@ -88,6 +89,7 @@ ONLY_BY_NAME = {  # long
     "prove-clean",
     "transformers-loss",
     "email-sequence",
+    "image-pairs",
 }
 NEEDS_A_GPU = {
     "capture",

@@ -1,11 +1,11 @@
 """What recipes reach on generated data beside their baselines and ceilings, over three seeds, with a picture each."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from drivetrain.cli import main
+from drivetrain.core.run_folder import read_rows
 from drivetrain.recipes import generated_emails
 
 SEEDS = 3
@@ -32,16 +32,43 @@ def measure_email_sequence() -> dict[str, list[float]]:
     return samples | {f"{name} (%)": [100 * value] for name, value in ceilings.items()}
 
 
-def _trained(recipe: str, name: str, seed: int, *flags: str) -> tuple[list[dict[str, Any]], float]:
-    """Returns the rows of all validations of a new run, and how long the command took."""
-    folder = FOLDER / recipe / time.strftime("%Y%m%d-%H%M%S")  # never goes on with an earlier run
+def measure_image_pairs() -> dict[str, list[float]]:
+    """Goes on where it was cut short: runs that are finished under `runs/benchmarks/recipes` are not trained again."""
+    fixed = ("--no-auto-optimize", "--num-threads", "1")  # so that runs repeat
+    variants = {"swap-loss": (), **{name: ("--baseline", name) for name in ("no-swap-loss", "both-orders")}}
+    folder = FOLDER / "image-pairs"
+    curves = {
+        name: [
+            _trained("image-pairs", f"{name}-{seed}", seed, *fixed, *flags, folder=folder)[0] for seed in range(SEEDS)
+        ]
+        for name, flags in variants.items()
+    }
+    told, _ = read_rows(folder / "swap-loss-0" / "events.jsonl")
+    limit = 100 * next(row["ceiling"] for row in told if row["event"] == "recipe")
+    samples = {"ceiling of the accuracy (%)": [limit]}
+    for key, words in (("swap_consistency", "same answer in both orders (%)"), ("accuracy", "accuracy (%)")):
+        values = {name: [[100 * row[f"valid_{key}"] for row in rows] for rows in runs] for name, runs in curves.items()}
+        limits = {"ceiling": limit} if key == "accuracy" else {}
+        _draw(DOCS / f"image_pairs_{key}.png", values, limits, f"held-out pairs: {words}")
+        samples |= {f"{name}: {words}": [run[-1] for run in runs] for name, runs in values.items()}
+    return samples
+
+
+def _trained(
+    recipe: str, name: str, seed: int, *flags: str, folder: Path | None = None
+) -> tuple[list[dict[str, Any]], float]:
+    """Returns the rows of all validations of a run, and how long the command took.
+
+    Without a folder a new one is made, so that the command is timed from the start.
+    """
+    folder = folder or FOLDER / recipe / time.strftime("%Y%m%d-%H%M%S")
     begin = time.monotonic()
-    common = ["--name", name, "--seed", str(seed), "--output-dir", str(folder), "--no-report", "--quiet"]
-    if main(["train", recipe, *common, *flags]):
-        raise SystemExit(f"drivetrain train {recipe} {' '.join(flags)} failed")
+    if not (folder / name / "finished.json").exists():
+        common = ["--name", name, "--seed", str(seed), "--output-dir", str(folder), "--no-report", "--quiet"]
+        if main(["train", recipe, *common, *flags]):
+            raise SystemExit(f"drivetrain train {recipe} {' '.join(flags)} failed")
     seconds = time.monotonic() - begin
-    text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows, _ = read_rows(folder / name / "metrics.jsonl")
     print(
         f"  {name}: {', '.join(f'{key} {value:.4f}' for key, value in rows[-1].items() if 'valid' in key)}", flush=True
     )

@@ -224,12 +224,27 @@ class RecipeSection(Section):
     )
     baseline: Annotated[str | None, Flag("baseline")] = Field(
         None,
-        description="train the recipe's baseline of this name instead (email-sequence: bag-of-words)",
+        description="train the recipe's baseline of this name instead (email-sequence: bag-of-words; image-pairs: "
+        "no-swap-loss, both-orders)",
     )
     text_column: Annotated[str, Flag("text-column")] = Field("text", description="column of the texts in --data")
     label_column: Annotated[str, Flag("label-column")] = Field("label", description="column of the labels in --data")
     labels: Annotated[tuple[str, ...], BeforeValidator(_as_texts), Flag("labels")] = Field(
         ("0", "1"), min_length=2, description="the labels that may occur in --data"
+    )
+    backbone: Annotated[Path | None, Flag("backbone")] = Field(
+        None,
+        description="image-pairs: freeze this backbone and train low-rank adapters on it: a local folder of Hugging "
+        "Face's, or an earlier run (auto: a small backbone of its own, trained with the rest)",
+    )
+    fold: Annotated[int, Flag("fold")] = Field(
+        0, ge=0, le=4, description="image-pairs: the fold of five whose images are held out"
+    )
+    swap_weight: Annotated[float, Flag("swap-weight")] = Field(
+        2.0, ge=0, allow_inf_nan=False, description="image-pairs: weight of the swap loss, reached at half of the job"
+    )
+    similar_within: Annotated[float, Flag("similar-within")] = Field(
+        0.2, ge=0, allow_inf_nan=False, description="image-pairs: scores of --data that differ by no more are similar"
     )
 
 

@@ -29,7 +29,7 @@ EXAMPLES = (
 
 class Options(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
-        description="a recipe (digits, digits-moe, email-sequence, gpt), `module:function` that returns a "
+        description="a recipe (digits, digits-moe, email-sequence, gpt, image-pairs), `module:function` that returns a "
         "dt.Job, or a script"
     )
 
@@ -37,12 +37,16 @@ class Options(LaunchOptions):
 # Of a job of one's own nobody reads these: it says them itself. Some are not for every recipe.
 READ_BY = {
     "moe.experts": ("digits-moe",),
-    "data.path": ("gpt", "email-sequence"),
-    "recipe.size": ("email-sequence",),
-    "recipe.baseline": ("email-sequence",),
+    "data.path": ("gpt", "email-sequence", "image-pairs"),
+    "recipe.size": ("email-sequence", "image-pairs"),
+    "recipe.baseline": ("email-sequence", "image-pairs"),
     "recipe.text_column": ("email-sequence",),
     "recipe.label_column": ("email-sequence",),
     "recipe.labels": ("email-sequence",),
+    "recipe.backbone": ("image-pairs",),
+    "recipe.fold": ("image-pairs",),
+    "recipe.swap_weight": ("image-pairs",),
+    "recipe.similar_within": ("image-pairs",),
 }
 FOR_RECIPES = ("run.seed", "optimizer.learning_rate", *READ_BY)
 

@@ -15,7 +15,7 @@ from drivetrain.api import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
-from drivetrain.recipes import digits, digits_continual, digits_moe, email_sequence, gpt
+from drivetrain.recipes import digits, digits_continual, digits_moe, email_sequence, gpt, image_pairs
 from drivetrain.run import last_one_finished
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ RECIPES = {
     ),
     "email-sequence": Recipe(email_sequence.job, "a bidirectional LSTM that classifies emails", email_sequence.show),
     "gpt": Recipe(gpt.job, "a small language model on a text file (--data FILE)", gpt.show),
+    "image-pairs": Recipe(image_pairs.job, "which of two images is better, in whatever order", image_pairs.show),
 }
 
 
