@@ -18,6 +18,7 @@ from benchmarks import (
     capture,
     continual,
     correctness,
+    darkroom,
     exchange,
     feed,
     fsdp,
@@ -66,6 +67,8 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "growing-mnist": continual.measure_growth,
     "email-sequence": recipes.measure_email_sequence,
     "image-pairs": recipes.measure_image_pairs,
+    "darkroom": darkroom.measure_plain,
+    "darkroom-two-region": darkroom.measure_two_region,
 }
 # Competitors side by side, by the module that describes them.
 CONTESTS = {
@@ -90,6 +93,8 @@ ONLY_BY_NAME = {  # long
     "transformers-loss",
     "email-sequence",
     "image-pairs",
+    "darkroom",
+    "darkroom-two-region",
 }
 NEEDS_A_GPU = {
     "capture",

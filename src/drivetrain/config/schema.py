@@ -246,6 +246,20 @@ class RecipeSection(Section):
     similar_within: Annotated[float, Flag("similar-within")] = Field(
         0.2, ge=0, allow_inf_nan=False, description="image-pairs: scores of --data that differ by no more are similar"
     )
+    context: Annotated[Literal["plain", "two-region"], Flag("context")] = Field(
+        "plain",
+        description="what darkroom's transformer sees of its past: the last episodes, or a region that grows and the "
+        "full one before it",
+    )
+    n_transit: Annotated[int | None, Flag("n-transit")] = Field(
+        None, ge=1, description="steps in a context of darkroom's transformer (default: by size)"
+    )
+    tf_n_embd: Annotated[int | None, Flag("tf-n-embd")] = Field(
+        None, ge=1, description="width of darkroom's transformer (default: by size)"
+    )
+    tf_n_layer: Annotated[int | None, Flag("tf-n-layer")] = Field(
+        None, ge=1, description="blocks of darkroom's transformer (default: by size)"
+    )
 
 
 class ValidationSection(Section):

@@ -18,6 +18,7 @@ EXAMPLES = (
     "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
     "drivetrain train digits-moe                    a mixture of experts that grows and sleeps",
     "drivetrain train digits --epochs 5 --seed 1    other values",
+    "drivetrain train darkroom                      a transformer that learns in its context to find hidden goals",
     "drivetrain train email-sequence                emails by a recurrent network; --data mails.csv: your own",
     "drivetrain train gpt --data book.txt           a small language model on a text of your own",
     "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
@@ -29,8 +30,8 @@ EXAMPLES = (
 
 class Options(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
-        description="a recipe (digits, digits-moe, email-sequence, gpt, image-pairs), `module:function` that returns a "
-        "dt.Job, or a script"
+        description="a recipe (darkroom, digits, digits-moe, email-sequence, gpt, image-pairs), `module:function` that "
+        "returns a dt.Job, or a script"
     )
 
 
@@ -38,7 +39,7 @@ class Options(LaunchOptions):
 READ_BY = {
     "moe.experts": ("digits-moe",),
     "data.path": ("gpt", "email-sequence", "image-pairs"),
-    "recipe.size": ("email-sequence", "image-pairs"),
+    "recipe.size": ("darkroom", "email-sequence", "image-pairs"),
     "recipe.baseline": ("email-sequence", "image-pairs"),
     "recipe.text_column": ("email-sequence",),
     "recipe.label_column": ("email-sequence",),
@@ -47,6 +48,10 @@ READ_BY = {
     "recipe.fold": ("image-pairs",),
     "recipe.swap_weight": ("image-pairs",),
     "recipe.similar_within": ("image-pairs",),
+    "recipe.context": ("darkroom",),
+    "recipe.n_transit": ("darkroom",),
+    "recipe.tf_n_embd": ("darkroom",),
+    "recipe.tf_n_layer": ("darkroom",),
 }
 FOR_RECIPES = ("run.seed", "optimizer.learning_rate", *READ_BY)
 

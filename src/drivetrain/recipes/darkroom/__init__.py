@@ -1,0 +1,1 @@
+"""Algorithm distillation on the darkroom: the room, the learner, the transformer, and how it plays."""
