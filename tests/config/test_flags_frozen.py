@@ -41,6 +41,7 @@ FLAGS = {
     "recipe.text_column": ["--text-column"],
     "recipe.label_column": ["--label-column"],
     "recipe.labels": ["--labels"],
+    "recipe.tokenizer": ["--tokenizer"],
     "recipe.backbone": ["--backbone"],
     "recipe.fold": ["--fold"],
     "recipe.swap_weight": ["--swap-weight"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
+from drivetrain.config import configure
 from drivetrain.launch.training import FOR_RECIPES, READ_BY
 from drivetrain.recipes import RECIPES, digits
 from drivetrain.recipes.digits import DigitNet, load_digits
-from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_byte_loss
+from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_token_loss
 
 
 def train(folder: Path, target: str, *flags: str, report: bool = False) -> int:
@@ -101,7 +103,7 @@ def test_gpt_counts_bytes_not_pieces() -> None:
     torch.manual_seed(0)
     model = SmallGpt(width=16, num_layers=1, num_heads=2).double()
     inputs, targets = (torch.stack(column) for column in zip(*(pieces[0], pieces[1]), strict=True))
-    loss = next_byte_loss(model, [inputs, targets])
+    loss = next_token_loss(model, [inputs, targets])
     assert float(loss.count) == 200
     logits = model(inputs)
     kept = [(row, column) for row in range(2) for column in range(CONTEXT) if row * CONTEXT + column < 200]
@@ -233,3 +235,29 @@ def test_targets_that_are_not_there(tmp_path: Path, monkeypatch, capsys, target:
     monkeypatch.chdir(tmp_path)
     assert main(["train", target]) == code
     assert words in capsys.readouterr().err
+
+
+def test_gpt_learns_tokens_of_a_bpe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    text = "the cat sat on the mat, and the dog sat on the log. " * 60
+    (tmp_path / "book.txt").write_text(text)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=80, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = ["train", "gpt", "--data", f"{tmp_path}/book.txt", "--output-dir", str(tmp_path), "--gpu-mode", "cpu"]
+    words += ["--max-steps", "3", "--no-report", "--no-auto-optimize", "--log-every", "1"]
+    assert main([*words, "--tokenizer", f"{tmp_path}/tokenizer.json"]) == 0
+    out = capsys.readouterr().out
+    assert "nats per token" in out
+    assert re.search(r"Speed: [0-9,]+ tokens/s \(median\)", out)
+    job = RECIPES["gpt"].job(configure(data=tmp_path / "book.txt", tokenizer=tmp_path / "tokenizer.json"))
+    model = job.model()  # type: ignore[operator]
+    assert model.out.out_features == 64 * -(-tokenizer.get_vocab_size() // 64)
+    inputs, targets = job.source.dataset[0]
+    expected = tokenizer.encode(text).ids
+    assert inputs.tolist() == expected[:128]
+    assert targets.tolist() == expected[1:129]
+    assert main([*words, "--name", "bad", "--tokenizer", f"{tmp_path}/book.txt"]) == 2
+    assert "--tokenizer" in capsys.readouterr().err

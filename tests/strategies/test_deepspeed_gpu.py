@@ -11,7 +11,7 @@ from drivetrain import Job
 from drivetrain.api import train
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.recipes.gpt import SmallGpt, Windows, next_byte_loss
+from drivetrain.recipes.gpt import SmallGpt, Windows, next_token_loss
 from drivetrain.strategies import DeepSpeedStrategy, StrategyParts, Trial
 from tests.gloo_pool import GlooPool
 from tests.strategies.deepspeed_runs import TINY_PIECES, made_strategy, zero
@@ -65,7 +65,7 @@ def gpt_small() -> Job:
         name="gpt-small",
         model=lambda: SmallGpt(768, 12, 12),
         data=Windows(text),
-        loss=next_byte_loss,
+        loss=next_token_loss,
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-4),
         global_batch=32,
         max_steps=30,
@@ -96,7 +96,7 @@ def test_where_things_are() -> None:
         strategy = made_strategy("zero-2-offload", world)
         assert isinstance(strategy, DeepSpeedStrategy)
         tokens = torch.randint(0, 255, (4, 32), device=world.device)
-        parts = StrategyParts(model, next_byte_loss, optimizer, 1.0)
+        parts = StrategyParts(model, next_token_loss, optimizer, 1.0)
         objective = strategy.prepare(parts, Trial([tokens, tokens], 4))
         strategy.backward(objective([tokens, tokens], 4, 4, 1))
         strategy.step(False)

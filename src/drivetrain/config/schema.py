@@ -232,6 +232,9 @@ class RecipeSection(Section):
     labels: Annotated[tuple[str, ...], BeforeValidator(_as_texts), Flag("labels")] = Field(
         ("0", "1"), min_length=2, description="the labels that may occur in --data"
     )
+    tokenizer: Annotated[Path | None, Flag("tokenizer")] = Field(
+        None, description="gpt: the tokenizer.json of a byte-pair encoding (auto: bytes)"
+    )
     backbone: Annotated[Path | None, Flag("backbone")] = Field(
         None,
         description="image-pairs: freeze this backbone and train low-rank adapters on it: a local folder of Hugging "

@@ -39,7 +39,8 @@ class Options(LaunchOptions):
 READ_BY = {
     "moe.experts": ("digits-moe",),
     "data.path": ("gpt", "email-sequence", "image-pairs"),
-    "recipe.size": ("darkroom", "email-sequence", "image-pairs"),
+    "recipe.size": ("darkroom", "email-sequence", "gpt", "image-pairs"),
+    "recipe.tokenizer": ("gpt",),
     "recipe.baseline": ("email-sequence", "image-pairs"),
     "recipe.text_column": ("email-sequence",),
     "recipe.label_column": ("email-sequence",),

@@ -1,9 +1,13 @@
-"""A small GPT that learns to write like a text file, byte by byte."""
+"""A GPT that learns to write like a text file: byte by byte, or by the tokens of a BPE file."""
 
+import statistics
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -12,25 +16,47 @@ from drivetrain.api import Result
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum
+from drivetrain.core.run_folder import read_rows
 from drivetrain.job import Job, WarmupCosine
 
 CONTEXT = 128
 VOCABULARY = 256  # bytes
-LEAST_HELD_OUT = 4 * CONTEXT
+LEAST_HELD_OUT = 4  # windows
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model is, and what a step sees."""
+
+    context: int
+    width: int
+    num_layers: int
+    num_heads: int
+    batch: int
+    rate: float
+
+
+# The full one is GPT-2's smallest: 124 million weights with its vocabulary.
+SIZES = {"small": Size(CONTEXT, 128, 4, 4, 32, 1e-3), "full": Size(1024, 768, 12, 12, 64, 6e-4)}
 
 
 def job(config: Config) -> Job:
-    text, held_out = _split(_read(config.data.path))
-    rate = config.optimizer.learning_rate or 1e-3
+    size = SIZES[config.recipe.size]
+    tokens, vocabulary = _tokens(_read(config.data.path), config.recipe.tokenizer)
+    text, held_out = _split(tokens, size.context)
+    windows = Windows(text, size.context)
+    rate = config.optimizer.learning_rate or size.rate
+    batch = min(size.batch, len(windows))
     return Job(
         name="gpt",
-        model=SmallGpt,
-        data=Windows(text),
-        valid=Windows(held_out) if held_out else None,
-        loss=next_byte_loss,
+        model=lambda: SmallGpt(size.width, size.num_layers, size.num_heads, vocabulary, size.context),
+        data=windows,
+        valid=Windows(held_out, size.context) if len(held_out) else None,
+        loss=next_token_loss,
+        items="bytes" if config.recipe.tokenizer is None else "tokens",
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
-        global_batch=None if config.batch_asked.is_set else min(32, len(Windows(text))),
-        default_batch=min(32, len(Windows(text))),
+        global_batch=None if config.batch_asked.is_set else batch,
+        default_batch=batch,
         epochs=config.budget.epochs or 1,
         max_steps=config.budget.max_steps,
         seed=config.run.seed,
@@ -40,10 +66,32 @@ def job(config: Config) -> Job:
     )
 
 
-def _split(text: bytes) -> tuple[bytes, bytes]:
+def _split(tokens: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """What is learnt from, and the last twentieth to try it on; nothing of a text that is too short to spare it."""
-    num_held_out = len(text) // 20
-    return (text[:-num_held_out], text[-num_held_out:]) if num_held_out >= LEAST_HELD_OUT else (text, b"")
+    num_held_out = len(tokens) // 20
+    cut = len(tokens) - (num_held_out if num_held_out >= LEAST_HELD_OUT * context else 0)
+    return tokens[:cut], tokens[cut:]
+
+
+def _tokens(text: bytes, tokenizer: Path | None) -> tuple[Tensor, int]:
+    """The text as numbers, and how many there may be: bytes, or the tokens of a `tokenizer.json`."""
+    if tokenizer is None:
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8), VOCABULARY
+    if find_spec("tokenizers") is None:
+        problem = Problem("--tokenizer", "reading it takes the package tokenizers", remedy="pip install tokenizers")
+        raise ConfigError([problem])
+    from tokenizers import Tokenizer
+
+    try:
+        found = Tokenizer.from_file(str(tokenizer))
+        numbers = found.encode(text.decode("utf-8", errors="replace")).ids
+    except Exception as error:  # noqa: BLE001  (the package raises nothing narrower)
+        remedy = "give the tokenizer.json of a byte-pair encoding"
+        raise ConfigError([Problem("--tokenizer", f"{tokenizer}: {error}", str(tokenizer), remedy=remedy)]) from None
+    if len(numbers) < 2:
+        raise ConfigError([Problem("--data", "the text is a single token", remedy="give a longer file")])
+    vocabulary = -(-found.get_vocab_size() // 64) * 64  # a multiple of 64: matrix products are faster
+    return torch.tensor(numbers, dtype=torch.int32), vocabulary
 
 
 def _read(path: Path | None) -> bytes:
@@ -60,28 +108,29 @@ def _read(path: Path | None) -> bytes:
 
 
 class Windows(Dataset[Any]):
-    """The text in pieces of CONTEXT bytes, each with the byte that follows. The last may be shorter: padding does
+    """The text in pieces of `context` tokens, each with the token that follows. The last may be shorter: padding does
     not count in the loss."""
 
-    def __init__(self, text: bytes) -> None:
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, text: bytes | Tensor, context: int = CONTEXT) -> None:
+        self._text = text if isinstance(text, Tensor) else torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._context = context
 
     def __len__(self) -> int:
-        return -(-(len(self._text) - 1) // CONTEXT)
+        return -(-(len(self._text) - 1) // self._context)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        piece = self._text[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
-        inputs, targets = torch.zeros(CONTEXT, dtype=torch.long), torch.full((CONTEXT,), -1)
+        piece = self._text[index * self._context : (index + 1) * self._context + 1].long()
+        inputs, targets = torch.zeros(self._context, dtype=torch.long), torch.full((self._context,), -1)
         inputs[: len(piece) - 1], targets[: len(piece) - 1] = piece[:-1], piece[1:]
         return inputs, targets
 
 
-def next_byte_loss(model: nn.Module, batch: list[Tensor]) -> LossSum:
-    """Summed over bytes and counted in bytes, so that short pieces weigh what they hold."""
+def next_token_loss(model: nn.Module, batch: list[Tensor]) -> LossSum:
+    """Summed over tokens and counted in tokens, so that short pieces weigh what they hold."""
     inputs, targets = batch
     logits = model(inputs)
     total = functional.cross_entropy(
-        logits.view(-1, VOCABULARY).float(), targets.view(-1), ignore_index=-1, reduction="sum"
+        logits.view(-1, logits.shape[-1]).float(), targets.view(-1), ignore_index=-1, reduction="sum"
     )
     return LossSum(total, (targets >= 0).sum())
 
@@ -105,11 +154,18 @@ class Block(nn.Module):
 
 
 class SmallGpt(nn.Module):
-    def __init__(self, width: int = 128, num_layers: int = 4, num_heads: int = 4) -> None:
+    def __init__(
+        self,
+        width: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        vocabulary: int = VOCABULARY,
+        context: int = CONTEXT,
+    ) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.bytes, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
-        self.last_norm, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.last_norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
@@ -120,8 +176,15 @@ class SmallGpt(nn.Module):
 
 
 def show(result: Result) -> None:
+    rows, _ = read_rows(result.folder / "speed.jsonl")
+    rates = [row["items_per_second"] for row in rows if "items_per_second" in row]
+    items = str(yaml.safe_load((result.folder / "plan.yaml").read_text(encoding="utf-8")).get("items", "tokens"))
     if result.last is not None:
-        print(f"\nLoss of the last step: {result.last.loss:.3f} nats per byte (a blind guess has 5.545).")
+        print(f"\nLoss of the last step: {result.last.loss:.3f} nats per {items.rstrip('s')}.")
+    if rates:
+        shares = [row["mfu"] for row in rows if row.get("mfu") is not None]
+        mfu = f", MFU {statistics.median(shares):.1%}" if shares else ""
+        print(f"Speed: {statistics.median(rates):,.0f} {items}/s (median){mfu}.")
     if "valid_loss" in result.metrics:
         print(f"Loss on the last twentieth of the text, which it did not see: {result.metrics['valid_loss']:.3f}.")
     print(f"Results are in {result.folder}; `dt.export` makes a plain safetensors file of the weights.")
