@@ -61,6 +61,18 @@ def test_two_regions_train_and_play(tmp_path: Path, monkeypatch) -> None:
     assert len(read_scores(tmp_path / "darkroom-two-region" / "in_context.json").transformer) == 12
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", ["plain", "two-region"])
+def test_trains_and_plays_on_a_gpu(tmp_path: Path, monkeypatch, context: str) -> None:
+    tiny = replace(recipe.SIZES["full"], num_learners=1, source_episodes=160, batch=32, episodes=12, walkers=2)
+    monkeypatch.setitem(recipe.SIZES, "full", tiny)
+    flags = ["--size", "full", "--context", context, "--name", "run", "--max-steps", "5", "--gpu-mode", "single_gpu"]
+    ours = ["--output-dir", str(tmp_path), "--no-report", "--no-auto-optimize", "--quiet"]
+    assert main(["train", "darkroom", *flags, *ours]) == 0
+    assert json.loads((tmp_path / "run" / "darkroom.json").read_text())["device"] == "cuda:0"
+    assert len(read_scores(tmp_path / "run" / "in_context.json").transformer) == 12
+
+
 def test_what_the_figures_mean() -> None:
     scores = Scores(0.5, 8.0, source=[1.0] * 5 + [7.0], transformer=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], goals=[])
     assert scores.summary() == {
