@@ -43,6 +43,7 @@ FLAGS = {
     "recipe.labels": ["--labels"],
     "recipe.tokenizer": ["--tokenizer"],
     "recipe.backbone": ["--backbone"],
+    "recipe.phase": ["--phase"],
     "recipe.fold": ["--fold"],
     "recipe.swap_weight": ["--swap-weight"],
     "recipe.similar_within": ["--similar-within"],

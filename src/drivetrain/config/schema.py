@@ -225,7 +225,7 @@ class RecipeSection(Section):
     baseline: Annotated[str | None, Flag("baseline")] = Field(
         None,
         description="train the recipe's baseline of this name instead (email-sequence: bag-of-words; image-pairs: "
-        "no-swap-loss, both-orders)",
+        "no-swap-loss, both-orders; chest-xray-vqa: image-blind, question-blind)",
     )
     text_column: Annotated[str, Flag("text-column")] = Field("text", description="column of the texts in --data")
     label_column: Annotated[str, Flag("label-column")] = Field("label", description="column of the labels in --data")
@@ -238,7 +238,13 @@ class RecipeSection(Section):
     backbone: Annotated[Path | None, Flag("backbone")] = Field(
         None,
         description="image-pairs: freeze this backbone and train low-rank adapters on it: a local folder of Hugging "
-        "Face's, or an earlier run (auto: a small backbone of its own, trained with the rest)",
+        "Face's, or an earlier run; chest-xray-vqa: train this local folder of Hugging Face's with the rest (auto: a "
+        "small backbone of its own, trained with the rest)",
+    )
+    phase: Annotated[Literal["all", "pretrain", "finetune"], Flag("phase")] = Field(
+        "all",
+        description="chest-xray-vqa: the questions that are trained on: all, those of grades C and D (pretrain), or "
+        "those of A and B (finetune, with --init-from the run of the pre-training)",
     )
     fold: Annotated[int, Flag("fold")] = Field(
         0, ge=0, le=4, description="image-pairs: the fold of five whose images are held out"

@@ -20,6 +20,7 @@ EXAMPLES = (
     "drivetrain train digits --epochs 5 --seed 1    other values",
     "drivetrain train darkroom                      a transformer that learns in its context to find hidden goals",
     "drivetrain train email-sequence                emails by a recurrent network; --data mails.csv: your own",
+    "drivetrain train chest-xray-vqa                questions about chest X-rays; --data FOLDER: MIMIC-CXR-JPG",
     "drivetrain train gpt --data book.txt           a small language model on a text of your own",
     "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
     "drivetrain train train.py --batch-size 32      a script that calls dt.train",
@@ -30,22 +31,23 @@ EXAMPLES = (
 
 class Options(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
-        description="a recipe (darkroom, digits, digits-moe, email-sequence, gpt, image-pairs), `module:function` that "
-        "returns a dt.Job, or a script"
+        description="a recipe (chest-xray-vqa, darkroom, digits, digits-moe, email-sequence, gpt, image-pairs), "
+        "`module:function` that returns a dt.Job, or a script"
     )
 
 
 # Of a job of one's own nobody reads these: it says them itself. Some are not for every recipe.
 READ_BY = {
     "moe.experts": ("digits-moe",),
-    "data.path": ("gpt", "email-sequence", "image-pairs"),
-    "recipe.size": ("darkroom", "email-sequence", "gpt", "image-pairs"),
+    "data.path": ("gpt", "email-sequence", "image-pairs", "chest-xray-vqa"),
+    "recipe.size": ("chest-xray-vqa", "darkroom", "email-sequence", "gpt", "image-pairs"),
     "recipe.tokenizer": ("gpt",),
-    "recipe.baseline": ("email-sequence", "image-pairs"),
+    "recipe.baseline": ("email-sequence", "image-pairs", "chest-xray-vqa"),
     "recipe.text_column": ("email-sequence",),
     "recipe.label_column": ("email-sequence",),
     "recipe.labels": ("email-sequence",),
-    "recipe.backbone": ("image-pairs",),
+    "recipe.backbone": ("image-pairs", "chest-xray-vqa"),
+    "recipe.phase": ("chest-xray-vqa",),
     "recipe.fold": ("image-pairs",),
     "recipe.swap_weight": ("image-pairs",),
     "recipe.similar_within": ("image-pairs",),

@@ -15,7 +15,7 @@ from drivetrain.api import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job
-from drivetrain.recipes import digits, digits_continual, digits_moe, email_sequence, gpt, image_pairs
+from drivetrain.recipes import chest_xray_vqa, digits, digits_continual, digits_moe, email_sequence, gpt, image_pairs
 from drivetrain.recipes.darkroom import recipe as darkroom
 from drivetrain.run import last_one_finished
 
@@ -38,6 +38,7 @@ class Recipe:
 
 
 RECIPES = {
+    "chest-xray-vqa": Recipe(chest_xray_vqa.job, "answers questions about chest X-rays", chest_xray_vqa.show),
     "darkroom": Recipe(darkroom.job, "a transformer that learns in its context to find hidden goals", darkroom.show),
     "digits": Recipe(digits.job, "a small network on handwritten digits", digits.show),
     "digits-moe": Recipe(digits_moe.job, "a mixture of experts that grows and sleeps, on digits", digits_moe.show),
