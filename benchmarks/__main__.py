@@ -67,6 +67,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "growing-mnist": continual.measure_growth,
     "email-sequence": recipes.measure_email_sequence,
     "image-pairs": recipes.measure_image_pairs,
+    "chest-xray-vqa": recipes.measure_chest_xray_vqa,
     "darkroom": darkroom.measure_plain,
     "darkroom-two-region": darkroom.measure_two_region,
 }
@@ -93,6 +94,7 @@ ONLY_BY_NAME = {  # long
     "transformers-loss",
     "email-sequence",
     "image-pairs",
+    "chest-xray-vqa",
     "darkroom",
     "darkroom-two-region",
 }

@@ -6,7 +6,8 @@ from typing import Any
 
 from drivetrain.cli import main
 from drivetrain.core.run_folder import read_rows
-from drivetrain.recipes import generated_emails
+from drivetrain.recipes import generated_emails, generated_xrays
+from drivetrain.recipes.chest_xray_data import HEADS
 
 SEEDS = 3
 FOLDER = Path("runs") / "benchmarks" / "recipes"
@@ -54,6 +55,34 @@ def measure_image_pairs() -> dict[str, list[float]]:
     return samples
 
 
+def measure_chest_xray_vqa() -> dict[str, list[float]]:
+    """One seed; the blind baselines for 4 epochs. Runs that are finished are not trained again."""
+    variants = {
+        "sees-both": (),
+        "image-blind": ("--baseline", "image-blind", "--epochs", "4"),
+        "question-blind": ("--baseline", "question-blind", "--epochs", "4"),
+    }
+    ceilings = {
+        "sees-both": generated_xrays.ceilings(),
+        "image-blind": generated_xrays.blind_ceilings("image"),
+        "question-blind": generated_xrays.blind_ceilings("question"),
+    }
+    keys = {head: f"valid_accuracy_{head}" for head in HEADS} | {"chexpert": "valid_auroc_chexpert_macro"}
+    names = {head: f"{head} accuracy" for head in HEADS} | {"chexpert": "chexpert AUROC"}
+    folder, fixed = FOLDER / "chest-xray-vqa", ("--no-auto-optimize", "--num-threads", "1")
+    samples = {}
+    for name, flags in variants.items():
+        rows, _ = _trained("chest-xray-vqa", f"{name}-0", 0, *fixed, *flags, folder=folder)
+        for head, key in keys.items():
+            samples[f"{name}: {names[head]} (%)"] = [100 * rows[-1][key]]
+            samples[f"{name}: {names[head]}, at most (%)"] = [100 * ceilings[name][head]]
+        if name == "sees-both":
+            curves = {names[head]: [[100 * row[key] for row in rows]] for head, key in keys.items()}
+            limit = {"ceiling of the accuracy": 100 * ceilings[name]["binary"]}
+            _draw(DOCS / "chest_xray_vqa.png", curves, limit, "held-out questions and labels (%)")
+    return samples
+
+
 def _trained(
     recipe: str, name: str, seed: int, *flags: str, folder: Path | None = None
 ) -> tuple[list[dict[str, Any]], float]:
@@ -87,7 +116,7 @@ def _draw(path: Path, curves: dict[str, list[list[float]]], limits: dict[str, fl
         for index, values in enumerate(runs):
             axes.plot(
                 range(1, len(values) + 1), values, color=f"C{number}", marker="o", markersize=3, alpha=0.8,
-                label=f"{name} ({len(runs)} seeds)" if index == 0 else None,
+                label=None if index else f"{name} ({len(runs)} seeds)" if len(runs) > 1 else name,
             )  # fmt: skip
     for number, (name, value) in enumerate(limits.items()):
         axes.axhline(value, color="0.4", linestyle=("--", ":")[number % 2], label=f"{name} {value:.1f} %")

@@ -92,10 +92,11 @@ def _of_all_ranks(values: Tensor) -> list[Tensor]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [values.cpu()]
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.long, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(values)], device=device))
-    padded = torch.zeros(int(lengths.max()), dtype=values.dtype, device=device)
+    told = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, torch.tensor([len(values)], device=device))
+    lengths = [int(each) for each in told]
+    padded = torch.zeros(max(lengths), dtype=values.dtype, device=device)
     padded[: len(values)] = values.to(device)
-    found = [torch.empty_like(padded) for _ in range(len(lengths))]
+    found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded)
-    return [each[:length].cpu() for each, length in zip(found, lengths.tolist(), strict=True)]
+    return [each[:length].cpu() for each, length in zip(found, lengths, strict=True)]
