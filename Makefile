@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
+HERE := not gpu and not soak and not slurm and not deepspeed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slurm test-deepspeed lint bench soak clean
@@ -26,8 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, sleeps, and shows the results
 	@$(BIN)/drivetrain train digits-moe
 
-test: lint  ## every test that needs no GPU (lint first), two files at a time (JOBS=1: one)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+test: lint  ## every test that needs no GPU (lint first), two files at a time (JOBS=1: one), then those that measure time
+	@$(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -m '$(HERE) and alone'
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 PAIRS = 3
 TIMED = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
 TORCH = TIMED.format("import torch")

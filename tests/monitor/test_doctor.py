@@ -23,6 +23,8 @@ from drivetrain.monitor.phases import PHASES, Laps
 from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
 
+pytestmark = pytest.mark.alone
+
 HEALTHY = {"data": 0.0002, "forward": 0.003, "backward": 0.006, "optimizer": 0.0008}
 
 

@@ -26,6 +26,8 @@ from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, make_job, run, vector_loss
 
+pytestmark = pytest.mark.alone
+
 SMALL = Variant(dtype=torch.float32, steps=24, num_samples=64, global_batch=8, save_every=100)
 
 

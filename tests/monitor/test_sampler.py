@@ -19,6 +19,8 @@ from tests.hardware.fake_nvml import FakeGpu, FakeNvml, gpus
 from tests.hardware_fixtures import load
 from tests.training.jobs import Variant, run
 
+pytestmark = pytest.mark.alone
+
 
 class WatchedNvml(FakeNvml):
     """The stand-in, with what is asked while a run goes on. `asked` are the UUIDs that were looked up."""

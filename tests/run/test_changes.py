@@ -147,6 +147,7 @@ def test_strange_things_are_left_out() -> None:
     json.dumps(found.facts)
 
 
+@pytest.mark.alone
 def test_it_takes_milliseconds() -> None:
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32), 12)
     job = make_job(Variant())

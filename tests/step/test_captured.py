@@ -320,6 +320,7 @@ class Simulated:
         self.done = max(self.done, time.perf_counter()) + self._step_seconds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hook_every", [10_000, 50])
 @pytest.mark.parametrize("step_seconds", [2e-3, 5e-3])
 def test_seconds_are_those_of_the_device(
