@@ -245,7 +245,7 @@ def test_counting_apart_survives_what_fails() -> None:
 
 
 def test_a_formula_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.monitor import flops
+    from drivetrain.core import flops
 
     monkeypatch.setattr(flops, "flop_registry", {torch.ops.aten.mm: lambda *_, **__: 1 / 0})
     with FlopCount() as count:
