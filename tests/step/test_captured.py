@@ -347,8 +347,7 @@ def test_seconds_are_those_of_the_device(
     assert usual[10] > 0.4 * step_seconds
     assert usual[-11] < 2.5 * step_seconds
     meant = (trainer.UNDER_WAY_SECONDS + 2 * trainer.TOGETHER_SECONDS) / step_seconds
-    settled = sorted(most_ahead[len(most_ahead) // 3 :])
-    assert settled[int(0.9 * len(settled))] < 2 * meant  # a host that is kept waiting is off now and then
+    assert max(most_ahead[len(most_ahead) // 3 :]) < 2 * meant
     assert max(most_ahead) > 1.5 * trainer.TOGETHER_SECONDS / step_seconds
 
 

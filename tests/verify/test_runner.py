@@ -103,10 +103,11 @@ def test_a_crash_says_where(tmp_path: Path) -> None:
     assert "in crash" in result.output_tail  # faulthandler's Python lines
 
 
+@pytest.mark.alone
 def test_a_hang_ends_at_its_limit(tmp_path: Path, start_method: str) -> None:
     started = time.monotonic()
     hung, after = run(tmp_path, planted("hang", time_limit_seconds=1.5), planted("good"), start_method=start_method)
-    assert time.monotonic() - started < 30  # starting two processes takes seconds, on a busy machine more
+    assert time.monotonic() - started < 8
     assert hung.status == "failed"
     assert hung.detail == "did not end within 1.5 s and was stopped"
     assert "--only hang --time-limit-seconds 60" in hung.remedy
