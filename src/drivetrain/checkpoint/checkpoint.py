@@ -78,7 +78,7 @@ class Checkpoint:
 
     @property
     def world_size(self) -> int:
-        """Of the run that wrote it."""
+        """The number of ranks of the run that wrote it."""
         return self._manifest.world_size
 
     @property
@@ -202,7 +202,7 @@ class Checkpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint in this folder."""
+    """Reads the manifest of the checkpoint in this folder."""
     file = path / MANIFEST_NAME
     with _reading(file):
         size = _size_of_plain_file(file)

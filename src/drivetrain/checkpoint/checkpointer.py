@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class RankReport(Value):
-    """What a rank wrote, or why it could not."""
+    """Tells rank 0 what a rank wrote, or why it could not."""
 
     failure: Failure | None = None
     file: StoredFile | None = None  # none for a rank that has no data
@@ -379,7 +379,7 @@ class Checkpointer:
         split: Split,
         meta: Mapping[str, Any],
     ) -> list[str]:
-        """On rank 0. From a folder of files to a checkpoint, or back to nothing."""
+        """Turns a folder of files into a checkpoint on rank 0, or removes it if that fails."""
         final = self.folder / step_name(step)
         renamed = False
         try:
@@ -447,7 +447,7 @@ class Checkpointer:
             self.problems.append(f"what is left of step {step} could not be removed: {error.strerror}")
 
     def _prune(self, just_saved: int) -> list[str]:
-        """On rank 0. A checkpoint that cannot be removed costs space, not the run."""
+        """Removes old checkpoints on rank 0. One that cannot be removed costs space, and does not end the run."""
         problems = []
         try:
             steps = self.steps()

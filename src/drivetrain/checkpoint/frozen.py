@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """What a frozen weight was on this rank when it was first looked at."""
+    """Records what a frozen weight was on this rank before the first step: later saves are compared with it."""
 
     kind: _Kind
     checksum: int
@@ -64,7 +64,7 @@ class Split:
 
 
 class FrozenReport(Value):
-    """What a rank found out about its frozen weights in a save."""
+    """Tells the other ranks, in a save, which frozen weights of this rank have changed and which are not stored yet."""
 
     changed: tuple[str, ...] = ()
     # By key: the checksum of its part; type and shape of the whole.
@@ -162,7 +162,7 @@ class FrozenWeights:
     # In the thread that writes
 
     def report(self, split: Split, lost: Sequence[str]) -> FrozenReport:
-        """Waits for the device."""
+        """Compares this rank's frozen weights with their references. Waits for the device."""
         values = split.values()
         changed = self._suspects | self._changed(split.frozen, values)
         new = {
@@ -173,7 +173,7 @@ class FrozenWeights:
         return FrozenReport(changed=tuple(sorted(changed)), new=new, lost=tuple(lost))
 
     def agree(self, step: int, reports: Sequence[FrozenReport]) -> None:
-        """What ranks found out, taken together: the same conclusions on all of them."""
+        """Combines the reports of all ranks, so that every rank draws the same conclusions."""
         for name in {name for report in reports for name in report.lost}:
             self.folders.pop(name, None)
             self.stored = {key: tensor for key, tensor in self.stored.items() if name not in _folders_of(tensor)}
@@ -241,7 +241,7 @@ class FrozenWeights:
         return {key: self.stored[key] for key in split.frozen if key in self.stored}
 
     def checksums_of(self, keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-        """As the manifest has them."""
+        """Returns checksums of whole tensors in the form that the manifest stores."""
         return {key: f"{self._totals[key]:016x}" for key in keys}
 
     def take_news(self) -> list[FrozenNews]:
@@ -319,7 +319,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def _are_known_at_once(frozen: Mapping[str, Shard]) -> bool:
-    """Whether nobody has to wait for checksums."""
+    """Returns whether the checksums are known without waiting for a device."""
     return all(shard.tensor.is_cpu for shard in frozen.values())
 
 

@@ -96,7 +96,7 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
 
 
 def _samples_of(job: Job, global_batch: int) -> int | None:
-    """That the whole job trains on."""
+    """Returns how many samples the whole job trains on; None if that is not known."""
     by_epochs = None if job.epochs is None or job.num_samples is None else job.epochs * job.num_samples
     by_steps = None if job.max_steps is None else job.max_steps * global_batch
     return min((each for each in (by_epochs, by_steps) if each is not None), default=None)
