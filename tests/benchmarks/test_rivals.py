@@ -247,6 +247,7 @@ def test_tiny_sizes_run(module: Any, name: str, competitor: str) -> None:
     json.dumps(found.facts)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("length", ["20s", "1h"])
 def test_whole_jobs_of_a_tiny_size_run(length: str) -> None:
     contest = whole_job.contest("whole-job-mlp", True)

@@ -46,7 +46,7 @@ def test_a_file_settles_what_nobody_said(tmp_path: Path) -> None:
 
 
 def test_options_without_the_strategy() -> None:
-    with pytest.raises(ConfigError, match="add --parallel-strategy deepspeed"):
+    with pytest.raises(ConfigError, match="add --deepspeed .that is --parallel-strategy deepspeed"):
         configure(zero_stage=2)
     with pytest.raises(ConfigError, match="is an option of fsdp"):
         configure(parallel_strategy="deepspeed", fsdp_offload=True)
