@@ -89,9 +89,9 @@ sync_bn: true
         ("mixed_precision: bf16\ntrain_batch_size: 512\n", {"precision.dtype": "bf16", "batch.size": 512}),
         ("mixed_precision: true\n", {"precision.mixed": True}),
         (
-            BLOCK.replace("fp16", "bf16"),
+            BLOCK,
             {
-                "batch.size": 16, "batch.accumulation": 4, "precision.dtype": "bf16", "memory.activations": "recompute",
+                "batch.size": 16, "batch.accumulation": 4, "precision.dtype": "fp16", "memory.activations": "recompute",
                 "data.total_workers": 12, "distributed.strategy": "deepspeed", "deepspeed.stage": 2,
             },
         ),
@@ -127,7 +127,7 @@ def test_every_line_is_told(tmp_path: Path) -> None:
     assert "world_size: -1 is not used: that is the default here" in notes
     _, notes = read(tmp_path, "training_mode: auto\nworld_size: 4\n")
     assert "world_size: 4 is not used: the launcher says it: drivetrain train --num-processes N" in notes
-    _, notes = read(tmp_path, BLOCK.replace("fp16", "bf16"))
+    _, notes = read(tmp_path, BLOCK)
     assert "training.dataloader_num_workers: 12 is data.total_workers: 12 (of all processes on a machine" in notes
 
 

@@ -45,13 +45,25 @@ def test_a_file_settles_what_nobody_said(tmp_path: Path) -> None:
     assert Zero.of(configure()) == Zero(2)
 
 
+def test_fp16_in_a_file(tmp_path: Path) -> None:
+    """On a GPU it is the run's precision; on a CPU it is left out, and both are told."""
+    own = {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}
+    config = configure(parallel_strategy="deepspeed", deepspeed_config=written(tmp_path, own))
+    obeyed, notes = Zero.of(config, on_gpu=True).obeyed(config)
+    assert obeyed.precision.dtype == "fp16"
+    assert "hysteresis has no effect" in notes[1]
+    without = Zero.of(config, on_gpu=False)
+    obeyed, notes = without.obeyed(config)
+    assert obeyed.precision.dtype == "auto"
+    assert notes == ["fp16 needs a GPU, and this run uses the CPU: fp16 in ds.json is left out"]
+    assert "fp16" not in without.own
+
+
 def test_options_without_the_strategy() -> None:
-    with pytest.raises(ConfigError, match="add --deepspeed .that is --parallel-strategy deepspeed"):
+    with pytest.raises(ConfigError, match=r"add --deepspeed .that is --parallel-strategy deepspeed"):
         configure(zero_stage=2)
     with pytest.raises(ConfigError, match="is an option of fsdp"):
         configure(parallel_strategy="deepspeed", fsdp_offload=True)
-    with pytest.raises(ConfigError, match="fp16 scales gradients"):
-        configure(parallel_strategy="deepspeed", precision="fp16")
     with pytest.raises(ConfigError, match="every rank has to use the same weights"):
         configure(parallel_strategy="deepspeed", find_unused_parameters=True)
     with pytest.raises(ConfigError, match="cannot be compiled"):

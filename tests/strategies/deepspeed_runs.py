@@ -13,6 +13,7 @@ from drivetrain.api import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
+from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
 from drivetrain.strategies import (
     Average,
@@ -262,3 +263,49 @@ def run_with_bad_gradients(folder: str, bad_calls: list[int], settings: dict[str
 
     trained = run(folder, Variant("mlp", torch.float32, 12, num_samples=60, steps=5), 6, settings=settings, loss=loss)
     return None if trained is None else [row["skipped"] for row in trained.rows]
+
+
+def scaled(folder: str, kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Six steps in fp16 with a count of its own on every rank; the third overflows on the last rank."""
+    world = world_here()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def loss(called: Any, batch: Any) -> dt.LossSum:
+        inputs, targets = batch
+        total = functional.cross_entropy(called(inputs).float(), targets, reduction="sum", ignore_index=0)
+        return dt.LossSum(total, (targets != 0).sum())
+
+    parts = StrategyParts(model, loss, optimizer, 1.0, precision=Precision("fp16", "cpu"))
+    if kind == "ddp":
+        strategy: Strategy = DdpStrategy(world)
+        parts.scaler.load_state_dict(scaling)
+    else:
+        facts = ZeroFacts("fp16", world.size, 4, 1, 4 * world.size, 1.0, int(kind[5]), kind.endswith("offload"))
+        strategy = DeepSpeedStrategy(world, derive(facts), scaling=scaling)
+    generator = torch.Generator().manual_seed(7 + world.rank)
+    batches = [
+        [torch.randn(4, 6, generator=generator), torch.randint(0, 4, (4,), generator=generator)] for _ in range(6)
+    ]
+    if world.rank == world.size - 1:
+        batches[2][0] *= 1e8
+    objective = strategy.prepare(parts, Trial(batches[0], 4))
+    rows = []
+    for batch in batches:
+        strategy.backward(objective(batch, 4, 4 * world.size, 1))
+        outcome = strategy.step(False)
+        assert outcome.grad_norm is not None
+        total = sum(float(value) * weight for value, weight in outcome.losses)
+        rows.append(
+            (
+                total / float(outcome.num_items),
+                float(outcome.grad_norm),
+                float(outcome.skipped),
+                parts.scaler.get_scale(),
+            )
+        )
+    _, meta = strategy.save()
+    weights = {name: value.detach().float().clone().numpy() for name, value in model.named_parameters()}
+    strategy.close()
+    return {"rows": rows, "scaler": meta["scaler"], "weights": weights}

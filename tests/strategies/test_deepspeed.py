@@ -10,6 +10,7 @@ import torch
 
 import drivetrain as dt
 from drivetrain.config import configure
+from drivetrain.strategies.deepspeed_config import scaler_state
 from tests.gloo_pool import GlooPool
 from tests.strategies import deepspeed_runs
 from tests.strategies.deepspeed_runs import TINY_PIECES, zero
@@ -175,6 +176,25 @@ def test_in_bf16(gloo_pool: GlooPool, tmp_path: Path, stage: int) -> None:
     assert low.losses != ours.losses, "weights are rounded"
     assert low.losses == pytest.approx(ddp.losses, rel=2e-2)
     assert {value.dtype.name for value in low.weights.values()} == {"float32"}, "what is saved is what is trained"
+
+
+@pytest.mark.parametrize("kind", ["zero-1", "zero-2", "zero-2-offload", "zero-3"])
+def test_in_fp16_as_ddp(gloo_pool: GlooPool, tmp_path: Path, kind: str) -> None:
+    """The loss is scaled, a step that overflows on one rank is skipped on all of them, and the scale halves."""
+    scaling = scaler_state({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}})
+    ddp = gloo_pool.run(deepspeed_runs.scaled, str(tmp_path), "ddp", scaling, world=2)
+    ours = gloo_pool.run(deepspeed_runs.scaled, str(tmp_path), kind, scaling, world=2, time_limit_seconds=LIMIT)
+    assert [row[2] for row in ours[0]["rows"]] == [0, 0, 1, 0, 0, 0]
+    assert [row[3] for row in ours[0]["rows"]] == [256, 512, 256, 256, 512, 512]
+    for mine, theirs in zip(ours, ddp, strict=True):
+        assert mine["scaler"] == theirs["scaler"]
+        for row, expected in zip(mine["rows"], theirs["rows"], strict=True):
+            assert row[2:] == expected[2:]
+            if not expected[2]:
+                assert row[:2] == pytest.approx(expected[:2], rel=2e-3)
+        if kind != "zero-3":  # there, weights are in parts
+            for name, value in theirs["weights"].items():
+                assert np.allclose(mine["weights"][name], value, rtol=1e-3, atol=1e-4), name
 
 
 def test_a_forward_between_steps(gloo_pool: GlooPool, tmp_path: Path) -> None:

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.strategies.deepspeed_config import ZeroFacts, derive, read_own, settings_in, stage_of
+from drivetrain.strategies.deepspeed_config import (
+    ZeroFacts,
+    derive,
+    read_own,
+    scaler_state,
+    settings_in,
+    stage_of,
+    told_of_fp16,
+)
 
 FACTS = ZeroFacts(
     precision="fp32", world_size=2, micro_batch=4, accumulation=2, global_batch=16, clip_norm=0.5, num_weights=1000
@@ -74,6 +83,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "data_types": {"grad_accum_dtype": "fp32"},
         },
     ),
+    "scaled in fp16": ({"precision": "fp16"}, {"fp16": {"enabled": True, "loss_scale": 0}}, {"fp16": None}),
     "sections that are off": ({}, {"fp16": {"enabled": False}, "elasticity": {"enabled": False}}, {}),
 }
 
@@ -100,7 +110,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "train_micro_batch_size_per_gpu": ({}, {"train_micro_batch_size_per_gpu": 8}, "--batch-size"),
     "gradient_accumulation_steps": ({}, {"gradient_accumulation_steps": 4}, "--accumulation-steps"),
     "gradient_clipping": ({}, {"gradient_clipping": 1.0}, "Job.clip_norm"),
-    "fp16": ({}, {"fp16": {"enabled": True}}, "bf16"),
+    "fp16": ({}, {"fp16": {"enabled": True}}, "--precision fp16"),
+    "fp16.fp16_master_weights_and_grads": (
+        {"precision": "fp16"},
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        "small steps would be lost",
+    ),
     "bf16": ({}, {"bf16": {"enabled": True}}, "--precision bf16"),
     "bf16 ": ({"precision": "bf16", "stage": 1}, {"bf16": {"enabled": True}}, "--zero-stage 2"),
     "zero_force_ds_cpu_optimizer": ({}, {"zero_force_ds_cpu_optimizer": True}, "drop it"),
@@ -169,3 +184,24 @@ def test_a_bad_file(tmp_path: Path, content: str | None, words: str) -> None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         read_own(path)
+
+
+def test_how_a_file_scales_the_loss() -> None:
+    assert scaler_state({"fp16": {"enabled": False}}) == {}
+    follows = scaler_state({"fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500}})
+    assert (follows["scale"], follows["growth_interval"], follows["backoff_factor"]) == (4096.0, 500, 0.5)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(scaler_state({"fp16": {"enabled": True, "loss_scale": 128}}))
+    for infinite in (0.0, 1.0, 0.0):
+        scaler.scale(torch.ones(1))
+        scaler._per_optimizer_states[0]["found_inf_per_device"] = {torch.device("cpu"): torch.full((1,), infinite)}
+        scaler.update()
+        assert scaler.get_scale() == 128.0, "a fixed scale stays"
+
+
+def test_what_of_fp16_is_told() -> None:
+    fp16 = {"enabled": True, "hysteresis": 2, "min_loss_scale": 1}
+    first, second = told_of_fp16({"fp16": fp16}, "ds.json")
+    assert "weights stay float32" in first
+    assert "hysteresis and min_loss_scale have no effect" in second
+    assert told_of_fp16({"bf16": {"enabled": True}}, "ds.json") == []

@@ -261,13 +261,6 @@ def _without_deepspeed(case: _Case) -> Iterator[Problem]:
 
 def _with_deepspeed(case: _Case) -> Iterator[Problem]:
     config, asked = case.config, case.spelled("distributed.strategy")
-    if config.precision.dtype == "fp16":
-        yield case.problem(
-            "precision.dtype",
-            f"fp16 scales gradients before they are reduced, and {asked} does not know that scale",
-            "auto, fp32, tf32, bf16 with it",
-            "use --precision bf16, or --parallel-strategy fsdp",
-        )
     if config.distributed.find_unused_parameters:
         yield case.problem(
             "distributed.find_unused_parameters",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.config import Config
-from drivetrain.strategies.deepspeed_config import read_own, settings_in, stage_of
+from drivetrain.strategies.deepspeed_config import asks_for_fp16, read_own, settings_in, stage_of, told_of_fp16
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,23 @@ class Zero:
     stage: int
     own: dict[str, Any] = field(default_factory=dict)
     file: str = ""
+    notes: tuple[str, ...] = ()  # what the file asks for and does not get
 
     @classmethod
-    def of(cls, config: Config) -> "Zero":
+    def of(cls, config: Config, *, on_gpu: bool = True) -> "Zero":
+        """Without a GPU the file's fp16 is left out: it says how a GPU computes, not what the job means."""
         path = config.deepspeed.config
         own = {} if path is None else read_own(path)
-        return cls(stage_of(config.deepspeed.stage, own), own, "" if path is None else path.name)
+        notes = told_of_fp16(own, path.name) if path is not None else []
+        if asks_for_fp16(own) and not on_gpu:
+            del own["fp16"]
+            notes = [f"fp16 needs a GPU, and this run uses the CPU: fp16 in {path.name} is left out"] if path else []
+        return cls(stage_of(config.deepspeed.stage, own), own, "" if path is None else path.name, tuple(notes))
 
     def obeyed(self, config: Config) -> tuple[Config, list[str]]:
         """The configuration with what the file says of its settings, where nothing else was said; and what to tell."""
         sections: dict[str, Any] = {}
-        notes: list[str] = []
+        notes = list(self.notes)
         for name, value in settings_in(self.own).items():
             section, _, setting = name.partition(".")
             current = sections.get(section, getattr(config, section))

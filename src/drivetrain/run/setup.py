@@ -66,7 +66,7 @@ from drivetrain.strategies import (
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_named, compile_options, compiled, num_graphs, why_not_compiled
-from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
+from drivetrain.strategies.deepspeed_config import ZeroFacts, derive, scaler_state
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
@@ -127,6 +127,10 @@ def target_to_rerun() -> str:
     return target_of_run()
 
 
+def _on_gpu(devices: Sequence[torch.device]) -> bool:
+    return any(device.type == "cuda" for device in devices)
+
+
 def note_end(finished: bool) -> None:
     """How the run that ended last in this process ended; asked for by whoever ran a script."""
     _ended[0] = finished
@@ -168,11 +172,11 @@ class Setup:
         config = config or _command_line.get() or Config()
         place = World.detect()
         config, notes = obey_launcher(config, place)
-        config, others = Zero.of(config).obeyed(config)
-        notes += [*others, *config.notes]
-        config = share_workers(config, place)
         hardware = detect(config.run.output_dir)
         devices = DeviceManager(hardware, config.device.mode, config.device.device, config.device.ids).devices
+        config, others = Zero.of(config, on_gpu=_on_gpu(devices)).obeyed(config)
+        notes += [*others, *config.notes]
+        config = share_workers(config, place)
         world = World.join(
             devices,
             backend=None if config.distributed.backend == "auto" else config.distributed.backend,
@@ -210,7 +214,7 @@ class Setup:
         job = debugged(job, config, self.num_devices) if config.run.debug else job
         self.name = config.run.name or job.name
         self.job = self._settled(job)
-        self.zero = Zero.of(config)
+        self.zero = Zero.of(config, on_gpu=_on_gpu(devices))
         self._rule = LossRule(Weighting())
         self.loss_parts = LossParts(job.loss_weights, job.count, world)
         self.data_path: DataPath | None = None  # by measuring; None: by rule
@@ -762,7 +766,10 @@ class Setup:
         elif self.uses_deepspeed:
             self.told_deepspeed = self.deepspeed_config(self._num_weights)
             strategy = DeepSpeedStrategy(
-                self.world, self.told_deepspeed, broadcast_buffers=self.config.distributed.broadcast_buffers
+                self.world,
+                self.told_deepspeed,
+                broadcast_buffers=self.config.distributed.broadcast_buffers,
+                scaling=scaler_state(self.zero.own),
             )
         elif self.world.size > 1:
             config = self.config

@@ -2,7 +2,8 @@
 
 DeepSpeed averages gradients over ranks, and clips and steps in one go. So the objective is scaled up by the number of
 ranks, and a rescaling by what was really counted is told to it as the scale of the loss, by which it divides before it
-clips. Each micro-step is marked as the last of its step or not: DeepSpeed does not count them itself.
+clips; in fp16, torch's GradScaler scales the loss, and DeepSpeed is told the product of both. Each micro-step is marked
+as the last of its step or not: DeepSpeed does not count them itself.
 """
 
 import importlib.util
@@ -40,8 +41,17 @@ class DeepSpeedStrategy:
 
     name = "deepspeed"
 
-    def __init__(self, world: World, config: Mapping[str, Any], *, broadcast_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        world: World,
+        config: Mapping[str, Any],
+        *,
+        broadcast_buffers: bool = True,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`scaling` is the state that the gradient scaler begins with in fp16, where a file says one."""
         self._world, self.config = world, dict(config)
+        self._scaling = dict(scaling or {})
         self._stage = int(config["zero_optimization"]["stage"])
         self._engine: Any = None
         self._broadcast_buffers = broadcast_buffers
@@ -53,6 +63,9 @@ class DeepSpeedStrategy:
         parts.mixtures.group = self._world.group
         self._objective = Objective(parts, scale=float(self._world.size))  # it averages over ranks; a step is a sum
         self._has_buffers = any(True for _ in parts.model.buffers())
+        self._scaler = parts.scaler if parts.precision.scales_loss else None
+        if self._scaler is not None and self._scaling:
+            self._scaler.load_state_dict(self._scaling)
         self._sums = Sums(self._world)
         self._begins, self._accumulates = True, False
         self._samples = 0
@@ -125,6 +138,12 @@ class DeepSpeedStrategy:
         self._refuse_other_weights(sorted(self._used_first))
         self._refuse_decay_of_unused()
 
+    def _adapt_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Tell the scaler whether gradients were finite: DeepSpeed found out, for all ranks together."""
+        infinite = torch.full((1,), float(self._zero.overflow), device=self._world.device)
+        scaler._per_optimizer_states[id(self._parts.optimizer)]["found_inf_per_device"] = {infinite.device: infinite}
+        scaler.update()
+
     def _forget_gradients(self) -> None:
         """After a step that was skipped. With an offloaded optimizer DeepSpeed 0.19 itself keeps the sums that were not
         finite, adds to them, and so skips every step that follows."""
@@ -192,6 +211,8 @@ class DeepSpeedStrategy:
     def backward(self, objective: Tensor) -> None:
         if not self._accumulates:
             self._sums.send(*self._objective.take_tallies())
+        if self._scaler is not None:
+            objective = self._scaler.scale(objective)
         self._engine.backward(objective, scale_wrt_gas=False)
 
     def step(self, stop: bool) -> StepOutcome:
@@ -201,8 +222,12 @@ class DeepSpeedStrategy:
             # The host waits for the device. So it does in DeepSpeed's step, to see whether the norm is finite.
             factor = float(rescaling(self._samples, count))
             self._zero.external_loss_scale = 1 / factor if factor else float("inf")
+        if self._scaler is not None:
+            self._zero.external_loss_scale *= self._scaler.get_scale()
         self._engine.step()
         self._zero.external_loss_scale = 1.0
+        if self._scaler is not None:
+            self._adapt_scale(self._scaler)
         norm = None
         if self._parts.clip_norm is not None:
             norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._world.device)

@@ -15,6 +15,7 @@ DEFAULT_STAGE = 2
 LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default, whose buffer a small model would never fill
 
 _FLAG = "--deepspeed-config"
+_NEVER = 2**31 - 1  # steps until a fixed scale grows
 _JOBS_OWN = {
     "optimizer": ("the job has an optimizer of its own", "drop it, and say it in Job.optimizer"),
     "scheduler": ("the job has a schedule of its own", "drop it, and say it in Job.schedule"),
@@ -68,12 +69,45 @@ def keeps_bf16_weights(config: Mapping[str, Any]) -> bool:
     return bool(config.get("bf16", {}).get("enabled", False))
 
 
+def asks_for_fp16(own: Mapping[str, Any]) -> bool:
+    return "fp16" in own and _is_on(own["fp16"])
+
+
+def scaler_state(own: Mapping[str, Any]) -> dict[str, Any]:
+    """How a file scales the loss in fp16, as the state of torch's GradScaler; empty where it does not say."""
+    if not asks_for_fp16(own):
+        return {}
+    fp16 = own["fp16"]
+    fixed = float(fp16.get("loss_scale", 0))  # 0: it follows the gradients
+    return {
+        "scale": fixed or 2.0 ** fp16.get("initial_scale_power", 16),
+        "growth_factor": 2.0,
+        "backoff_factor": 1.0 if fixed else 0.5,
+        "growth_interval": _NEVER if fixed else fp16.get("loss_scale_window", 1000),
+        "_growth_tracker": 0,
+    }
+
+
+def told_of_fp16(own: Mapping[str, Any], file: str) -> list[str]:
+    """Where this runtime's fp16 is another than DeepSpeed's own."""
+    if not asks_for_fp16(own):
+        return []
+    notes = [f"fp16 in {file}: weights stay float32 and operations are cast, as under every other strategy"]
+    ignored = [key for key in ("hysteresis", "consecutive_hysteresis", "min_loss_scale") if key in own["fp16"]]
+    if ignored:
+        notes.append(
+            f"fp16 in {file}: {' and '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no effect: the loss "
+            "scale is halved after every step whose gradients are not finite"
+        )
+    return notes
+
+
 def settings_in(own: Mapping[str, Any]) -> dict[str, Any]:
     """What a file says of drivetrain's own settings, by their names."""
     said = {
         "batch.size": own.get("train_micro_batch_size_per_gpu"),
         "batch.accumulation": own.get("gradient_accumulation_steps"),
-        "precision.dtype": "bf16" if keeps_bf16_weights(own) else None,
+        "precision.dtype": "bf16" if keeps_bf16_weights(own) else "fp16" if asks_for_fp16(own) else None,
     }
     return {name: value for name, value in said.items() if value is not None}
 
@@ -97,7 +131,8 @@ def derive(facts: ZeroFacts, own: Mapping[str, Any] | None = None, file: str = "
     elif facts.offload_optimizer is False:
         zero.pop("offload_optimizer", None)
     config = {
-        **{key: value for key, value in own.items() if key != "train_batch_size"},  # ragged batches are no multiple
+        # Ragged batches are no multiple of a batch size, and the strategy scales the loss itself.
+        **{key: value for key, value in own.items() if key not in ("train_batch_size", "fp16")},
         "train_micro_batch_size_per_gpu": facts.micro_batch,
         "gradient_accumulation_steps": 1,  # the strategy says which micro-step is the last, and weighs each itself
         "gradient_clipping": facts.clip_norm or 0.0,
@@ -130,13 +165,13 @@ def _contradictions(facts: ZeroFacts, own: Mapping[str, Any]) -> Iterator[tuple[
         if key in own and own[key] != value:
             remedy = "drop it" if instead == "nothing" else f"drop it, or change {instead}"
             yield key, own[key], f"{own[key]} in the file, but {value} {what}", remedy
-    if _is_on(own.get("fp16")):
-        yield (
-            "fp16",
-            own["fp16"],
-            "fp16 is not there with deepspeed",
-            'use "bf16", or --parallel-strategy fsdp for fp16',
-        )
+    if asks_for_fp16(own):
+        if facts.precision != "fp16":
+            message = f"asks for fp16, but this run computes in {facts.precision}"
+            yield "fp16", own["fp16"], message, "use --precision fp16, or drop it"
+        if own["fp16"].get("fp16_master_weights_and_grads"):
+            message = "small steps would be lost in fp16 weights, and a checkpoint holds float32 ones"
+            yield "fp16.fp16_master_weights_and_grads", True, message, "drop it"
     if keeps_bf16_weights(own) and facts.precision != "bf16":
         message = f"keeps weights in bf16, but this run computes in {facts.precision}"
         yield "bf16", own["bf16"], message, "use --precision bf16, or drop it"

@@ -198,6 +198,11 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     _put_exactly(optimizer, by_number)
     as_parameters_lie(optimizer)
     load_optimizer_meta(parts, source, names)
+    load_scaler(parts, source)
+
+
+def load_scaler(parts: StrategyParts, source: TensorSource) -> None:
+    """The scale of the loss in fp16, where the checkpoint's run had one."""
     if parts.precision.scales_loss and source.meta.get("scaler"):
         parts.scaler.load_state_dict(source.meta["scaler"])
 

@@ -22,6 +22,7 @@ from drivetrain.strategies.replicated import (
     OPTIMIZER,
     check_field,
     load_optimizer_meta,
+    load_scaler,
     loaded_settings,
     optimizer_meta,
     refuse_another_job,
@@ -140,7 +141,7 @@ class ZeroParts:
         return shards, {
             "optimizer_groups": groups,
             "optimizer_scalars": scalars,
-            "scaler": None,
+            "scaler": self._parts.scaler.state_dict() if self._parts.precision.scales_loss else None,
             "num_averaged": average.num_updates if average is not None else 0,
             **meta,
         }
@@ -173,6 +174,7 @@ class ZeroParts:
         for group, stored in zip(optimizer.param_groups, source.meta["optimizer_groups"], strict=True):
             group.update(loaded_settings(stored))
         load_optimizer_meta(self._parts, source, {})
+        load_scaler(self._parts, source)
 
     def _fields_by_flat(self, source: TensorSource) -> dict[Tensor, list[str]]:
         """Which state each flat tensor gets. DeepSpeed steps its weights as one: all must have the same."""
