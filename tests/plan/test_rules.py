@@ -133,6 +133,7 @@ def test_what_is_pinned_is_never_overridden(machine, micro_batch, accumulation, 
     ("held_gb", "free_gb", "ranks", "expected", "why"),
     [
         (None, 0, 1, "single", "one process"),
+        (None, 80, 1, "single", "one process"),
         (500, 80, 1, "single", "one process"),
         (None, 80, 4, "ddp", "whole copy"),
         (64, 80, 4, "ddp", "take 64 GB, and 80 GB are free on a GPU: a whole copy on each"),
@@ -149,6 +150,26 @@ def test_a_model_that_does_not_fit_whole_is_sharded(
     assert choice.value == expected
     assert why in choice.reason
     assert ("--fsdp-offload" in str(choice.alternatives)) == ("too much" in choice.reason)
+
+
+@pytest.mark.parametrize(
+    ("held_gb", "offloaded_gb", "ranks", "expected"),
+    [
+        (64, 32, 1, "single"),
+        (100, 50, 1, "deepspeed"),
+        (200, 100, 1, "single"),  # it does not fit either, and the error says what would
+        (200, 25, 4, "fsdp"),
+        (400, 50, 4, "deepspeed"),
+        (800, 100, 4, "fsdp"),
+    ],
+)
+def test_deepspeed_is_taken_where_nothing_else_fits(
+    held_gb: float, offloaded_gb: float, ranks: int, expected: str
+) -> None:
+    choice = choose_strategy(held_gb * GB, 80 * GB, ranks, offloaded_gb * GB)
+    assert choice.value == expected
+    assert ("host memory" in choice.reason) == (expected == "deepspeed")
+    assert choose_strategy(held_gb * GB, 80 * GB, ranks).value != "deepspeed", "not where it cannot be used"
 
 
 def test_the_zero_stage_is_that_of_the_strategy() -> None:

@@ -58,6 +58,40 @@ def test_bit_identical_after_a_stop(gloo_pool: GlooPool, tmp_path: Path, stage: 
     assert_identical(mended, whole)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_equals_fp32_to_its_rounding(gloo_pool: GlooPool, tmp_path: Path, stage: int) -> None:
+    """With a file as DeepSpeed's users have it: the loss is scaled from 2 ** 16 on, and weights stay float32."""
+    path = tmp_path / "fp16.json"
+    path.write_text(json.dumps({"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}}))
+    settings = {**zero(stage), "deepspeed_config": str(path), "precision": "auto"}
+    trained = gloo_pool.run(on_gpu, str(tmp_path), SHORT, 2, settings, world=2, **LIMIT)[0]
+    kept = [row["loss"] for row in trained.rows if not row.get("skipped")]
+    assert len(kept) > len(trained.rows) // 2
+    assert trained.losses[0] == pytest.approx(plain_loop(SHORT)[0][0], rel=5e-3)
+    assert {value.dtype.name for value in trained.weights.values()} == {"float32"}
+
+
+def auto_with_little_memory(folder: str, free_bytes: int) -> Trained | None:
+    real = torch.cuda.mem_get_info
+    torch.cuda.mem_get_info = lambda device=None: (free_bytes, real(device)[1])
+    try:
+        return on_gpu(folder, SHORT, 2, {"auto_optimize": False})
+    finally:
+        torch.cuda.mem_get_info = real
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_takes_it_where_nothing_else_fits(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
+    """Weights w with Adam take 4 w, or 4 w ÷ ranks each under fsdp; offloaded, 2 w ÷ ranks."""
+    weights = 4 * sum(value.numel() for value in make_job(SHORT).model().parameters())
+    free = int(3 * weights / world / 0.8)
+    trained = gloo_pool.run(auto_with_little_memory, str(tmp_path), free, world=world, **LIMIT)[0]
+    assert trained.losses == pytest.approx(plain_loop(SHORT)[0], rel=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "suite" / "events.jsonl").read_text().splitlines()]
+    told = next(event for event in events if event["event"] == "deepspeed")["config"]
+    assert told["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
 def gpt_small() -> Job:
     """The body of GPT-2 small: 12 layers of width 768, 85 million weights."""
     text = b"".join(str(number * number).encode() + b" " for number in range(20_000))

@@ -129,23 +129,50 @@ def _strategy(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[str]:
         )
     if len(gpus) == 1:
         return Choice(value="single", reason="one GPU needs no communication")
-    others = ("fsdp where the model does not fit one GPU", "deepspeed where asked for", "data_parallel where asked for")
+    others = (
+        "fsdp where the model does not fit one GPU",
+        "deepspeed where nothing else fits",
+        "data_parallel where asked for",
+    )
     return Choice(value="ddp", reason="several GPUs, each with a whole copy of the model", alternatives=others)
 
 
-def choose_strategy(held_bytes: int | None, free_bytes: int, num_ranks: int) -> Choice[str]:
-    """For a known model: what weights, gradients and optimizer take (None: nobody knows), and what a GPU has free."""
-    if num_ranks == 1:
-        return Choice(value="single", reason="one process needs no communication")
+def choose_strategy(
+    held_bytes: int | None, free_bytes: int, num_ranks: int, offloaded_bytes: int | None = None
+) -> Choice[str]:
+    """For a known model, by what a GPU has free.
+
+    Args:
+        held_bytes: what weights, gradients and optimizer take; None where that is not known.
+        free_bytes: the least that is free on any GPU.
+        num_ranks: how many processes train.
+        offloaded_bytes: what each of them keeps on its GPU where DeepSpeed divides weights and gradients and holds the
+            optimizer in host memory; None where DeepSpeed cannot be used.
+    """
     if held_bytes is None or not free_bytes:
+        if num_ranks == 1:
+            return Choice(value="single", reason="one process needs no communication")
         reason = f"{num_ranks} processes, each with a whole copy of the model"
         return Choice(value="ddp", reason=reason, alternatives=("fsdp",))
     takes, free, share = held_bytes / 1e9, free_bytes / 1e9, held_bytes / num_ranks / 1e9
     figures = f"weights, gradients and optimizer take {takes:.3g} GB, and {free:.3g} GB are free on a GPU"
+    last_resort: Choice[str] = Choice(
+        value="deepspeed",
+        reason=f"{figures}: the optimizer goes to host memory, which makes steps slower",
+        alternatives=("more GPUs",),
+    )
+    is_saved_by_it = offloaded_bytes is not None and offloaded_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
+    if num_ranks == 1:
+        fits = held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
+        if is_saved_by_it and not fits:
+            return last_resort
+        return Choice(value="single", reason="one process needs no communication")
     if held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes:
         return Choice(value="ddp", reason=f"{figures}: a whole copy on each", alternatives=("fsdp",))
     if share <= MOST_FOR_A_WHOLE_COPY * free:
         return Choice(value="fsdp", reason=f"{figures}: a part of {share:.3g} GB on each of {num_ranks}")
+    if is_saved_by_it:
+        return last_resort
     reason = f"{figures}: even a part of {share:.3g} GB on each of {num_ranks} is too much"
     return Choice(value="fsdp", reason=reason, alternatives=("fsdp with --fsdp-offload", "more GPUs"))
 

@@ -603,6 +603,8 @@ class Setup:
         self._refuse_meta(made)
         self._num_weights = sum(parameter.numel() for parameter in made.parameters())
         self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
+        if self.uses_deepspeed and self.config.distributed.strategy == "auto":
+            self._offload_optimizer()
         if self.shards:
             refuse_uncuttable(made)
             if self.strategy_choice.value == ExpertParallelStrategy.name:
@@ -617,6 +619,13 @@ class Setup:
             raise explained(
                 self.job, made, self.way.precision, str(self.world.device), free, fraction, num_devices=self.num_devices
             ) from error
+
+    def _offload_optimizer(self) -> None:
+        """What `auto` takes DeepSpeed for. Several ranks divide the weights as well."""
+        wanted = {"offload_optimizer": True, "stage": 3 if self.world.size > 1 else 2}
+        deepspeed = self.config.deepspeed.model_copy(update=wanted)
+        self.config = self.config.model_copy(update={"deepspeed": deepspeed})
+        self.zero = Zero.of(self.config)
 
     @property
     def shards(self) -> bool:

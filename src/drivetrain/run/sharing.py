@@ -1,5 +1,6 @@
 """Which strategy fits the processes, the devices and the model that there are."""
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -11,12 +12,13 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice
-from drivetrain.plan.held import forecast_held, num_bytes
+from drivetrain.plan.held import Held, forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
 from drivetrain.run.pinned import plan_anew
 from drivetrain.strategies.deepspeed import DeepSpeedStrategy, refuse_without_deepspeed
 
 _FLAG = "--parallel-strategy"
+_PLENTY = 10  # × its weights: more than any optimizer of torch keeps for a model, with its gradients
 _LEAVE_OUT = f"leave {_FLAG} out"
 
 
@@ -49,18 +51,27 @@ def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice
     """The one that was asked for; else by what model and optimizer take, and the least that is free on any rank."""
     if asked != "auto":
         return Choice(value=asked, reason="asked for", pinned=True)
-    if world.size == 1 or world.device.type != "cuda":
+    if world.device.type != "cuda":
         return choose_strategy(None, 0, world.size)
     free = min(world.gather(torch.cuda.mem_get_info(world.device)[0]))
-    return choose_strategy(_held_bytes(model, job), free, world.size)
+    if world.size == 1 and _PLENTY * num_bytes(model.parameters()) < free:
+        return choose_strategy(None, 0, world.size)
+    offloaded: int | None = None
+    try:
+        held = _held(model, job)
+        if held is not None and importlib.util.find_spec("deepspeed") is not None:
+            offloaded = held.buffers + (held.parameters + held.gradients) // world.size
+    except _NotMadeError:  # a user's own loop, whose forward DeepSpeed cannot take over
+        held = _as_adam(model)
+    return choose_strategy(None if held is None else held.total, free, world.size, offloaded)
 
 
 class _NotMadeError(Exception):
     """The job's optimizer was there before, so it cannot be tried out on other parameters."""
 
 
-def _held_bytes(model: nn.Module, job: Job) -> int | None:
-    """Weights, buffers, gradients and optimizer; None where nobody knows."""
+def _held(model: nn.Module, job: Job) -> Held | None:
+    """Weights, buffers, gradients and optimizer; None where that is not known."""
 
     def make(ghost: nn.Module) -> Optimizer:
         optimizer, own = job.make_optimizer(ghost), set(ghost.parameters())
@@ -68,13 +79,14 @@ def _held_bytes(model: nn.Module, job: Job) -> int | None:
             raise _NotMadeError
         return optimizer
 
-    try:
-        held = forecast_held(model, make)
-    except _NotMadeError:
-        # That of a loop of one's own: taken to keep two numbers for each weight, as Adam does.
-        trained = num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
-        return num_bytes([*model.parameters(), *model.buffers()]) + 3 * trained
-    return None if held is None else held.total
+    return forecast_held(model, make)
+
+
+def _as_adam(model: nn.Module) -> Held:
+    """With an optimizer that keeps two numbers for each weight."""
+    trained = num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    weights, buffers = num_bytes(model.parameters()), num_bytes(model.buffers())
+    return Held(parameters=weights, buffers=buffers, gradients=trained, optimizer=2 * trained)
 
 
 def _problem(config: Config, message: str, allowed: str, remedy: str) -> ConfigError:
