@@ -26,6 +26,7 @@ from drivetrain.data.items import Collated, what_draws
 from drivetrain.data.loader import Loader
 from drivetrain.data.orders import refuse_unequal_orders
 from drivetrain.job import Job
+from drivetrain.monitor.books import Books, NoBooks
 from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
@@ -56,6 +57,7 @@ from drivetrain.run import (
     write_down,
 )
 from drivetrain.run.batch_size import settle_global_batch
+from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.planner import Told, settle
 from drivetrain.step import CapturedStepper, Stepper, make_capturable
@@ -237,6 +239,8 @@ class _Run(Setup):
             trainer.check_after_first_step = saves.prepare
             trainer.check_model = watch.check
             trainer.before_step = self._before_step(watched(self, loader, model, stepper, books), loader)
+            if job.clip_norm is None and self.strategy != "deepspeed":
+                trainer.norms = self._norm_cadence(parts, resumed_from, books, stepper, plan)
             if self.loss_parts.has_schedule:
                 trainer.set_loss_weights = self.loss_parts.set_weights
             trainer.tell, trainer.say = books.event, books.say
@@ -294,6 +298,22 @@ class _Run(Setup):
                 others(step)
 
         return before_step
+
+    def _norm_cadence(
+        self, parts: StrategyParts, first_step: int, books: Books | NoBooks, stepper: Stepper, plan: Plan
+    ) -> NormCadence:
+        """How often the gradient norm is recorded; said where that is not every step."""
+
+        def tell(words: str, facts: dict[str, Any]) -> None:
+            books.event("gradient norm", words=words, **facts)
+            if words:
+                books.say(f"  grad norm  {words}")
+
+        shares = self.world.size > 1 and self.strategy in ("fsdp", "expert_parallel")
+        norms = NormCadence(parts, self.world, first_step, tell, shares=shares)
+        if type(stepper) is not Stepper:
+            norms.settle_captured(plan.forecast.step_seconds)
+        return norms
 
     def _rehearsal(self, loader: Loader, optimizer: Optimizer) -> Rehearsal | None:
         """What hooks need that train on samples again; None where samples have no numbers."""

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,15 @@ from drivetrain.job import Job
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
 from drivetrain.step import Stepper
 from drivetrain.strategies.rates import are_rounded, rounded, set_rate
+
+
+class NormCadence(Protocol):
+    """Decides in which steps the gradient norm is computed: each of those whose number is a multiple of `every`."""
+
+    every: int
+
+    def begin(self, step: int) -> bool:
+        """Prepare the step that begins, after so many. Returns whether there is nothing left to decide or to do."""
 
 
 class Begun(NamedTuple):
@@ -114,6 +123,7 @@ class Trainer:
         self.measure: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
         self.rehearsal: Rehearsal | None = None
         self.before_step: Callable[[int], None] | None = None  # with its number, from 1
+        self.norms: NormCadence | None = None  # decides which steps have their gradient norm, where nothing is clipped
         self.set_loss_weights: Callable[[int], None] | None = None  # of the step that begins, where they change
         self.check_model: Callable[[], None] = lambda: None  # raises for what a hook must not change in it
         # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
@@ -149,6 +159,8 @@ class Trainer:
     def begin(self, place: Place) -> Begun:
         if self.before_step is not None:
             self.before_step(place.step + 1)
+        if self.norms is not None and self.norms.begin(place.step):
+            self.norms = None
         is_last, validation = self._is_last(place), self._validation
         hooks = [
             hook
@@ -232,6 +244,8 @@ class Trainer:
             return None
         done = stretch.first.step
         free = [every - 1 - done % every for every in self._everies]
+        if self.norms is not None:
+            free.append(self.norms.every - 1 - done % self.norms.every)
         if self._job.max_steps is not None:
             free.append(self._job.max_steps - 1 - done)
         stretch = stretch.shortened(min(free, default=stretch.num_steps)).shortened(self._num_together)

@@ -169,8 +169,11 @@ def read(folder: Path, resumed_from: int = 0) -> Trained:
     import json
 
     rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    clips = "clip_norm: null" not in (folder / "job.yaml").read_text()
     for row in rows:
         del row["seconds"]
+        if not clips:
+            del row["grad_norm"]  # how often it is recorded depends on how long it takes
     checkpoint = Checkpointer(folder / "checkpoints", World()).latest()
     assert checkpoint is not None
     tensors = {key: checkpoint.read(key).numpy() for key in checkpoint.keys}

@@ -244,6 +244,7 @@ class CapturedStepper(Stepper):
         self._takes_rows = self._channels_last = False
         put_rates_on_device(strategy.parts.optimizer)
         self._capturable, self._device = strategy, world.device
+        self._norms = strategy.parts.norms
         self._make_recorder = make_recorder
         # Called with what to say of it, once steps are captured and once they are not any more.
         self.tell: Callable[[str, str], None] = lambda event, words: None
@@ -311,6 +312,8 @@ class CapturedStepper(Stepper):
             key = micro.num_samples, place.num_samples, micro.weight, signature(batch, leaves)
         except NotStaticError as reason:
             self._give_up(str(reason))
+            return self._run_here(batch, place, micro, stop)
+        if self._norms.is_apart:
             return self._run_here(batch, place, micro, stop)
         recorded = self._recorded.get(key)
         if recorded is None:

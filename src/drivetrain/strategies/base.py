@@ -31,6 +31,16 @@ LossFunction = Callable[[Any, Any], Tensor | LossSum | UndividedLoss | NamedLoss
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]
 
 
+class NormDue:
+    """Whether the step that is under way computes the gradient norm, where nothing is clipped by it."""
+
+    __slots__ = ("is_apart", "is_due")
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self.is_apart = False  # captured steps are without it, so this one is not replayed
+
+
 @dataclass(frozen=True)
 class StrategyParts:
     """What a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
@@ -47,6 +57,7 @@ class StrategyParts:
     # Where the optimizer holds this rank's parts of parameters: each part, and the parameter it is of.
     owners: Mapping[Tensor, Tensor] = field(default_factory=dict)
     loss_parts: LossParts = field(default_factory=LossParts)  # for a loss that returns named parts
+    norms: NormDue = field(default_factory=NormDue)
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
 
@@ -108,7 +119,11 @@ class StrategyParts:
         if factor is not None:
             gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
             torch._foreach_mul_(gradients, factor)
-        norm = None if self.clip_norm is None else self._clip(self.clip_norm, together)
+        norm = None
+        if self.clip_norm is not None:
+            norm = self._clip(self.clip_norm, together)
+        elif self.norms.is_due:
+            norm = self._norm(together)
         if scales:
             # A fused optimizer skips on the device. Others ask the host, which waits to know.
             before = self.scale()
@@ -123,6 +138,11 @@ class StrategyParts:
                     raise closure_error(self.optimizer) from error
                 raise
         return norm, skipped
+
+    def _norm(self, together: "Together | None") -> Tensor:
+        if together is not None:
+            return together.norm(self.trained)
+        return nn.utils.get_total_norm([part.grad for part in self.trained if part.grad is not None])
 
     def _clip(self, most: float, together: "Together | None") -> Tensor:
         if together is None:
