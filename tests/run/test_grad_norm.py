@@ -12,6 +12,7 @@ from drivetrain.data.stream import SampleStream
 from drivetrain.run import grad_norm
 from drivetrain.run.grad_norm import FIRST, LAST, MOST_SHARE, NormCadence, round_up
 from drivetrain.strategies import StrategyParts
+from tests.gloo_pool import GlooPool
 from tests.training.jobs import Variant, Vectors, make_model, run, vector_loss
 
 SHORT = Variant(steps=4, num_samples=40, global_batch=16)
@@ -39,6 +40,28 @@ def test_first_steps_have_their_norm(tmp_path: Path, micro_batch: int | None) ->
     assert found[1] == pytest.approx(first_norm_by_hand(SHORT), rel=1e-9)
     run(str(tmp_path / "clipped"), SHORT, micro_batch, clip_norm=1e9)
     assert found == norms_of(tmp_path / "clipped")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_record_the_norm_of_the_whole_gradient(gloo_pool: GlooPool, tmp_path: Path, strategy: str) -> None:
+    gloo_pool.run(run_on_ranks, str(tmp_path), strategy, world=2)
+    assert norms_of(tmp_path)[1] == pytest.approx(first_norm_by_hand(SHORT), rel=1e-9)
+
+
+def run_on_ranks(folder: str, strategy: str) -> None:
+    run(folder, SHORT, 4, settings={"parallel_strategy": strategy}, clip_norm=None)
+
+
+def test_the_norm_of_sparse_gradients() -> None:
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    parts = StrategyParts(table, vector_loss, torch.optim.SGD(table.parameters(), lr=0.0))
+    parts.norms.is_due = True
+    assert parts.move(None)[0] == 0.0, "without gradients"
+    table(torch.tensor([1, 1, 4])).square().sum().backward()
+    dense = torch.nn.Embedding.from_pretrained(table.weight.detach().clone(), freeze=False)
+    dense(torch.tensor([1, 1, 4])).square().sum().backward()
+    assert dense.weight.grad is not None
+    torch.testing.assert_close(parts.move(None)[0], dense.weight.grad.norm())
 
 
 def cadence(monkeypatch: pytest.MonkeyPatch, norm: float, told: list[Any]) -> tuple[NormCadence, StrategyParts]:

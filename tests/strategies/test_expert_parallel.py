@@ -44,7 +44,7 @@ def distances(one: Trained, other: Trained) -> dict[str, float]:
     assert one.weights.keys() == other.weights.keys()
     assert one.state.keys() == other.state.keys()
     pairs: dict[str, tuple[Any, Any]] = {"losses": (one.losses, other.losses)}
-    if one.rows[0]["grad_norm"] is not None:
+    if one.rows[0].get("grad_norm") is not None:
         pairs["norms"] = tuple([row["grad_norm"] for row in trained.rows] for trained in (one, other))  # type: ignore[assignment]
     ours, theirs = one.weights | one.state, other.weights | other.state
     pairs |= {key: (ours[key], theirs[key]) for key in theirs}

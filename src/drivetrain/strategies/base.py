@@ -142,7 +142,10 @@ class StrategyParts:
     def _norm(self, together: "Together | None") -> Tensor:
         if together is not None:
             return together.norm(self.trained)
-        return nn.utils.get_total_norm([part.grad for part in self.trained if part.grad is not None])
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros_like(self._one)
+        return nn.utils.get_total_norm([value.coalesce().values() if value.is_sparse else value for value in gradients])
 
     def _clip(self, most: float, together: "Together | None") -> Tensor:
         if together is None:
