@@ -3,6 +3,11 @@
 Data and model are small enough to train anywhere in seconds; nothing is downloaded.
 """
 
+import gzip
+import importlib.util
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,14 +57,25 @@ class DigitNet(nn.Module):
 
 def load_digits() -> tuple[TensorDataset, Tensor, Tensor]:
     """Training set, validation images and labels. The split is the same for every seed, to compare runs."""
-    from sklearn.datasets import load_digits as bundled
-
-    digits = bundled()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target, dtype=torch.int64)
+    rows = _bundled()
+    images = rows[:, :64].reshape(-1, 1, 8, 8).float() / 16
+    labels = rows[:, 64].long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, valid = order[NUM_VALID:], order[:NUM_VALID]
     return TensorDataset(images[train], labels[train]), images[valid], labels[valid]
+
+
+def _bundled() -> Tensor:
+    """Rows of 64 pixels and a label. The file is read where it lies: to import scikit-learn takes two seconds."""
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin if package and package.origin else "").parent / "datasets" / "data" / "digits.csv.gz"
+    if not file.is_file():  # another version may keep it elsewhere
+        from sklearn.datasets import load_digits as loaded
+
+        digits = loaded()
+        return torch.tensor([[*row, label] for row, label in zip(digits.data, digits.target, strict=True)])
+    with gzip.open(file, "rt") as lines:
+        return torch.from_numpy(np.loadtxt(lines, delimiter=","))
 
 
 def accuracy(logits: Tensor, batch: list[Tensor]) -> Tensor:
