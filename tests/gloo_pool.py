@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 
+from tests.warm_python import warm_context
+
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed: they may be stuck in a collective with it
 START_LIMIT_SECONDS = 120.0
 
@@ -59,8 +61,7 @@ class GlooPool:
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
+        self._context = warm_context
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")  # readable by this user only
         self._stores = itertools.count()
         self._store = ""

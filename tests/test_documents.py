@@ -2,14 +2,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from drivetrain.cli import COMMANDS, flag_parser
 from drivetrain.config import SETTINGS
+from tests import warm_python
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,9 +28,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 def test_python_runs(document: str, tmp_path: Path) -> None:
     """All blocks of a document, one after the other, as somebody would type them."""
     code = "\n".join(text for found, text in blocks("python") if found == document)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
-    )
+    done = warm_python.run(["-c", code], cwd=tmp_path)
     assert done.returncode == 0, f"{document}:\n{code}\n{done.stderr}"
 
 
@@ -81,6 +78,6 @@ def test_the_wrong_input_of_the_readme_is_what_is_printed() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     command, _, expected = next(body for kind, body in BLOCK.findall(text) if kind == "text").partition("\n")
     words = shlex.split(command.removeprefix("$ "))[1:]
-    done = subprocess.run([sys.executable, "-m", "drivetrain", *words], capture_output=True, text=True, check=False)
+    done = warm_python.run(["-m", "drivetrain", *words])
     assert done.returncode == 2
     assert done.stderr == expected

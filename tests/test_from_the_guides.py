@@ -3,13 +3,12 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from drivetrain.cli import COMMANDS, flag_parser
+from tests import warm_python
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\|(?P<there>[^|]+)\| `(?P<here>[^`]+)` \|$", re.MULTILINE)
@@ -44,20 +43,18 @@ def command(here: str, folder: Path) -> list[str]:
         size = ["--data", "digits", "--max-steps", "3", "--output-dir", str(folder)]
         epochs = [] if "--epochs" in words else ["--epochs", "1"]
         mode = [] if "--gpu-mode" in words else ["--gpu-mode", "cpu"]
-        return [sys.executable, str(ROOT / words[1]), *words[2:], *size, *epochs, *mode]
+        return [str(ROOT / words[1]), *words[2:], *size, *epochs, *mode]
     extra = []
     if words[1] in TRAINS:
         extra = ["--gpu-mode", "cpu"] if words[1] != "plan" else []
         extra += ["--output-dir", str(folder)]
         extra += ["--debug"] if words[1] == "train" and "--debug" not in words else []
-    return [sys.executable, "-m", "drivetrain", *words[1:], *extra]
+    return ["-m", "drivetrain", *words[1:], *extra]
 
 
 def run(here: str, folder: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command(here, folder), capture_output=True, text=True, timeout=280, check=False, cwd=folder, env=environment
-    )
+    done = warm_python.run(command(here, folder), timeout=280, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.recipes import digits_moe
 from drivetrain.recipes.digits_moe import accuracy_of, mixture_job, show_mixture
 from drivetrain.recipes.mnist import load_pictures
+from tests import warm_python
 from tests.recipes.test_mnist import write
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu_training_example.py"
@@ -163,8 +163,7 @@ def test_the_example_runs_on_a_folder_of_mnist(tmp_path: Path) -> None:
     folder = write(tmp_path / "data")
     environ = {**os.environ, "DRIVETRAIN_CACHE": str(tmp_path / "cache")}
     words = ["--gpu-mode", "cpu", "--data-dir", str(folder), "--epochs", "1", "--batch-size", "8"]
-    command = [sys.executable, str(EXAMPLE), *words, "--output-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=tmp_path)
+    done = warm_python.run([str(EXAMPLE), *words, "--output-dir", str(tmp_path)], env=environ, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "of the 10 test pictures" in done.stdout
     assert (tmp_path / "gpu_training" / "performance_summary.txt").exists()

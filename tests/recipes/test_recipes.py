@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from drivetrain.launch.training import FOR_RECIPES, READ_BY
 from drivetrain.recipes import RECIPES, digits
 from drivetrain.recipes.digits import DigitNet, load_digits
 from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_token_loss
+from tests import warm_python
 
 
 def train(folder: Path, target: str, *flags: str, report: bool = False) -> int:
@@ -146,14 +146,14 @@ if __name__ == "__main__":
 def in_a_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # On a machine with a GPU, too, these compare losses to more digits than bf16 has.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=250, check=False, env=environment)
+    return warm_python.run(words, cwd=folder, timeout=250, env=environment)
 
 
 def test_a_script_alone_by_drivetrain_and_as_a_function(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    alone = in_a_process(tmp_path, sys.executable, "mine.py")
+    alone = in_a_process(tmp_path, "mine.py")
     assert "steps 16" in alone.stdout, alone.stderr
-    command = [sys.executable, "-m", "drivetrain", "train", "--no-report"]
+    command = ["-m", "drivetrain", "train", "--no-report"]
     function = in_a_process(tmp_path, *command, "mine:make_job", "--output-dir", "third")
     assert function.returncode == 0, function.stderr
     monkeypatch.chdir(tmp_path)

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import multiprocessing
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from drivetrain import Config, ConfigError, DrivetrainError, Job, LossSum
 from drivetrain.api import train
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
+from tests import warm_python
 from tests.training.jobs import Mlp, Variant, Vectors, make_job, vector_loss
 
 SMALL = Variant(dtype=torch.float32, steps=4, num_samples=20, global_batch=8, save_every=2)
@@ -321,12 +320,16 @@ def test_a_step_that_counts_nothing_moves_nothing(tmp_path: Path, count: Any) ->
 
 def test_an_output_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     """A full disk behind the redirection; and a reader that goes away."""
-    command = [sys.executable, "-m", "drivetrain", "train", "digits", "--max-steps", "4", "--gpu-mode", "cpu"]
+    command = ["-m", "drivetrain", "train", "digits", "--max-steps", "4", "--gpu-mode", "cpu"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([*command, "--output-dir", str(tmp_path / "full")], stdout=full, timeout=120, check=False)
+        done = warm_python.run([*command, "--output-dir", str(tmp_path / "full")], stdout=full.fileno())
     assert list((tmp_path / "full" / "digits" / "checkpoints").glob("step-*"))
     assert (tmp_path / "full" / "digits" / "finished.json").exists()
     assert done.returncode in (0, 1, 120)  # what is printed after the run may fail to be
-    words = " ".join([*command, "--log-every", "1", "--output-dir", str(tmp_path / "pipe")])
-    subprocess.run(f"{words} | head -1", shell=True, timeout=120, check=False, stdout=subprocess.DEVNULL)
+    words = [*command, "--log-every", "1", "--output-dir", str(tmp_path / "pipe")]
+    with warm_python.WarmProcess(words, drops_stderr=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(120)
     assert (tmp_path / "pipe" / "digits" / "finished.json").exists()

@@ -3,8 +3,6 @@
 import difflib
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
@@ -21,6 +19,7 @@ import drivetrain as dt
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.driving import Drive, drive
+from tests import warm_python
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Trained, Variant, make_job, make_model, plain_loop, read, run
 from tests.training.test_equivalence import CASES, difference
@@ -519,9 +518,7 @@ def test_the_page_changes_six_lines_of_a_plain_script(tmp_path: Path) -> None:
     losses = []
     for name, script in (("plain.py", plain), ("driven.py", driven)):
         (tmp_path / name).write_text(script)
-        done = subprocess.run(
-            [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = warm_python.run([name], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         losses.append(float(re.findall(r"loss ([\d.]+)$", done.stdout.strip(), re.M)[-1]))
     assert max(losses) < 0.35 < math.log(2), losses  # both learn: from ln 2
@@ -589,8 +586,7 @@ def test_a_script_run_by_the_command_line(tmp_path: Path) -> None:
     plain, changes = scripts_of_the_page()
     (tmp_path / "driven.py").write_text(applied(plain, changes))
     flags = ["--batch-size", "16", "--gpu-mode", "cpu", "--name", "named"]
-    command = [sys.executable, "-m", "drivetrain", "train", "driven.py", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = warm_python.run(["-m", "drivetrain", "train", "driven.py", *flags], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "micro_batch: 16" in (tmp_path / "runs" / "named" / "plan.yaml").read_text()
 

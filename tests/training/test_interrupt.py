@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +20,12 @@ from drivetrain.cli import main
 from drivetrain.core import interrupt
 from drivetrain.core.interrupt import IMPATIENT_AFTER_SECONDS
 from drivetrain.launch.run_states import state_of
+from tests import warm_python
 from tests.training.jobs import Variant, make_job
 
 SCRIPT = """
 import sys, time
+from pathlib import Path
 import torch
 import drivetrain as dt
 from drivetrain.config import configure
@@ -32,7 +33,7 @@ from drivetrain.config import configure
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):
-        time.sleep({delay})
+        time.sleep({delay} if (Path(sys.argv[1]) / "slow" / "plan.yaml").exists() else 0.001)
         return torch.randn(4), torch.tensor(index % 2)
 
 job = dt.Job(
@@ -57,12 +58,9 @@ def write(folder: Path, delay: float) -> Path:
     return script
 
 
-def start(folder: Path, delay: float, workers: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, str(write(folder, delay)), str(folder / "runs"), str(workers)]
-    # A group of its own, so that a signal reaches it and its loader workers as a terminal's Ctrl-C would.
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ}
-    )
+def start(folder: Path, delay: float, workers: int = 0) -> warm_python.WarmProcess:
+    """In a group of its own, so that a signal reaches it and its loader workers as a terminal's Ctrl-C would."""
+    return warm_python.WarmProcess([str(write(folder, delay)), str(folder / "runs"), str(workers)])
 
 
 def wait_for_steps(folder: Path) -> None:
@@ -120,11 +118,11 @@ def test_a_signal_stops_cleanly_and_the_run_goes_on(
 
 def test_the_command_line_says_that_a_script_was_stopped(tmp_path: Path) -> None:
     script = write(tmp_path, 0.004)
-    words = [sys.executable, "-m", "drivetrain", "train", str(script)]
+    words = ["-m", "drivetrain", "train", str(script)]
     script.write_text(
         script.read_text().replace("sys.argv[1]", repr(str(tmp_path / "runs"))).replace("int(sys.argv[2])", "0")
     )
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with warm_python.WarmProcess(words) as process:
         wait_for_steps(tmp_path)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
@@ -132,14 +130,15 @@ def test_the_command_line_says_that_a_script_was_stopped(tmp_path: Path) -> None
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    with start(tmp_path, 0.25) as process:  # a step takes two seconds
-        for _ in range(200):
+    with start(tmp_path, 1.5) as process:  # a step takes twelve seconds
+        for _ in range(2400):
             if (tmp_path / "runs" / "slow" / "plan.yaml").exists():
                 break
             time.sleep(0.05)
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(IMPATIENT_AFTER_SECONDS + 0.3)  # sooner it would be taken for a launcher's echo of the first
+        assert process.poll() is None, "it would end after its step"
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=60)

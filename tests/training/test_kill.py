@@ -1,8 +1,6 @@
 """kill -9 at random moments, again and again: what comes out in the end is what would have come without."""
 
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from drivetrain import StepContext
+from tests import warm_python
 from tests.checkpoint.frozen_runs import Adapted
 from tests.training.jobs import read, run
 from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical
@@ -42,9 +41,8 @@ def train(folder: str, kind: str = "trained") -> None:
     run(folder, BASE, MICRO_BATCH, num_workers=1, hooks=[Announce()], checkpoint_every=2, **changes)
 
 
-def start(folder: Path, kind: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(folder), kind]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+def start(folder: Path, kind: str) -> warm_python.WarmProcess:
+    return warm_python.WarmProcess(["-c", CHILD, str(folder), kind], cwd=REPOSITORY, drops_stderr=True)
 
 
 def kill_until_finished(folder: Path, num_kills: int, seed: int, kind: str = "trained") -> int:

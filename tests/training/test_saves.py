@@ -5,8 +5,6 @@ import errno
 import gc
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -29,6 +27,7 @@ from drivetrain.core.world import World
 from drivetrain.monitor.books import NoBooks
 from drivetrain.run import Saves
 from drivetrain.trainer import Trainer
+from tests import warm_python
 from tests.gloo_pool import GlooPool
 from tests.training.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
 from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
@@ -267,13 +266,7 @@ def kill_until_finished(folder: Path, num_kills: int, seed: int) -> tuple[int, i
     chance = random.Random(seed)
     kills = hits = 0
     while True:
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(folder)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        child = warm_python.WarmProcess(["-c", CHILD, str(folder)], cwd=REPOSITORY, drops_stderr=True)
         assert child.stdout is not None
         steps_to_go = chance.randint(4, 7) if kills < num_kills else 10**9
         for _ in child.stdout:
@@ -294,8 +287,8 @@ def kill_until_finished(folder: Path, num_kills: int, seed: int) -> tuple[int, i
 def check_kills(tmp_path: Path, num_kills: int, seed: int) -> int:
     # In a process of its own, as those that are killed: other tests may have set the number of threads in this one,
     # and matrix products round differently with it.
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "whole")]
-    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True, timeout=120)
+    whole = warm_python.run(["-c", CHILD, str(tmp_path / "whole")], cwd=REPOSITORY)
+    assert whole.returncode == 0, whole.stderr
     kills, hits = kill_until_finished(tmp_path / "broken", num_kills, seed)
     assert kills > 0
     assert_identical(read(tmp_path / "broken" / "suite"), read(tmp_path / "whole" / "suite"))

@@ -1,0 +1,212 @@
+"""Python processes that start with torch and drivetrain imported.
+
+A new interpreter needs seconds to import them, and the suite starts many. These are forked from a server that has
+imported them, take the words of a command line as `python` does (`-c CODE`, `-m MODULE`, `SCRIPT`), and otherwise are
+processes like others: with a process group, standard streams, signals and an exit code of their own.
+
+Tests of imports, of fresh interpreters and of launchers start real ones.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "drivetrain.api",
+    "drivetrain.cli",
+    "drivetrain.recipes",
+]
+
+warm_context = multiprocessing.get_context("forkserver")
+warm_context.set_forkserver_preload(PRELOADED)
+
+
+class WarmProcess:
+    """Much of `subprocess.Popen`: standard output is a pipe, and standard error goes there, too, unless dropped."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        cwd: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+        drops_stderr: bool = False,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        reading: Connection | None = None
+        if stdout is None:
+            reading, writing = warm_context.Pipe(duplex=False)
+        else:
+            writing = Connection(os.dup(stdout), readable=False)
+        errors = None if stderr is None else Connection(os.dup(stderr), readable=False)
+        environment = dict(os.environ if env is None else env)
+        arguments = (list(words), str(cwd or Path.cwd()), environment, writing, errors, drops_stderr)
+        self._process = warm_context.Process(target=_main, args=arguments)
+        self._process.start()
+        writing.close()
+        if errors is not None:
+            errors.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.stdout: IO[str] | None = None
+        if reading is not None:
+            self.stdout = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
+            reading.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("python", timeout or 0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        assert self.stdout is not None
+        found: list[str] = []
+        reader = threading.Thread(target=lambda: found.append(self.stdout.read()))  # type: ignore[union-attr]
+        reader.start()
+        self.wait(timeout)
+        reader.join()
+        return "".join(found), None
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def __enter__(self) -> "WarmProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.poll() is None:
+            self.kill()
+        self._process.join()
+        if self.stdout is not None:
+            self.stdout.close()
+
+
+def run(
+    words: Sequence[str],
+    *,
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    stdout: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run([sys.executable, *words], capture_output=True, text=True)`."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        into = output.fileno() if stdout is None else stdout
+        with WarmProcess(words, cwd=cwd, env=env, stdout=into, stderr=errors.fileno()) as process:
+            code = process.wait(timeout)
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", errors="replace"))
+    return subprocess.CompletedProcess(["python", *words], code, *texts)
+
+
+def _main(
+    words: list[str], folder: str, environment: dict[str, str], writing: Connection, errors: Any, drops_stderr: bool
+) -> None:
+    os.setsid()
+    os.dup2(writing.fileno(), 1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing if drops_stderr else 1 if errors is None else errors.fileno(), 2)
+    writing.close()
+    if errors is not None:
+        errors.close()
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", buffering=-1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # It is nobody's worker: what it starts is its own.
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.current_process().name = "MainProcess"
+    multiprocessing.set_start_method("fork", force=True)
+    code = _run(words)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or 120  # as the interpreter does
+    os._exit(code)
+
+
+def _run(words: list[str]) -> int:
+    """The exit code of what `python WORDS` runs, after threads and `atexit` functions have ended."""
+    try:
+        try:
+            _execute(words)
+            code = 0
+        except SystemExit as wish:
+            code = _exit_code(wish)
+        except KeyboardInterrupt:
+            traceback.print_exc()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+            code = 130
+        except BaseException:  # noqa: BLE001  (as the interpreter does)
+            traceback.print_exc()
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as wish:
+        code = _exit_code(wish)
+    return code
+
+
+def _exit_code(wish: SystemExit) -> int:
+    if wish.code is None or isinstance(wish.code, int):
+        return wish.code or 0
+    print(wish.code, file=sys.stderr)
+    return 1
+
+
+def _execute(words: list[str]) -> None:
+    first, *rest = words
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, "")
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(first).parent.absolute()))
+        main.__file__ = first
+        exec(compile(Path(first).read_text(encoding="utf-8"), first, "exec"), main.__dict__)
