@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-JOBS ?= 2
+JOBS ?= 3
 HERE := not gpu and not soak and not slurm and not deepspeed
 
 .DEFAULT_GOAL := help
@@ -27,9 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, sleeps, and shows the results
 	@$(BIN)/drivetrain train digits-moe
 
-test: lint  ## every test that needs no GPU (lint first), two files at a time (JOBS=1: one), then those that measure time
+test: lint  ## every test that needs no GPU (lint first), three files at a time (JOBS=1: one), then those that measure time
 	@$(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile
-	@$(BIN)/python -m pytest -m '$(HERE) and alone'
+	@$(BIN)/python -m pytest -m '$(HERE) and alone' --reruns 2
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

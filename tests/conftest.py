@@ -1,6 +1,7 @@
 """Shared by every test: a cache folder of its own, and hypothesis profiles."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -8,9 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported, here and in every child: the models of the tests are too small for several threads, which
+# would only wait for each other where several tests run at a time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from tests.gloo_pool import gloo_pool
 
 __all__ = ["gloo_pool"]
+
+# Checkpoints are flushed to disk, and a slow disk takes most of the time of a test: where there is room in memory, the
+# tests write there.
+IN_MEMORY = Path("/dev/shm")
+if IN_MEMORY.is_dir() and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 # Child processes, whatever folder they start in, find the package also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)

@@ -285,7 +285,9 @@ def recorded(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["batch.size: {value: 8}", "batch.accumulation: {value: 3}"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [name if name in ("digits", "gpt") else pytest.param(name, marks=pytest.mark.soak) for name in RECIPES]
+)
 def test_a_plan_leaves_the_global_batch_of_a_recipe_alone(tmp_path: Path, recipe: str, choice: str) -> None:
     file, text = tmp_path / "a.yaml", tmp_path / "book.txt"
     text.write_text("What is said three times is true. " * 400)

@@ -1,6 +1,7 @@
 """Captured runs are those without capture, bit for bit. Here a recorder that computes again stands in for CUDA's."""
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -287,9 +288,14 @@ def test_a_mixture_is_balanced_after_each_step_of_a_stretch(
 
 
 class Simulated:
-    """A device that takes its time for each step, and begins to send notes when it is past all that it was given."""
+    """A device that takes its time for each step, and begins to send notes when it is past all that it was given.
+
+    The clock is simulated as well, so that a busy machine changes nothing: looking at it takes the host 5 µs, and
+    waiting for the device sets it forward.
+    """
 
     def __init__(self, captures: Captures, monkeypatch: pytest.MonkeyPatch, step_seconds: float) -> None:
+        self.now = time.perf_counter()
         self.done = 0.0  # when it is done with all that it was given
         send, take = Noted.send, _Sent.take
         arrives: dict[_Sent, float] = {}
@@ -308,19 +314,30 @@ class Simulated:
                 arrives[note.sent] = self.done
 
         def taking(sent: _Sent, note: Note) -> Any:
-            time.sleep(max(0.0, arrives[sent] - time.perf_counter()))
+            self.now = max(self.now, arrives[sent])
             return take(sent, note)
 
         self._step_seconds = step_seconds
+        warm_up = CapturedStepper._warm_up
+
+        def warming_up(stepper: CapturedStepper, *arguments: Any) -> Any:
+            self.now += step_seconds  # a step that is not replayed takes as long
+            return warm_up(stepper, *arguments)
+
+        monkeypatch.setattr(CapturedStepper, "_warm_up", warming_up)
+        monkeypatch.setattr(time, "perf_counter", self.look)
         captures.recorder = Given
         monkeypatch.setattr(Noted, "send", sending)
         monkeypatch.setattr(_Sent, "take", taking)
+
+    def look(self) -> float:
+        self.now += 5e-6
+        return self.now
 
     def give(self) -> None:
         self.done = max(self.done, time.perf_counter()) + self._step_seconds
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("hook_every", [10_000, 50])
 @pytest.mark.parametrize("step_seconds", [2e-3, 5e-3])
 def test_seconds_are_those_of_the_device(
@@ -343,9 +360,9 @@ def test_seconds_are_those_of_the_device(
     seconds = [row["seconds"] for row in rows(tmp_path)]
     assert sum(seconds) < took
     assert sum(seconds[40:]) == pytest.approx(200 * step_seconds, rel=0.2)
-    usual = sorted(seconds[40:])
-    assert usual[10] > 0.4 * step_seconds
-    assert usual[-11] < 2.5 * step_seconds
+    lower, _, upper = statistics.quantiles(seconds[40:], n=4)
+    assert lower > 0.5 * step_seconds
+    assert upper < 2 * step_seconds
     meant = (trainer.UNDER_WAY_SECONDS + 2 * trainer.TOGETHER_SECONDS) / step_seconds
     assert max(most_ahead[len(most_ahead) // 3 :]) < 2 * meant
     assert max(most_ahead) > 1.5 * trainer.TOGETHER_SECONDS / step_seconds
