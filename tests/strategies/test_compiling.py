@@ -13,6 +13,7 @@ import drivetrain as dt
 from drivetrain.core.errors import ConfigError
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.compiling import compile_named, num_graphs, why_not_compiled
+from drivetrain.strategies.sharding import compile_blocks
 
 CPU = torch.device("cpu")
 
@@ -98,3 +99,15 @@ def test_experts_are_their_mixture() -> None:
     compile_named(model, ["experts"], "default")
     model(torch.randn(6, 4)).sum().backward()
     assert num_graphs() > before
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_blocks_of_a_sharded_model_are_compiled_repeatably_where_asked(
+    monkeypatch: pytest.MonkeyPatch, fixed: bool
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(how) or function)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    compile_blocks(blocks, "default", fixed=fixed)
+    assert len(asked) == 3
+    assert all(("deterministic" in how.get("options", {})) == fixed for how in asked)

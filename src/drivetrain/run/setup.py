@@ -665,11 +665,11 @@ class Setup:
             if self.world.device.type != "cuda":
                 raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        fixed = self.way.repeat != "off"
         if self.config.compile.only and self.way.compile_mode is not None:
-            fixed = self.way.repeat != "off"
             compile_named(model, self.config.compile.only, self.way.compile_mode, fixed=fixed)
         elif self.shards and self.way.compile_mode is not None:
-            compile_blocks(model, self.way.compile_mode, shares_experts=self.experts is not None)
+            compile_blocks(model, self.way.compile_mode, shares_experts=self.experts is not None, fixed=fixed)
         if self.way.splits_recurrent_dropout:
             split_recurrent_dropout(model)
         if self.way.recompute:

@@ -24,6 +24,7 @@ from drivetrain.core.world import World
 from drivetrain.moe.balance import mixtures_in
 from drivetrain.plan.held import Held, forecast_held, without_memory
 from drivetrain.strategies.activations import repeated_blocks
+from drivetrain.strategies.compiling import compile_options
 from drivetrain.strategies.shared_experts import SharedExperts
 
 if TYPE_CHECKING:
@@ -210,12 +211,15 @@ def _holds_loose_tensors(model: nn.Module) -> bool:
     )
 
 
-def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False) -> None:
-    """Compiles what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all."""
+def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False, fixed: bool = False) -> None:
+    """Compiles what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all.
+
+    With `fixed`, no kernel whose choice changes results is chosen by timing.
+    """
     layout = layout_of(model, shares_experts=shares_experts)
     blocks = [unit.module for unit in layout.units if unit.name != ROOT]
     for module in blocks or [model]:
-        module.forward = torch.compile(module.forward, mode=mode)
+        module.forward = torch.compile(module.forward, **compile_options(mode, fixed=fixed))
 
 
 def shard(
