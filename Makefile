@@ -28,7 +28,7 @@ demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, s
 	@$(BIN)/drivetrain train digits-moe
 
 test: lint  ## every test that needs no GPU (lint first), three files at a time (JOBS=1: one), then those that measure time
-	@$(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	@$(BIN)/python -m pytest -m '$(HERE) and alone' --reruns 2
 
 lint: $(STAMP)  ## ruff and mypy

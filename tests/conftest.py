@@ -40,9 +40,13 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 
 
+LONGEST = tuple(f"tests/{room}/" for room in ("launch", "training", "recipes", "strategies", "verify", "data", "moe"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Property tests are part of the long runs, too."""
+    """Property tests are part of the long runs, too. What takes long comes first: at the end, workers would wait."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     for item in items:
         if PROFILE == "soak" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.soak)
