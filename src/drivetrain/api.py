@@ -302,7 +302,7 @@ class _Run(Setup):
     def _norm_cadence(
         self, parts: StrategyParts, first_step: int, books: Books | NoBooks, stepper: Stepper, plan: Plan
     ) -> NormCadence:
-        """How often the gradient norm is recorded; said where that is not every step."""
+        """Decide how often the gradient norm is recorded, and report it where that is not every step."""
 
         def tell(words: str, facts: dict[str, Any]) -> None:
             books.event("gradient norm", words=words, **facts)
@@ -316,7 +316,7 @@ class _Run(Setup):
         return norms
 
     def _rehearsal(self, loader: Loader, optimizer: Optimizer) -> Rehearsal | None:
-        """What hooks need that train on samples again; None where samples have no numbers."""
+        """Collect what hooks need to train on samples again; None where samples have no numbers."""
         job, precision = self.job, self.precision
         if not job.source.is_keyed:
             return None

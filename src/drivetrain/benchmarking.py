@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.records import Reading
+from drivetrain.core.synchronize import synchronize
 from drivetrain.core.value import Value
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Division, Place
@@ -127,13 +127,13 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
         return items if ahead is None else ahead.values()[1]
 
     run(WARM_STEPS)
-    _wait(device)
+    synchronize(device)
     clock.finish()
     clock.take()
     began = time.perf_counter()
     clock.start()
     items = run(num_iterations)
-    _wait(device)
+    synchronize(device)
     seconds = (time.perf_counter() - began) / num_iterations
     clock.finish()
     phases = clock.take().per_step()
@@ -176,8 +176,3 @@ def _on_device(setup: Setup, loader: Loader, place: Place) -> Iterator[MicroBatc
 
 def _moved(micro: MicroBatch, setup: Setup) -> MicroBatch:
     return micro._replace(batch=to_device(micro.batch, setup.world.device, channels_last=setup.channels_last))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -149,30 +149,23 @@ def choose_strategy(
         offloaded_bytes: what each of them keeps on its GPU where DeepSpeed divides weights and gradients and holds the
             optimizer in host memory; None where DeepSpeed cannot be used.
     """
+    single: Choice[str] = Choice(value="single", reason="one process needs no communication")
     if held_bytes is None or not free_bytes:
-        if num_ranks == 1:
-            return Choice(value="single", reason="one process needs no communication")
         reason = f"{num_ranks} processes, each with a whole copy of the model"
-        return Choice(value="ddp", reason=reason, alternatives=("fsdp",))
+        return single if num_ranks == 1 else Choice(value="ddp", reason=reason, alternatives=("fsdp",))
     takes, free, share = held_bytes / 1e9, free_bytes / 1e9, held_bytes / num_ranks / 1e9
     figures = f"weights, gradients and optimizer take {takes:.3g} GB, and {free:.3g} GB are free on a GPU"
-    last_resort: Choice[str] = Choice(
-        value="deepspeed",
-        reason=f"{figures}: the optimizer goes to host memory, which makes steps slower",
-        alternatives=("more GPUs",),
-    )
-    is_saved_by_it = offloaded_bytes is not None and offloaded_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
-    if num_ranks == 1:
-        fits = held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
-        if is_saved_by_it and not fits:
-            return last_resort
-        return Choice(value="single", reason="one process needs no communication")
-    if held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes:
+    fits_whole = held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
+    fits_offloaded = offloaded_bytes is not None and offloaded_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
+    if num_ranks == 1 and (fits_whole or not fits_offloaded):
+        return single
+    if fits_whole:
         return Choice(value="ddp", reason=f"{figures}: a whole copy on each", alternatives=("fsdp",))
     if share <= MOST_FOR_A_WHOLE_COPY * free:
         return Choice(value="fsdp", reason=f"{figures}: a part of {share:.3g} GB on each of {num_ranks}")
-    if is_saved_by_it:
-        return last_resort
+    if fits_offloaded:
+        reason = f"{figures}: the optimizer goes to host memory, which makes steps slower"
+        return Choice(value="deepspeed", reason=reason, alternatives=("more GPUs",))
     reason = f"{figures}: even a part of {share:.3g} GB on each of {num_ranks} is too much"
     return Choice(value="fsdp", reason=reason, alternatives=("fsdp with --fsdp-offload", "more GPUs"))
 

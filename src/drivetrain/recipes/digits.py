@@ -79,12 +79,12 @@ def _bundled() -> Tensor:
 
 
 def accuracy(logits: Tensor, batch: list[Tensor]) -> Tensor:
-    """How many digits are read correctly."""
+    """Mark the digits that are read correctly."""
     return logits.argmax(1) == batch[1]
 
 
 def show(result: Result) -> None:
-    """What came of it, and where it is."""
+    """Print what the run reached, and where its files are."""
     folder = result.folder
     export(result)
     if result.metrics:

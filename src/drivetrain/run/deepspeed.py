@@ -20,12 +20,12 @@ class Zero:
     def of(cls, config: Config, *, on_gpu: bool = True) -> "Zero":
         """Without a GPU the file's fp16 is left out: it says how a GPU computes, not what the job means."""
         path = config.deepspeed.config
-        own = {} if path is None else read_own(path)
-        notes = told_of_fp16(own, path.name) if path is not None else []
+        own, file = ({}, "") if path is None else (read_own(path), path.name)
+        notes = told_of_fp16(own, file)
         if asks_for_fp16(own) and not on_gpu:
             del own["fp16"]
-            notes = [f"fp16 needs a GPU, and this run uses the CPU: fp16 in {path.name} is left out"] if path else []
-        return cls(stage_of(config.deepspeed.stage, own), own, "" if path is None else path.name, tuple(notes))
+            notes = [f"fp16 needs a GPU, and this run uses the CPU: fp16 in {file} is left out"]
+        return cls(stage_of(config.deepspeed.stage, own), own, file, tuple(notes))
 
     def obeyed(self, config: Config) -> tuple[Config, list[str]]:
         """The configuration with what the file says of its settings, where nothing else was said; and what to tell."""

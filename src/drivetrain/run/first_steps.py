@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.records import Reading
+from drivetrain.core.synchronize import synchronize
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division
@@ -58,11 +59,11 @@ class FirstSteps:
                 with self._following(way):
                     step = self._ready[way]
                     step()
-                    _wait(device)
+                    synchronize(device)
                     began = time.perf_counter()
                     for _ in range(counts.get(way, 1)):
                         step()
-                    _wait(device)
+                    synchronize(device)
                     seconds = (time.perf_counter() - began) / counts.get(way, 1)
                 if way in counts:
                     times[way].append(seconds)
@@ -150,8 +151,3 @@ def _digest(tensor: Tensor) -> Tensor:
 
 def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.core.synchronize import synchronize
 from drivetrain.core.world import World
 from drivetrain.strategies import StrategyParts
 
@@ -97,15 +98,10 @@ def norm_seconds(parts: StrategyParts, world: World, *, shares: bool) -> float:
 
     times = []
     for _ in range(1 + ROUNDS):
-        _wait(world.device)
+        synchronize(world.device)
         began = time.perf_counter()
         for _ in range(AT_ONCE):
             once()
-        _wait(world.device)  # the host waits, before the first step
+        synchronize(world.device)  # the host waits, before the first step
         times.append((time.perf_counter() - began) / AT_ONCE)
     return min(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

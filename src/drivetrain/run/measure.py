@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.core.loss import LossSum
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
+from drivetrain.core.synchronize import synchronize
 from drivetrain.core.world import World
 from drivetrain.data.batch import leaves, to_device
 from drivetrain.data.division import Division
@@ -150,7 +151,7 @@ class Probe:
                 step(at_once)
             if way.capture:
                 captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
-            _wait(device)
+            synchronize(device)
             warm = time.perf_counter() - began
             if way.compile_mode and not _was_compiled(job.loss, graphs):
                 return Measurement(problem="nothing was compiled")
@@ -271,7 +272,7 @@ def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> fl
     """The median over some rounds. The host waits at the end of each, not after each step: a run does not, either."""
     start = time.perf_counter()
     step()
-    _wait(device)
+    synchronize(device)
     first = time.perf_counter() - start
     if not seconds:
         return first
@@ -282,7 +283,7 @@ def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> fl
         start = time.perf_counter()
         for _ in range(num_steps):
             step()
-        _wait(device)
+        synchronize(device)
         times.append((time.perf_counter() - start) / num_steps)
     return sorted(times)[len(times) // 2]
 
@@ -302,11 +303,6 @@ def _longest(dataset: Any) -> int | None:
 
 def _num_values(item: Any) -> int:
     return sum(leaf.numel() if isinstance(leaf, Tensor) else int(np.size(leaf)) for leaf in leaves(item))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _first_line(error: Exception) -> str:

@@ -621,7 +621,7 @@ class Setup:
             ) from error
 
     def _offload_optimizer(self) -> None:
-        """What `auto` takes DeepSpeed for. Several ranks divide the weights as well."""
+        """Keep the optimizer in host memory, as `auto` takes DeepSpeed for. Several ranks divide the weights, too."""
         wanted = {"offload_optimizer": True, "stage": 3 if self.world.size > 1 else 2}
         deepspeed = self.config.deepspeed.model_copy(update=wanted)
         self.config = self.config.model_copy(update={"deepspeed": deepspeed})

@@ -83,7 +83,7 @@ def _held(model: nn.Module, job: Job) -> Held | None:
 
 
 def _as_adam(model: nn.Module) -> Held:
-    """With an optimizer that keeps two numbers for each weight."""
+    """Count what a model takes with an optimizer that keeps two numbers for each weight, as Adam does."""
     trained = num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
     weights, buffers = num_bytes(model.parameters()), num_bytes(model.buffers())
     return Held(parameters=weights, buffers=buffers, gradients=trained, optimizer=2 * trained)

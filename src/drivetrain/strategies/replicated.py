@@ -64,7 +64,6 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
                 what = f"the optimizer's state {field!r} of {name}"
                 scalars.setdefault(name, {})[field] = encoder.encode(value, what, f"state/{name}/{field}")
     found, meta = optimizer_meta(parts, names)
-    scaler = parts.scaler.state_dict() if parts.precision.scales_loss else None
     num_averaged = parts.average.num_updates if parts.average is not None else 0
     groups = [
         {"params": [names[parameter] for parameter in group["params"]], **stored}
@@ -73,7 +72,7 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
     return shards + found, {
         "optimizer_groups": groups,
         "optimizer_scalars": scalars,
-        "scaler": scaler,
+        "scaler": saved_scaler(parts),
         "num_averaged": num_averaged,
         **meta,
     }
@@ -201,8 +200,13 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     load_scaler(parts, source)
 
 
+def saved_scaler(parts: StrategyParts) -> dict[str, Any] | None:
+    """Return the state of the gradient scaler in fp16, and None elsewhere."""
+    return parts.scaler.state_dict() if parts.precision.scales_loss else None
+
+
 def load_scaler(parts: StrategyParts, source: TensorSource) -> None:
-    """The scale of the loss in fp16, where the checkpoint's run had one."""
+    """Restore the scale of the loss in fp16, where the checkpoint's run had one."""
     if parts.precision.scales_loss and source.meta.get("scaler"):
         parts.scaler.load_state_dict(source.meta["scaler"])
 

@@ -26,6 +26,7 @@ from drivetrain.strategies.replicated import (
     loaded_settings,
     optimizer_meta,
     refuse_another_job,
+    saved_scaler,
 )
 
 Shape = tuple[int, ...]
@@ -141,7 +142,7 @@ class ZeroParts:
         return shards, {
             "optimizer_groups": groups,
             "optimizer_scalars": scalars,
-            "scaler": self._parts.scaler.state_dict() if self._parts.precision.scales_loss else None,
+            "scaler": saved_scaler(self._parts),
             "num_averaged": average.num_updates if average is not None else 0,
             **meta,
         }
