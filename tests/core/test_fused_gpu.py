@@ -44,6 +44,7 @@ def test_a_skipped_first_step_leaves_no_momentum() -> None:
     use_fused(optimizer, nn.Module())
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
     for value, expected in ((float("inf"), 1.0), (1.0, 0.0), (1.0, -1.5)):
+        scaler.scale(torch.zeros(1, device="cuda"))  # it makes its scale on the device when it is first asked
         weight.grad = torch.full_like(weight, value) * scaler.get_scale()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)

@@ -8,6 +8,7 @@ depend neither on when it showed up first nor on interruptions.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -129,11 +130,23 @@ class FusedGuard:
 
 
 def _has_kernels(optimizer: Optimizer) -> bool:
-    """Adagrad's is younger on GPUs than the others': asked of the torch that is there."""
+    """Return whether this torch has a fused form of the optimizer on its device: Adagrad's came later to GPUs."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not isinstance(optimizer, Adagrad) or all(parameter.device.type != "cuda" for parameter in parameters):
         return True
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", "CUDA"))
+    return _adagrad_runs_fused_on_cuda()
+
+
+@cache
+def _adagrad_runs_fused_on_cuda() -> bool:
+    """Return whether one step of a single weight runs. Some releases have the kernel and refuse it in Python."""
+    weight = nn.Parameter(torch.zeros(1, device="cuda"))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        Adagrad([weight], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _can_be_fused(group: dict[str, Any]) -> bool:
