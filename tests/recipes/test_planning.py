@@ -3,8 +3,11 @@
 import inspect
 import json
 import math
+import multiprocessing
 import random
 import re
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,13 +155,29 @@ def test_a_probe_leaves_everything_as_it_was(failure: Exception | None) -> None:
 
 
 def test_a_way_that_crashed_is_left_out_the_next_time(tmp_path: Path) -> None:
-    file, way = tmp_path / "probes.jsonl", Way(micro_batch=5)
-    Journal(file).begin(way)  # and then the process was gone
-    job = make_job(VARIANT)
+    file, way, job = tmp_path / "probes.jsonl", Way(micro_batch=5), make_job(VARIANT)
+    process = multiprocessing.get_context("fork").Process(target=Journal(file).begin, args=(way,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "the line is written, and the process gone"
     probe = probe_of(job, job.model(), Journal(file))
     assert probe(way, 0.05).problem == "the last start crashed while it was tried"
     assert not probe(Way(micro_batch=6), 0.0).problem
     assert not probe_of(job, job.model(), Journal(file))(Way(micro_batch=6), 0.0).problem
+
+
+def test_a_way_that_another_job_is_trying_has_not_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, way = tmp_path / "probes.jsonl", Way(micro_batch=5)
+    Journal(file).begin(way)
+    assert not Journal(file).crashed_in(way)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")  # whose processes cannot be asked
+    assert not Journal(file).crashed_in(way)
+    Journal(file).begin(Way(micro_batch=6))
+    Journal(file).end(Way(micro_batch=6))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    assert Journal(file).crashed_in(way)
+    assert not Journal(file).crashed_in(Way(micro_batch=6))
 
 
 @pytest.mark.parametrize("factor", [100.0, math.nan])

@@ -8,7 +8,9 @@ crash that takes the process with it, the next start finds the line and leaves t
 import copy
 import gc
 import json
+import os
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -44,6 +47,7 @@ from drivetrain.strategies.recurrent import split_recurrent_dropout
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
 ROUND_SECONDS = 0.02
+FORGOTTEN_AFTER = 600  # seconds: longer than any way is tried
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
 # How far a loss may be from fp32's: rounding of the type, many times over, but far from a wrong result.
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
@@ -219,15 +223,20 @@ def _loss(job: Job, model: nn.Module, batch: Any, precision: Precision) -> float
 
 
 class Journal:
-    """Which way is being tried right now, on the disk."""
+    """Keeps on disk which way is being tried right now, so that the next start leaves out one that crashed.
+
+    Jobs that start together share it. One that another process is still trying has not crashed: a row names its
+    process. Processes of other hosts cannot be asked; those that began long ago count as gone.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._crashed: set[str] = set()
         if path is not None and path.exists():
             rows, _ = read_rows(path)  # a damaged line forgets a crash, which is then met again
-            ended = {row.get("way", "") for row in rows if row.get("event") == "end"}
-            self._crashed = {row.get("way", "") for row in rows if row.get("event") == "begin"} - ended
+            ended = {_trial(row) for row in rows if row.get("event") == "end"}
+            begun = [row for row in rows if row.get("event") == "begin" and _trial(row) not in ended]
+            self._crashed = {row.get("way", "") for row in begun if not _may_be_running(row)}
 
     def crashed_in(self, way: Way) -> bool:
         return way.model_dump_json() in self._crashed
@@ -244,9 +253,28 @@ class Journal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, "way": way.model_dump_json()}) + "\n")
+                row = {"event": event, "way": way.model_dump_json(), "time": time.time(), **_own_process()}
+                file.write(json.dumps(row) + "\n")
         except OSError:
             self._path = None  # nowhere to write: a crash cannot be remembered
+
+
+def _own_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time()}
+
+
+def _trial(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("way", "host", "pid", "began"))
+
+
+def _may_be_running(row: Mapping[str, Any]) -> bool:
+    """Return whether the process that wrote the row may still be trying its way. Old rows do not name one."""
+    if row.get("host") != socket.gethostname():
+        return bool(time.time() - row.get("time", 0.0) < FORGOTTEN_AFTER)
+    try:
+        return bool(psutil.Process(row["pid"]).create_time() == row["began"])
+    except (KeyError, psutil.Error):
+        return False
 
 
 @contextmanager
