@@ -137,8 +137,11 @@ def test_no_workers_where_they_would_not_help() -> None:
         found = leading({"data": 0.030, "forward": 0.010}, **changes)
         assert "more workers would not help" in found.next_step
         assert found.expected_gain is None
-    found = leading({"data": 0.030, "forward": 0.010}, may_add_workers=False)
-    assert "--num-workers" not in found.next_step
+    for changes in ({"may_add_workers": False}, {"is_resident": True}):
+        found = leading({"data": 0.030, "forward": 0.010}, **changes)
+        assert found.kind == "input-bound"
+        assert "--num-workers" not in found.next_step
+        assert found.expected_gain is None
 
 
 def test_saves() -> None:
@@ -205,6 +208,7 @@ durations = some.floats(0, 1e4)
             "saves_beside": some.booleans(),
             "compiled": some.booleans(),
             "may_add_workers": some.booleans(),
+            "is_resident": some.booleans(),
         }
     ),
 )

@@ -71,6 +71,7 @@ class RunFacts:
     planned: Mapping[str, Any] = field(default_factory=dict)  # the plan with its reasons, as it is written
     num_cores: int = 1  # of this machine, for each of the run's processes on it
     may_add_workers: bool = True  # false: the data can only be read in one pass
+    is_resident: bool = False  # whether the data set is held on the device
     pins_memory: bool = False
     compiled: bool = False
     captured: bool = False
@@ -192,6 +193,7 @@ class Books(NoBooks):
             num_workers=plan.num_workers,
             num_cores=facts.num_cores,
             may_add_workers=facts.may_add_workers,
+            is_resident=facts.is_resident,
             pins_memory=facts.pins_memory,
             accumulation=plan.accumulation,
             micro_batch=plan.micro_batch,

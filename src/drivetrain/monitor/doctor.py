@@ -38,6 +38,7 @@ class Observed:
     num_workers: int = 0
     num_cores: int = 1  # that this process may use
     may_add_workers: bool = True
+    is_resident: bool = False  # whether the data set is held on the device
     pins_memory: bool = False
     accumulation: int = 1
     micro_batch: int = 1
@@ -146,6 +147,11 @@ def _input(seen: Observed) -> Finding:
 
     Either way all of it is work for the cores: a step takes max(r, L / W, (L + r) / cores).
     """
+    if seen.is_resident:
+        words = f"waits {_of_time(seen, 'data')} for batches that the device gathers from data it holds"
+        return Finding(
+            "input-bound", seen.share("data"), words, "see with nvidia-smi whether others use the device, too"
+        )
     whole, waited = seen.step_seconds, seen.phases.get("data", 0.0)
     rest = whole - waited
     now = seen.num_workers

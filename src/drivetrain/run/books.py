@@ -64,6 +64,7 @@ def open_books(
         planned={} if planned is None else planned.as_plain(),
         num_cores=max(1, run.hardware.cpu.num_usable // processes_here),
         may_add_workers=not loader.source.is_iterable,
+        is_resident=loader.resident is not None,
         pins_memory=loader.pins_memory,
         compiled=run.way.compile_mode is not None,
         captured=run.way.capture,
