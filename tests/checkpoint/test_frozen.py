@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from drivetrain.checkpoint import (
     frozen,
     read_weights,
 )
+from drivetrain.checkpoint.checksum import Region, Values, start_checksums
 from drivetrain.checkpoint.manifest import RankTable
 from drivetrain.core.world import World
 from tests.checkpoint.test_malice import forge
@@ -155,13 +157,28 @@ class Deferred:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(frozen, "_are_known_at_once", lambda shards: False)
+        monkeypatch.setattr(frozen, "start_checksums", self._start_checksums)
         self.path, self.checkpointer = path, Checkpointer(path, World(), 9)
         self.saver = BackgroundSaver(self.checkpointer, World())
+        self._goes_on: threading.Event | None = None
+
+    def _start_checksums(self, regions: Sequence[Region]) -> Values:
+        """Computes them at once, and holds the thread that asks for those of a save until training has gone on."""
+        values, goes_on = start_checksums(regions), self._goes_on
+
+        def wait() -> list[int]:
+            assert goes_on is None or goes_on.wait(120)
+            return values()
+
+        return wait
 
     def save(self, step: int, weights: Tensor, then: Change | None = None) -> None:
+        self._goes_on = threading.Event()
         self.saver.begin(step, state(step, weights), {})
         if then is not None:
             then(weights)
+        self._goes_on.set()
+        self._goes_on = None
         self.saver.judged()
         self.saver.finish()
 
