@@ -332,7 +332,7 @@ def test_what_may_differ_is_no_alarm(gloo_pool: GlooPool, tmp_path: Path, number
 
 def test_what_a_data_set_holds_is_not_read_to_look_for_generators() -> None:
     data = HoldsFiles()
-    assert set(alike.glance(KeyedItems(data, 0)).digests) >= {0, len(data) - 1}
+    assert set(alike.glance(KeyedItems(data, 0), seconds=600).digests) >= {0, len(data) - 1}
     assert data.file.read == 0
 
 
@@ -351,7 +351,7 @@ def test_looking_at_a_large_item_takes_no_copies_of_it() -> None:
 
     data = KeyedItems(Large(), 0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert set(alike.glance(data).sketches) == {0, 1}
+    assert set(alike.glance(data, seconds=600).sketches) == {0, 1}  # however busy the machine is
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     assert grown < 60_000_000, "an item is 100 MB"
 
