@@ -149,12 +149,16 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # nobody is logged in there
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    # A process of wandb's own has to start, which takes long on a busy machine.
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")
+    monkeypatch.setattr(trackers, "WANDB_START_SECONDS", 120.0)
+    monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
     run(str(tmp_path), SMALL, settings={"trackers": ["wandb"]})
     notes = [row["text"] for row in rows(tmp_path, "events") if row["event"] == "note"]
     assert any("nobody is logged in" in text and "wandb sync" in text for text in notes), notes
     kept = list((tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(kept) == 1
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while kept[0].stat().st_size < 500 and time.monotonic() < deadline:
         time.sleep(0.1)  # a process of wandb's own writes it
     assert kept[0].stat().st_size > 500

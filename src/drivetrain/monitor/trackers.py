@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from drivetrain.core.errors import DrivetrainError
 
 Metrics = Mapping[str, float]
+WANDB_START_SECONDS = 30.0  # that `wandb.init` may take before it raises
 
 
 class Tracker(Protocol):
@@ -173,7 +174,7 @@ def _prepare_wandb(
             dir=str(folder),
             mode=mode,
             config=dict(config),
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=30),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=WANDB_START_SECONDS),
         )
         if run is None:
             raise DrivetrainError("wandb.init gave no run")
