@@ -171,7 +171,7 @@ def test_the_same_weights_as_a_plain_loop(tmp_path: Path, accumulation: int) -> 
         ).train()
     )
     for name, value in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(model.state_dict()[name].cpu(), value, rtol=0, atol=1e-12)
 
 
 def test_it_stops_early(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from drivetrain import Job
 from drivetrain.api import train
 from drivetrain.config import configure
+from drivetrain.core import attention
 from drivetrain.run import planner
 from tests.run.test_repeat import plan_of
 
@@ -29,6 +30,7 @@ class Sentences(nn.Module):
         self.words = nn.Embedding(WORDS, 64)
         self.recurrent = nn.LSTM(64, 64, 2, dropout=0.2, batch_first=True) if kind == "lstm" else None
         self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) if kind == "transformer" else None
+        self.attention = nn.Linear(64, 192) if kind == "causal" else None
         self.out = nn.Linear(64, WORDS)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -37,12 +39,16 @@ class Sentences(nn.Module):
             hidden = self.recurrent(hidden)[0]
         if self.layer is not None:
             hidden = self.layer(hidden)
+        if self.attention is not None:
+            parts = self.attention(hidden).unflatten(2, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+            hidden = functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
         result: Tensor = self.out(hidden)
         return result
 
 
 def trained(folder: Path, kind: str, **settings: Any) -> Path:
-    text = torch.randint(0, WORDS, (256, 33), generator=torch.Generator().manual_seed(0))
+    length = 256 if kind == "causal" else 32
+    text = torch.randint(0, WORDS, (256, length + 1), generator=torch.Generator().manual_seed(0))
     job = Job(
         name="job",
         model=lambda: Sentences(kind),
@@ -75,6 +81,22 @@ def test_deterministic_runs_repeat(kind: str, settings: dict[str, Any], tmp_path
             events = (folder / "events.jsonl").read_text()
             assert '"step captured"' in events, "recurrent dropout outside cuDNN does not wait for the device"
     assert found[0] == found[1]
+
+
+def test_compiled_attention_repeats_by_flex_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repeats, and comes to what torch's deterministic kernels come to within bf16's rounding."""
+
+    def found(name: str) -> list[Any]:
+        torch.compiler.reset()
+        settings = {"deterministic": True, "precision": "bf16", "compile": True, "auto_optimize": False}
+        return bits(trained(tmp_path / name, "causal", **settings))
+
+    one, two = found("one"), found("two")
+    assert one == two
+    monkeypatch.setattr(attention, "_fits", lambda *parts: False)
+    of_torch = found("of torch")
+    assert of_torch[0] != one[0], "flex attention was not called before"
+    assert of_torch[0] == pytest.approx(one[0], rel=2e-2)
 
 
 def test_the_plan_says_whether_steps_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from drivetrain.core.attention import repeatable_attention
 from drivetrain.core.precision_name import PrecisionName
 
 
@@ -57,7 +58,8 @@ def numerics(
     if deterministic or cudnn_deterministic:
         torch.backends.cudnn.deterministic = True
     try:
-        yield
+        with repeatable_attention() if deterministic else nullcontext():
+            yield
     finally:
         torch.set_float32_matmul_precision(matmul)
         torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])

@@ -1,0 +1,67 @@
+"""Computes attention by kernels that repeat to the bit and cost less than torch's own deterministic ones.
+
+With deterministic algorithms on, torch cannot use cuDNN's attention, whose backward adds up in any order, and falls
+back to flash attention, which is slower. Flex attention always adds up in the same order, and is faster than that where
+it is compiled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+_of_torch = functional.scaled_dot_product_attention
+_BLOCK = 128  # tokens, the unit of flex attention's masks
+
+
+@contextmanager
+def repeatable_attention() -> Iterator[None]:
+    """Have `torch.nn.functional.scaled_dot_product_attention` call flex attention where a step is compiled."""
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Take torch's arguments. What flex attention cannot do, or does no faster, is left to torch."""
+    if not torch.compiler.is_compiling() or attn_mask is not None or dropout_p or not _fits(query, key, value):
+        return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    mask = None
+    if is_causal:
+        mask = create_block_mask(_is_before, None, None, query.size(-2), key.size(-2), device=query.device)
+    result = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether shapes and types are those for which flex attention was measured."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.size(-1) == value.size(-1)
+        and query.size(-1) in (32, 64, 128)
+        and query.size(-2) == key.size(-2)
+        and query.size(-2) % _BLOCK == 0
+    )
+
+
+def _is_before(batch: Tensor, head: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return one >= other
