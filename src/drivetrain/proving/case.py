@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum
 from drivetrain.job import Constant, Job, WarmupCosine
 from drivetrain.proving.draws import KeyedDraws, dropout_off, generators_kept, seed_generators, turn_dropout_off
+from drivetrain.proving.loss_parts import part_means, weighted_sum
 from drivetrain.proving.recorder import Kill, Recorder
 
 Trainer = Callable[["Case"], Any]
@@ -121,12 +120,13 @@ class Case:
         return [own[start : start + size] for start in range(0, len(own), size)] or [()]
 
     def loss(self, model: Any, batch: Any, *, is_training: bool = True) -> Any:
-        """The user's loss, as the user's function returns it. What it is called with and for is recorded.
+        """The user's loss, as the user's function returns it: a scalar, a `LossSum`, or a dictionary of named parts.
 
-        A trainer that also tries the loss out between steps says so with `is_training=False`.
+        What it is called with and for is recorded. A trainer that also tries the loss out between steps says so with
+        `is_training=False`.
         """
         if not self.observed:
-            result = single_loss(self.job.loss(model, batch))
+            result = self.job.loss(model, batch)
             if self.digests and is_training:
                 self.recorder.watch_loss((), result)
             return result
@@ -134,8 +134,29 @@ class Case:
         numbers = tags[:, 0].tolist()
         result = loss_of(self, model, inner, numbers)
         if is_training:
-            self.recorder.watch_loss(numbers, result, tags[:, 1].tolist())
+            self.recorder.watch_loss(numbers, result, tags[:, 1].tolist(), is_empty=self._is_empty(result, inner))
         return result
+
+    def _is_empty(self, result: Any, batch: Any) -> bool:
+        """Whether no part has an item in this batch, so that a gradient of zero says nothing."""
+        if not isinstance(result, Mapping):
+            return False
+        return all(part.count == 0 for part in part_means(self.job, result, batch).values())
+
+    def scalar_loss(self, model: Any, batch: Any, step: int = 0) -> Tensor:
+        """The user's loss as one scalar, for trainers that know nothing else.
+
+        A `LossSum` is divided by its count in this batch; named parts are the means over their items in this batch,
+        with the weights of step `step`, from 0.
+        """
+        result = self.loss(model, batch)
+        return weighted_sum(self.job, part_means(self.job, result, batch[_BATCH] if self.observed else batch), step)
+
+    def count(self, batch: Any) -> Mapping[str, Any]:
+        """What `Job.count` counts in a batch, by part; empty where the job counts nothing."""
+        if self.job.count is None:
+            return {}
+        return self.job.count(batch[_BATCH] if self.observed else batch)
 
     def optimizer(self, parameters: nn.Module | Iterable[Any]) -> Optimizer:
         """The user's optimizer over a model, in the job's parameter groups, or over the given groups."""
@@ -180,7 +201,7 @@ def factor_at(job: Job, step: int, num_steps: int) -> float:
     return float(schedule(step))
 
 
-def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Tensor | LossSum:
+def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Any:
     """The user's loss on a plain batch, with the case's numbers and randomness."""
     batch = cast_floats(batch, case.dtype, case.device)
     with ExitStack() as stack:
@@ -189,18 +210,7 @@ def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Tenso
             if case.keys_draws:
                 stack.enter_context(generators_kept())
                 stack.enter_context(KeyedDraws(numbers, case.seed))
-        found: Tensor | LossSum = single_loss(case.job.loss(model, batch))
-        return found
-
-
-def single_loss(result: Any) -> Any:
-    """Refuse a loss of named parts: a proof compares steps with a reference that knows one loss with one count."""
-    if isinstance(result, Mapping):
-        raise DrivetrainError(
-            f"the loss has the named parts {', '.join(map(str, result))}, and a proof compares a single loss",
-            remedy="prove the job with a loss function that returns the weighted sum of its parts",
-        )
-    return result
+        return case.job.loss(model, batch)
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:

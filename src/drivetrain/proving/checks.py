@@ -36,7 +36,7 @@ from drivetrain.proving.compare import (
 )
 from drivetrain.proving.processes import Workplace
 from drivetrain.proving.recorder import Kill
-from drivetrain.proving.reference import AS_A_SUM, BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
+from drivetrain.proving.reference import AS_A_SUM, AS_STATED, BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
 from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
 from drivetrain.proving.trace import Trace
 
@@ -66,6 +66,8 @@ class Subject:
         double: whether it trains models in float64; otherwise all is compared in the model's own type.
         even_divisions: whether its steps are micro-batch × accumulation steps × processes samples, so that only
             divisors of the global batch can be tried; the last step of an epoch may still have fewer.
+        counts_beforehand: whether a named part that is a `LossSum` takes `Job.count` where a process has several
+            micro-batches in a step; without it, such jobs are tried with one per process.
     """
 
     run: Trainer
@@ -80,6 +82,7 @@ class Subject:
     runs_as_it_is: bool = False
     double: bool = True
     even_divisions: bool = False
+    counts_beforehand: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ class _Proof:
         even = subject.even_divisions
         uneven = _uneven([batch], 3, least, even=even)
         found = [case]
-        if subject.micro_batches and batch > 1 and self._wants("micro-batches"):
+        if self._divides and batch > 1 and self._wants("micro-batches"):
             found.append(replace(case, name=f"micro-batches of {uneven}", micro_batch=uneven))
             if extent.full and least == 1:
                 found.append(replace(case, name="micro-batches of 1", micro_batch=1))
@@ -244,12 +247,12 @@ class _Proof:
             found.append(replace(case, name="2 loader workers", num_workers=2))
         world = min(2, subject.max_world, extent.max_world)
         for strategy in subject.strategies if world > 1 and self._wants("processes") else ():
-            micro = _uneven([batch // 2, batch - batch // 2], 3, least, even=even) if subject.micro_batches else batch
-            name = f"2 processes, {strategy}" + (f", micro-batches of {micro}" if subject.micro_batches else "")
+            micro = _uneven([batch // 2, batch - batch // 2], 3, least, even=even) if self._divides else batch
+            name = f"2 processes, {strategy}" + (f", micro-batches of {micro}" if self._divides else "")
             found.append(replace(case, name=name, world_size=2, micro_batch=micro, strategy=strategy))
             if extent.full and min(subject.max_world, extent.max_world) > 2:
                 shares = [batch * (rank + 1) // 3 - batch * rank // 3 for rank in range(3)]
-                micro = _uneven(shares, 2, least, even=even) if subject.micro_batches else batch
+                micro = _uneven(shares, 2, least, even=even) if self._divides else batch
                 found.append(
                     replace(
                         case,
@@ -261,6 +264,11 @@ class _Proof:
                     )
                 )
         return found
+
+    @property
+    def _divides(self) -> bool:
+        """Whether a process's share of a step is cut into micro-batches."""
+        return self._subject.micro_batches and not (self._subject.counts_beforehand and self._facts.late_parts)
 
     def _wants(self, what: str) -> bool:
         return not self._extent.only or what in self._extent.only
@@ -362,7 +370,7 @@ class _Proof:
                 )
         divisions = [trace.division(number) for number in range(step + 1)]
         pieces = self._work.apart(lambda: reference.pieces(case, divisions[-1], divisions[:-1]))
-        return judge_gradient(case, seen, right, pieces, difference, self._floor)
+        return judge_gradient(case, seen, right, pieces, difference, self._floor, self._facts.parts)
 
     def _why_clipping(self, case: Case, trace: Trace, where: str) -> Verdict:
         """Unclipped all is right: find out how it is clipped wrongly."""
@@ -392,8 +400,9 @@ class _Proof:
                 add(what, "ok", error=error, limit=limit)
                 continue
             detail = f"{said:.6g} is reported for step 1, and the undivided batch has {right:.6g}"
-            if self._facts.loss_kind == "coupled" and sum(map(len, trace.division(0))) > 1:
-                add(what, "job", Verdict(Kind.COUPLED, "job", f"{what} of step 1", detail), error=error, limit=limit)
+            if self._facts.depends_on_division and sum(map(len, trace.division(0))) > 1:
+                kind = Kind.COUPLED if self._facts.loss_kind == "coupled" else Kind.MEAN_OF_MEANS
+                add(what, "job", Verdict(kind, "job", f"{what} of step 1", detail), error=error, limit=limit)
             else:
                 verdict = Verdict(Kind.REPORTED, "trainer", f"{what} of step 1", detail)
                 add(what, "failed", verdict, error=error, limit=limit)
@@ -415,7 +424,7 @@ class _Proof:
             return add(WEIGHTS, "ok", error=error)
         facts = {"error": found.error, "limit": found.limit, "detail": str(found)}
         if explained:
-            job = self._facts.loss_kind == "coupled" and self._matches_parts(case, trace)
+            job = self._facts.depends_on_division and self._matches_parts(case, trace)
             return add(WEIGHTS, "job" if job else "failed", **facts)
         verdict = _classed(lambda: self._why_weights(case, trace, found.name), found.name)
         return add(WEIGHTS, "job" if verdict.whose == "job" else "failed", verdict, **facts)
@@ -430,9 +439,12 @@ class _Proof:
         return None
 
     def _matches_parts(self, case: Case, trace: Trace) -> bool:
-        """Whether the trainer did what the plain loop does with the same parts: their mean by samples, or their sum."""
+        """Whether the trainer did what the plain loop does with the same micro-batches.
+
+        That is their mean by samples, or their sum; of named parts, what their counts say.
+        """
         divisions = [trace.division(step) for step in range(trace.num_steps)]
-        for bug in (BY_SAMPLES, AS_A_SUM):
+        for bug in (AS_STATED,) if self._facts.parts else (BY_SAMPLES, AS_A_SUM):
             simulated = self._simulated(case, divisions, bug)
             names = set(simulated.weights) - {name for ranks in simulated.rank_buffers for name in ranks}
             seen = {name: value for name, value in trace.main.weights.items() if name in names}
@@ -463,7 +475,7 @@ class _Proof:
 
     def _why_weights(self, case: Case, trace: Trace, name: str) -> Verdict:
         divisions = [trace.division(step) for step in range(trace.num_steps)]
-        if self._facts.loss_kind == "coupled" and self._matches_parts(case, trace):
+        if self._facts.depends_on_division and self._matches_parts(case, trace):
             return Verdict(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learnt")
         for kind, bug, words in step_hypotheses(case, trace):
             simulated = self._simulated(case, divisions, bug)
@@ -501,7 +513,7 @@ class _Proof:
         world = min(2, subject.max_world, extent.max_world)
         batch, least = case.global_batch, self._facts.least_part
         even, shares = subject.even_divisions, [batch // world, batch - batch // world]
-        micro = _uneven(shares, 2, least, even=even) if subject.micro_batches else batch
+        micro = _uneven(shares, 2, least, even=even) if self._divides else batch
         save_every = 3
         own = replace(
             case,
@@ -559,7 +571,9 @@ class _Proof:
                 world_size=2,
                 micro_batch=_uneven(
                     [case.global_batch // 2], 2, self._facts.least_part, even=self._subject.even_divisions
-                ),
+                )
+                if self._divides
+                else case.global_batch,
                 strategy=self._subject.strategies[0],
                 save_every=2,
                 folder=self._work.new_folder(),
@@ -579,7 +593,7 @@ class _Proof:
             if odd:
                 where = f"sample {min(odd)} in step {start + step + 1}"
                 return Verdict(Kind.DATA_ORDER, "trainer", where, "other samples than without the interruption")
-        if self._facts.loss_kind == "coupled":
+        if self._facts.depends_on_division:
             return None  # how a batch is divided is part of what is learnt, and it was divided differently
         found = weight_difference(resumed.main.weights, self._truth(case, samples), self._floor)
         if found is None:
@@ -606,6 +620,7 @@ class _Proof:
             "compared_in": str(case.dtype or torch.float32).removeprefix("torch."),
             "why_not_float64": facts.why_not_double,
             "loss": facts.loss_kind,
+            "parts": dict(facts.parts),
             "loss_shares": [round(share, 6) for share in facts.shares],
             "draws_besides_dropout": facts.keys_draws,
             "items_draw": facts.items_draw,
@@ -619,6 +634,12 @@ class _Proof:
         }
         if facts.why_not_double:
             self.certificate.notes.append(f"compared in float32, not in float64: {facts.why_not_double}")
+        if not self._divides and self._subject.micro_batches:
+            late = ", ".join(map(repr, facts.late_parts))
+            self.certificate.notes.append(
+                f"one micro-batch per process: the part {late} of the loss is a LossSum that Job.count does not count, "
+                "and the trainer takes none with several"
+            )
         if facts.draws_unkeyed:
             self.certificate.notes.append(
                 "the loss draws random numbers that cannot be replayed sample by sample; divisions cannot be compared"

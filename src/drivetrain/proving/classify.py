@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drivetrain.proving.case import Case, factor_at
 from drivetrain.proving.compare import Difference, Floor, errors
-from drivetrain.proving.reference import DIVIDED, Bug, Outcome, Piece, fit, misfit_of
+from drivetrain.proving.reference import DIVIDED, Bug, Outcome, PartKind, Piece, fit, misfit_of, shares_of
 from drivetrain.proving.trace import Trace
 
 Whose = Literal["trainer", "job", "unknown"]
@@ -227,8 +227,12 @@ def judge_gradient(
     pieces: Sequence[Piece],
     difference: Difference,
     floor: Floor,
+    parts: Mapping[str, PartKind],
 ) -> Verdict:
-    """Find the weights of the micro-batches' gradients that give what the optimizer saw."""
+    """Find the weights of the micro-batches' gradients that give what the optimizer saw.
+
+    Named parts of the loss have weights of their own: there a piece is one part of one micro-batch.
+    """
     off = [
         name for name, error in errors(seen, truth).items() if name in truth and not error <= floor.gradient_limit(name)
     ]
@@ -241,9 +245,18 @@ def judge_gradient(
     limit = max(10 * floor.least_gradient_limit, 1e-7)
     true_weights, true_misfit = fit(columns, right)
     part = "" if len(off) == len(truth) else f", {len(off)} of {len(truth)} tensors"
+    if parts:
+        stated = torch.tensor(shares_of(pieces), dtype=torch.float64)
+        if misfit_of(columns, right, stated) < limit:
+            true_weights = stated  # those of a fit are not unique where a part has no gradient
+        elif misfit_of(columns, target, stated) < limit:
+            return _coupled(where) if "coupled" in parts.values() else _uncounted(where, parts)
     if true_misfit > limit and _is_best_mix(columns, target, right, pieces, limit):
         return _coupled(where)
-    for kind, factors, words in _weightings(case, pieces, true_weights):
+    verdict = _judge_part_weights(columns, target, pieces, true_weights, where, limit) if parts else None
+    if verdict is not None:
+        return verdict
+    for kind, factors, words in _in_some_parts(_weightings(case, pieces, true_weights), pieces, true_weights):
         weights = torch.tensor(factors, dtype=torch.float64)
         if misfit_of(columns, target, weights) < limit and misfit_of(columns, right, weights) > limit:
             if true_misfit > limit and kind is Kind.MEAN_OF_MEANS:
@@ -268,7 +281,7 @@ def judge_gradient(
 def _is_best_mix(columns: Tensor, target: Tensor, right: Tensor, pieces: Sequence[Piece], limit: float) -> bool:
     """Whether a trainer's mix of parts that cannot give the truth is as near to it as a mean or a sum of them is."""
     weights, misfit = fit(columns, target)
-    total = sum(len(piece.samples) for piece in pieces)
+    total = sum(map(len, _samples_of(pieces).values()))
     by_samples = torch.tensor([len(piece.samples) / total for piece in pieces], dtype=torch.float64)
     nearest = min(misfit_of(columns, right, simple) for simple in (by_samples, torch.ones_like(by_samples)))
     return misfit < limit and misfit_of(columns, right, weights) <= nearest * (1 + 1e-6)
@@ -288,25 +301,86 @@ def _coupled(where: str) -> Verdict:
     )
 
 
+def _uncounted(where: str, parts: Mapping[str, PartKind]) -> Verdict:
+    odd = ", ".join(f"{name!r}" for name, kind in parts.items() if kind == "uncounted")
+    return Verdict(
+        Kind.MEAN_OF_MEANS,
+        "job",
+        where,
+        f"the part {odd} of the loss is no mean over samples, nor over what Job.count counts for it, and the trainer "
+        "divided it by what the job states: let Job.count count its items, or return dt.LossSum",
+    )
+
+
+def _samples_of(pieces: Sequence[Piece]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The samples of each micro-batch."""
+    return {(piece.rank, piece.number): piece.samples for piece in pieces}
+
+
+def _in_some_parts(
+    weightings: Iterator[tuple[Kind, list[float], str]], pieces: Sequence[Piece], true_weights: Tensor
+) -> Iterator[tuple[Kind, list[float], str]]:
+    """Each weighting for the whole loss; of named parts, also for those with a count alone, and for each one alone."""
+    names = list(dict.fromkeys(piece.part for piece in pieces))
+    counted = list(dict.fromkeys(piece.part for piece in pieces if piece.count is not None))
+    scopes = [names, *([counted] if 1 < len(counted) < len(names) else [])]
+    scopes += [[name] for name in names] if len(names) > 1 else []
+    true = true_weights.tolist()
+    for kind, factors, words in weightings:
+        for scope in scopes:
+            mixed = [own if p.part in scope else t for own, t, p in zip(factors, true, pieces, strict=True)]
+            of = "" if scope is names else f", in the part{'s' if len(scope) > 1 else ''} {', '.join(map(repr, scope))}"
+            yield kind, mixed, words + of
+
+
+def _judge_part_weights(
+    columns: Tensor, target: Tensor, pieces: Sequence[Piece], true_weights: Tensor, where: str, limit: float
+) -> Verdict | None:
+    """Whether each part is right in itself, and one of them counts too much, too little or not at all."""
+    names = list(dict.fromkeys(piece.part for piece in pieces))
+    weighted = columns * true_weights
+    of_parts = torch.stack(
+        [weighted[:, [number for number, p in enumerate(pieces) if p.part == name]].sum(1) for name in names], 1
+    )
+    factors, misfit = fit(of_parts, target)
+    if misfit > limit:
+        return None
+    odd = {
+        name: float(factor)
+        for name, factor, column in zip(names, factors, of_parts.T, strict=True)
+        if abs(float(factor) - 1) > 1e-4 and column.any()
+    }
+    if not odd or (len(odd) == len(names) and max(odd.values()) - min(odd.values()) < 1e-4):
+        return None  # a factor of the whole loss
+    shown = ", ".join(f"the part {name!r} counts {factor:.4g} times what it should" for name, factor in odd.items())
+    if all(abs(factor) < 1e-4 for factor in odd.values()):
+        lost = f"the part{'s' if len(odd) > 1 else ''} {', '.join(map(repr, odd))} of the loss did not reach it"
+        return Verdict(Kind.LOST_GRADIENT, "trainer", where, lost)
+    return Verdict(Kind.WRONG_WEIGHTS, "trainer", where, shown)
+
+
 def _weightings(case: Case, pieces: Sequence[Piece], true_weights: Tensor) -> Iterator[tuple[Kind, list[float], str]]:
     """Known ways of weighting micro-batches wrongly, likeliest first."""
     world = max(case.world_size, 1 + max(piece.rank for piece in pieces))
-    total = sum(len(piece.samples) for piece in pieces)
-    by_rank = Counter(piece.rank for piece in pieces)
+    micro_batches = _samples_of(pieces)
+    total = sum(map(len, micro_batches.values()))
+    by_rank = Counter(rank for rank, _ in micro_batches)
     samples_of = Counter[int]()
-    for piece in pieces:
-        samples_of[piece.rank] += len(piece.samples)
+    for (rank, _), samples in micro_batches.items():
+        samples_of[rank] += len(samples)
     nominal = _accumulation(case)
     by_samples = [len(piece.samples) / total for piece in pieces]
-    means = [1 / len(pieces) for _ in pieces]
+    means = [1 / len(micro_batches) for _ in pieces]
     of_ranks = [len(piece.samples) / samples_of[piece.rank] / world for piece in pieces]
     of_both = [1 / by_rank[piece.rank] / world for piece in pieces]
     fixed = [1 / nominal / world for _ in pieces]
     true = true_weights.tolist()
-    true_of = Counter[int]()
+    true_of: dict[tuple[int, str], float] = {}
     for piece, weight in zip(pieces, true, strict=True):
-        true_of[piece.rank] += weight
-    of_true_ranks = [weight / (true_of[piece.rank] or 1.0) / world for piece, weight in zip(pieces, true, strict=True)]
+        true_of[piece.rank, piece.part] = true_of.get((piece.rank, piece.part), 0.0) + weight
+    of_true_ranks = [
+        weight / (true_of[piece.rank, piece.part] or 1.0) / world for piece, weight in zip(pieces, true, strict=True)
+    ]
     yield Kind.MEAN_OF_MEANS, by_samples, "micro-batches count by their samples, and the loss counts something else"
     yield Kind.MEAN_OF_MEANS, means, "every micro-batch counts alike, however much it holds"
     yield Kind.MEAN_OF_MEANS, of_ranks, "every rank counts alike, however much it holds"
@@ -352,14 +426,21 @@ def _subsets(
     for kept, words in cases:
         for weights in candidates:
             assert isinstance(weights, list)
-            for factor in (1.0, float(nominal), len(pieces), _renormalised(weights, kept)):
+            for factor in (1.0, float(nominal), len(_samples_of(pieces))):
                 mixed = [factor * weight if keep else 0.0 for weight, keep in zip(weights, kept, strict=True)]
                 yield Kind.LOST_MICRO_BATCH, mixed, words
+            yield Kind.LOST_MICRO_BATCH, _renormalised(pieces, weights, kept), words
 
 
-def _renormalised(weights: Sequence[float], kept: Sequence[bool]) -> float:
-    rest = sum(weight for weight, keep in zip(weights, kept, strict=True) if keep)
-    return 1 / rest if rest else 1.0
+def _renormalised(pieces: Sequence[Piece], weights: Sequence[float], kept: Sequence[bool]) -> list[float]:
+    """The weights of those that are kept, so that they add up to 1 in each part."""
+    rest: dict[str, float] = {}
+    for piece, weight, keep in zip(pieces, weights, kept, strict=True):
+        rest[piece.part] = rest.get(piece.part, 0.0) + (weight if keep else 0.0)
+    return [
+        weight / (rest[piece.part] or 1.0) if keep else 0.0
+        for piece, weight, keep in zip(pieces, weights, kept, strict=True)
+    ]
 
 
 def _scale_kind(case: Case, factor: float) -> tuple[Kind, str]:

@@ -35,6 +35,7 @@ def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
         changes_world=True,
         device="cuda" if on_gpu else "cpu",
         runs_as_it_is=True,
+        counts_beforehand=True,
     )
 
 
@@ -86,6 +87,7 @@ def _job_of(case: Case) -> Job:
         model=case.model,
         data=source if case.observed else job.data,
         loss=loss if case.observed or case.digests else job.loss,
+        count=None if job.count is None else case.count,
         optimizer=case.optimizer,
         collate=case.collate if case.observed else job.collate,
         clip_norm=case.clip_norm,

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -128,23 +129,51 @@ class Recorder:
         self._models.append(model)
         return model
 
-    def watch_loss(self, numbers: Sequence[int], result: Any, content: Sequence[int] = ()) -> None:
-        """Record a micro-batch once a gradient arrives at its loss; the gradient is what it was multiplied by."""
-        value = result.total if isinstance(result, LossSum) else result
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return
-        shown = float(value.detach() / result.count) if isinstance(result, LossSum) else float(value.detach().mean())
+    def watch_loss(
+        self, numbers: Sequence[int], result: Any, content: Sequence[int] = (), *, is_empty: bool = False
+    ) -> None:
+        """Record a micro-batch once a gradient arrives at its loss; the gradient is what it was multiplied by.
 
-        def arrived(gradient: Tensor) -> None:
-            weight = float(gradient.detach().double().abs().max())
-            self._micro_batches.append(MicroBatch(tuple(numbers), shown, weight, tuple(content)))
+        Of named parts, the largest of their gradients. Where no part has an item (`is_empty`) all of them are rightly
+        0, and the micro-batch counts all the same.
+        """
+        parts = list(result.values()) if isinstance(result, Mapping) else [result]
+        values = [part.total if isinstance(part, LossSum) else part for part in parts]
+        values = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+        if not values:
+            return
+        if isinstance(result, Mapping):
+            shown = float(torch.stack([value.detach().double() for value in values]).nansum())
+        else:
+            (value,) = values
+            shown = (
+                float(value.detach() / result.count) if isinstance(result, LossSum) else float(value.detach().mean())
+            )
+        recorded: MicroBatch | None = None
+
+        def arrived(gradients: Sequence[Tensor | None]) -> None:
+            nonlocal recorded
+            weight = max(
+                float(gradient.detach().double().abs().max()) for gradient in gradients if gradient is not None
+            )
+            weight = weight or float(is_empty)
+            if recorded is not None and any(entry is recorded for entry in self._micro_batches):  # part by part
+                place = next(number for number, entry in enumerate(self._micro_batches) if entry is recorded)
+                recorded = replace(recorded, weight=max(weight, recorded.weight))
+                self._micro_batches[place] = recorded
+                return
+            recorded = MicroBatch(tuple(numbers), shown, weight, tuple(content))
+            self._micro_batches.append(recorded)
             kill = self._kill
             if kill is not None and kill.when == "micro_batch" and self.num_steps >= kill.step:
                 if self._num_backwards >= kill.number or self.num_steps > kill.step:
                     _die_later()
                 self._num_backwards += 1
 
-        value.register_hook(arrived)  # type: ignore[no-untyped-call]
+        if len(values) == 1:
+            values[0].register_hook(lambda gradient: arrived([gradient]))
+        else:
+            register_multi_grad_hook(values, arrived)
 
     def finish(self, returned: Any) -> None:
         """Record the final weights: those that the trainer returned, else those of the model it trained."""

@@ -5,7 +5,7 @@ can. Of Drivetrain it uses what the user's job holds, and the library of mixture
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.loss import LossSum
 from drivetrain.moe.balance import Settlement, auxiliary_loss
 from drivetrain.proving.case import Case, build_model, factor_at, loss_of, parameter_groups, plain_batch
 from drivetrain.proving.draws import generators_kept, seed_generators, state_of_generators, turn_dropout_off
+from drivetrain.proving.loss_parts import AUXILIARY, WHOLE, PartMean, part_means, part_weight, weighted_sum
 
 Division = Sequence[Sequence[Sequence[int]]]  # of one step: of each rank, the samples of its micro-batches
-LossKind = Literal["samples", "weighted", "sum", "counted", "coupled"]
+LossKind = Literal["samples", "weighted", "sum", "coupled", "parts", "uncounted"]
+PartKind = Literal["samples", "counted", "uncounted", "coupled"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Bug:
     Attributes:
         weight: the factor of a micro-batch's own mean in the step's gradient, from (its samples, the samples of all,
             the number of micro-batches of its rank, the number of ranks, its number on its rank); `right`: whatever
-            gives the undivided batch's gradient. None: the batch is not divided.
+            gives the undivided batch's gradient; `stated`: named parts by their counts, all else by samples. None: the
+            batch is not divided.
         clears: when gradients are cleared: before every step, or never.
         clip: what is clipped: the step's gradient, each micro-batch's, each rank's before reduction; or nothing.
         norm_scale: what the norm is mistaken by: clipping happens as if it were this much larger.
@@ -40,7 +42,7 @@ class Bug:
         decays_all: whether parameters that the job leaves out of weight decay get it, too.
     """
 
-    weight: Callable[[int, int, int, int, int], float] | Literal["right"] | None = None
+    weight: Callable[[int, int, int, int, int], float] | Literal["right", "stated"] | None = None
     clears: Literal["step", "never"] = "step"
     clip: Literal["step", "micro_batch", "rank", "never"] = "step"
     norm_scale: float = 1.0
@@ -54,6 +56,7 @@ class Bug:
 NO_BUG = Bug()
 DIVIDED = Bug(weight="right")
 BY_SAMPLES = Bug(weight=lambda own, total, micro_batches, ranks, number: own / total)
+AS_STATED = Bug(weight="stated")
 AS_A_SUM = Bug(weight=lambda own, total, micro_batches, ranks, number: 1.0)
 
 
@@ -73,13 +76,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Piece:
-    """One micro-batch of a step: its gradient at the step's weights, of its own loss."""
+    """One micro-batch of a step, or one named part of its loss: the gradient of its own mean at the step's weights.
+
+    Of a named part the gradient has the part's weight in the loss.
+    """
 
     rank: int
     number: int  # on its rank
     samples: tuple[int, ...]
     gradients: Mapping[str, Tensor]
     loss: float
+    part: str = WHOLE
+    count: float | None = None  # of the part's items in this micro-batch; None: it is divided by samples
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,13 @@ class Facts:
     items_draw: bool  # whether reading an item draws random numbers
     model_draws: bool  # whether the loss draws as the user has it, dropout included
     remembers: bool  # whether a second call on the same batch, weights, buffers and seeds gives another loss
+    parts: Mapping[str, PartKind] = field(default_factory=dict)  # of a loss with named parts, what each is
+    late_parts: tuple[str, ...] = ()  # those whose count only a forward tells
+
+    @property
+    def depends_on_division(self) -> bool:
+        """Whether the division of a batch is part of what is learnt, with this job and whatever the trainer does."""
+        return self.loss_kind in ("coupled", "uncounted")
 
 
 def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gradients: int = 2) -> Outcome:
@@ -116,7 +131,7 @@ def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gra
             optimizer.state.clear()
         if bug.clears == "step":
             optimizer.zero_grad()
-        loss = _backward(case, model, division, bug, buffers)
+        loss = _backward(case, model, division, bug, buffers, step)
         norm = _norm(model) * bug.norm_scale
         if case.clip_norm is not None and bug.clip == "step":
             _scale_gradients(model, min(1.0, case.clip_norm / (norm + 1e-6)))
@@ -153,15 +168,26 @@ def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> l
         model.load_state_dict(trained.weights)
     for rank, micro_batches in enumerate(division):
         for number, samples in enumerate(micro_batches):
-            if samples:
-                kept = _buffers(model)
+            for name, part in _each_part(case, model, samples) if samples else ():
                 optimizer.zero_grad()
-                loss = _own_mean(case, model, samples)
-                loss.backward()  # type: ignore[no-untyped-call]
-                gradients = {name: value.cpu() for name, value in gradients_of(model).items()}
-                found.append(Piece(rank, number, tuple(samples), gradients, float(loss.detach())))
-                _put_buffers(model, kept)
+                loss = _weighed(case, name, part, len(before))
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                gradients = {key: value.cpu() for key, value in _all_gradients(model).items()}
+                found.append(Piece(rank, number, tuple(samples), gradients, float(loss.detach()), name, part.count))
     return found
+
+
+def shares_of(pieces: Sequence[Piece]) -> list[float]:
+    """The weight of each piece by what the job states: its part's count in the step, else its samples."""
+    samples = {(piece.rank, piece.number): len(piece.samples) for piece in pieces}
+    totals: dict[str, float] = {}
+    for piece in pieces:
+        totals[piece.part] = totals.get(piece.part, 0.0) + (piece.count or 0.0)
+    return [
+        len(piece.samples) / sum(samples.values()) if piece.count is None else piece.count / (totals[piece.part] or 1.0)
+        for piece in pieces
+    ]
 
 
 def find_facts(case: Case) -> Facts:
@@ -181,7 +207,15 @@ def find_facts(case: Case) -> Facts:
     num_parameters = _one_step(case, numbers)
     seconds = (time.perf_counter() - began) / len(numbers)
     least = 1 if _takes(case, numbers[:1]) else 2
-    kind, shares, misfit = loss_kind(case, numbers, least)
+    means = _named(case, numbers)
+    kinds = part_kinds(case, numbers, least) if WHOLE not in means else {}
+    kind: LossKind
+    shares: tuple[float, ...]
+    if kinds:
+        odd = [found for found in kinds.values() if found in ("coupled", "uncounted")]
+        kind, shares, misfit = ("coupled" if "coupled" in odd else "uncounted" if odd else "parts"), (), 0.0
+    else:
+        kind, shares, misfit = loss_kind(case, numbers, least)
     return Facts(
         case.dtype,
         why_not_double,
@@ -196,6 +230,8 @@ def find_facts(case: Case) -> Facts:
         _items_draw(case, numbers),
         _draws(replace(case, randomness="own"), numbers),
         _remembers(replace(case, randomness="own"), numbers),
+        kinds,
+        tuple(name for name, part in means.items() if part.is_late),
     )
 
 
@@ -203,17 +239,14 @@ def loss_kind(case: Case, numbers: Sequence[int], least: int = 1) -> tuple[LossK
     """Fit the gradient of a batch by those of three unequal parts of it, and read the kind of loss from the weights."""
     numbers = list(numbers)[:24]
     count = len(numbers)
-    cuts = sorted({0, least * max(1, count // 6), count // 2, count})
-    parts = [numbers[start:stop] for start, stop in pairwise(cuts)]
-    if min(map(len, parts)) < least:
-        parts = [part for part in (numbers[: count // 2], numbers[count // 2 :]) if len(part) >= least]
+    parts = _cut(numbers, least)
     if len(parts) < 2:
         return "samples", (), 0.0
     whole = _flat(pieces(case, [[numbers]])[0].gradients)
     columns = torch.stack([_flat(pieces(case, [[part]])[0].gradients) for part in parts], 1)
     shares, misfit = fit(columns, whole)
     by_samples = torch.tensor([len(part) / count for part in parts], dtype=torch.float64)
-    tolerance = 1e-7 if case.dtype == torch.float64 else 1e-3
+    tolerance = _tolerance(case)
     found = tuple(float(share) for share in shares)
     if misfit_of(columns, whole, by_samples) < tolerance:
         return "samples", tuple(by_samples.tolist()), misfit
@@ -222,6 +255,41 @@ def loss_kind(case: Case, numbers: Sequence[int], least: int = 1) -> tuple[LossK
     if misfit_of(columns, whole, torch.ones_like(by_samples)) < tolerance:
         return "sum", found, misfit
     return "weighted", found, misfit
+
+
+def part_kinds(case: Case, numbers: Sequence[int], least: int = 1) -> dict[str, PartKind]:
+    """Find out of each named part whether it is a mean over what the job says that it is."""
+    numbers = list(numbers)[:24]
+    divided = pieces(case, [_cut(numbers, least)])
+    found: dict[str, PartKind] = {}
+    for whole in pieces(case, [[numbers]]):
+        own = [piece for piece in divided if piece.part == whole.part]
+        target = _flat(whole.gradients)
+        if len(own) < 2 or not target.any():
+            found[whole.part] = "samples" if whole.count is None else "counted"
+            continue
+        columns = torch.stack([_flat(piece.gradients) for piece in own], 1)
+        # A batch that leaves a part out still has its samples.
+        shares = [len(piece.samples) / len(numbers) for piece in own] if whole.count is None else shares_of(own)
+        if misfit_of(columns, target, torch.tensor(shares, dtype=torch.float64)) < _tolerance(case):
+            found[whole.part] = "samples" if whole.count is None else "counted"
+        else:
+            found[whole.part] = "coupled" if fit(columns, target)[1] > _tolerance(case) else "uncounted"
+    return found
+
+
+def _cut(numbers: list[int], least: int) -> list[list[int]]:
+    """Three unequal parts of a batch; two, where they would be too small."""
+    count = len(numbers)
+    cuts = sorted({0, least * max(1, count // 6), count // 2, count})
+    parts = [numbers[start:stop] for start, stop in pairwise(cuts)]
+    if min(map(len, parts)) < least:
+        parts = [part for part in (numbers[: count // 2], numbers[count // 2 :]) if len(part) >= least]
+    return parts
+
+
+def _tolerance(case: Case) -> float:
+    return 1e-7 if case.dtype == torch.float64 else 1e-3
 
 
 def fit(columns: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -243,6 +311,16 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _all_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter that trains; zeros where there is none."""
+    found = gradients_of(model)
+    return {
+        name: found[name] if name in found else torch.zeros_like(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
     model = build_model(case.job, case.seed, case.dtype).to(case.device)
     if case.randomness == "off":
@@ -255,12 +333,15 @@ def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
     return model, case.job.optimizer(groups)
 
 
-def _backward(case: Case, model: nn.Module, division: Division, bug: Bug, buffers: list[dict[str, Tensor]]) -> float:
+def _backward(
+    case: Case, model: nn.Module, division: Division, bug: Bug, buffers: list[dict[str, Tensor]], step: int
+) -> float:
     """Add the gradient of a step to what is there, and return the loss of the undivided batch or of its parts."""
     everything = [number for rank in division for micro_batch in rank for number in micro_batch]
     if bug.weight is None:
-        value = _own_mean(case, model, everything)
-        (value * bug.loss_scale).backward()  # type: ignore[no-untyped-call]
+        value = _own_mean(case, model, everything, step)
+        if value.requires_grad:  # not so where a step has no item of any part
+            (value * bug.loss_scale).backward()  # type: ignore[no-untyped-call]
         if bug.loss_scale != 1.0:
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -270,7 +351,9 @@ def _backward(case: Case, model: nn.Module, division: Division, bug: Bug, buffer
     total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     touched: set[str] = set()
     loss = 0.0
-    right = _right_weights(case, model, division) if bug.weight == "right" else {}
+    known = _right_weights(case, model, division, step) if bug.weight == "right" else {}
+    if bug.weight == "stated":
+        known = _stated_weights(case, model, division)
     for rank, micro_batches in enumerate(division):
         _put_buffers(model, buffers[0 if bug.buffers == "shared" else rank])
         of_rank = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
@@ -278,13 +361,15 @@ def _backward(case: Case, model: nn.Module, division: Division, bug: Bug, buffer
             if not samples:
                 continue
             model.zero_grad()
-            value = _own_mean(case, model, samples)
-            if bug.weight == "right":
-                weight = right[rank, number]
-            else:
-                weight = bug.weight(len(samples), len(everything), len(micro_batches), len(division), number)
-            (value * weight).backward()  # type: ignore[no-untyped-call]
-            loss += float(value.detach()) * len(samples) / len(everything)
+            for name, part in _means(case, model, samples).items():
+                if isinstance(bug.weight, str):
+                    weight = known[rank, number, name]
+                else:
+                    weight = bug.weight(len(samples), len(everything), len(micro_batches), len(division), number)
+                value = _weighed(case, name, part, step)
+                if value.requires_grad:
+                    (value * weight).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+                loss += float(value.detach()) * len(samples) / len(everything)
             found = gradients_of(model)
             touched |= found.keys()
             scale = _clip_scale(case, found) if bug.clip == "micro_batch" else 1.0
@@ -304,33 +389,83 @@ def _backward(case: Case, model: nn.Module, division: Division, bug: Bug, buffer
     return loss
 
 
-def _right_weights(case: Case, model: nn.Module, division: Division) -> dict[tuple[int, int], float]:
+def _right_weights(case: Case, model: nn.Module, division: Division, step: int) -> dict[tuple[int, int, str], float]:
     """The weights of the micro-batches' own gradients that give the undivided batch's, at the model's weights."""
     kept = _buffers(model)
 
-    def gradient(samples: Sequence[int]) -> Tensor:
-        _put_buffers(model, kept)
+    def gradient(value: Tensor) -> Tensor:
         model.zero_grad()
-        _own_mean(case, model, samples).backward()  # type: ignore[no-untyped-call]
-        found = gradients_of(model)
-        zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-        return _flat({name: found.get(name, zero) for name, zero in zeros.items()})
+        if value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
+        return _flat(_all_gradients(model))
 
-    places = [(rank, number) for rank, own in enumerate(division) for number, samples in enumerate(own) if samples]
-    columns = torch.stack([gradient(division[rank][number]) for rank, number in places], 1)
-    whole = gradient([number for own in division for samples in own for number in samples])
-    weights, _ = fit(columns, whole)
+    columns: dict[tuple[int, int, str], Tensor] = {}
+    for rank, own in enumerate(division):
+        for number, samples in enumerate(own):
+            for name, part in _each_part(case, model, samples) if samples else ():
+                columns[rank, number, name] = gradient(_weighed(case, name, part, step))
+    whole = gradient(
+        _own_mean(case, model, [number for own in division for samples in own for number in samples], step)
+    )
+    weights, _ = fit(torch.stack(list(columns.values()), 1), whole)
     model.zero_grad()
     _put_buffers(model, kept)
-    return {place: float(weight) for place, weight in zip(places, weights, strict=True)}
+    return {place: float(weight) for place, weight in zip(columns, weights, strict=True)}
 
 
-def _own_mean(case: Case, model: nn.Module, numbers: Sequence[int]) -> Tensor:
-    """The user's loss of these samples as one batch, with what mixtures of experts add to it."""
-    result = loss_of(case, model, plain_batch(case, numbers), numbers)
+def _stated_weights(case: Case, model: nn.Module, division: Division) -> dict[tuple[int, int, str], float]:
+    """The weights of the micro-batches' own means by what the job states: counts of parts, else samples."""
+    kept = _buffers(model)
+    found = []
+    for rank, own in enumerate(division):
+        for number, samples in enumerate(own):
+            for name, part in _means(case, model, samples).items() if samples else ():
+                found.append(Piece(rank, number, tuple(samples), {}, 0.0, name, part.count))
+    _put_buffers(model, kept)
+    shares = shares_of(found)
+    return {(piece.rank, piece.number, piece.part): share for piece, share in zip(found, shares, strict=True)}
+
+
+def _means(case: Case, model: nn.Module, numbers: Sequence[int]) -> dict[str, PartMean]:
+    """The user's loss of these samples as one batch, part by part, with what mixtures of experts add to it."""
+    batch = plain_batch(case, numbers)
+    found = part_means(case.job, loss_of(case, model, batch, numbers), batch)
     auxiliary = auxiliary_loss(model)
-    value = result.total / result.count if isinstance(result, LossSum) else result
-    return value if auxiliary is None else value + auxiliary
+    if auxiliary is None:
+        return found
+    if WHOLE in found:
+        return {WHOLE: PartMean(found[WHOLE].mean + auxiliary)}
+    return {**found, AUXILIARY: PartMean(auxiliary)}
+
+
+def _weighed(case: Case, name: str, part: PartMean, step: int) -> Tensor:
+    return part.mean if name in (WHOLE, AUXILIARY) else part.mean * part_weight(case.job, name, step)
+
+
+def _own_mean(case: Case, model: nn.Module, numbers: Sequence[int], step: int = 0) -> Tensor:
+    """The user's loss of these samples as one batch, with what mixtures of experts add to it."""
+    parts = _means(case, model, numbers)
+    auxiliary = parts.pop(AUXILIARY, None)
+    value = weighted_sum(case.job, parts, step)
+    return value if auxiliary is None else value + auxiliary.mean
+
+
+def _named(case: Case, numbers: Sequence[int]) -> dict[str, PartMean]:
+    """The parts of a batch's loss at the first weights."""
+    return _means(case, _made(case, NO_BUG)[0], numbers)
+
+
+def _each_part(case: Case, model: nn.Module, numbers: Sequence[int]) -> Iterator[tuple[str, PartMean]]:
+    """Each part of a batch's loss, of a forward of its own; buffers are put back after it."""
+    names: list[str] = []
+    done = 0
+    while done < max(1, len(names)):
+        kept = _buffers(model)
+        parts = _means(case, model, numbers)
+        names = names or list(parts)
+        yield names[done], parts[names[done]]
+        _put_buffers(model, kept)
+        done += 1
 
 
 def _clip_scale(case: Case, gradients: Mapping[str, Tensor]) -> float:
@@ -440,6 +575,5 @@ def _remembers(case: Case, numbers: Sequence[int]) -> bool:
             result = loss_of(case, model, batch, numbers)
         auxiliary_loss(model)
         Settlement(model).forget()
-        value = result.total / result.count if isinstance(result, LossSum) else result
-        values.append(float(value.detach()))
+        values.append(float(weighted_sum(case.job, part_means(case.job, result, batch), 0).detach()))
     return len(set(values)) > 1

@@ -67,7 +67,7 @@ def _run(case: Case, *, use_seedable_sampler: bool, split_batches: bool) -> nn.M
             active.set_epoch(epoch)
         for batch in active:
             with accelerator.accumulate(model):
-                loss = case.loss(model, batch)
+                loss = case.scalar_loss(model, batch, completed_steps)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and case.clip_norm is not None:
                     accelerator.clip_grad_norm_(model.parameters(), case.clip_norm)

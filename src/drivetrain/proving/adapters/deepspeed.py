@@ -74,7 +74,7 @@ def _run(case: Case) -> Any:
     for epoch in count(first_epoch):
         sampler.set_epoch(epoch)
         for batch in islice(loader, num_seen if epoch == first_epoch else 0, None):
-            loss = case.loss(engine, batch)
+            loss = case.scalar_loss(engine, batch, engine.global_steps)
             engine.backward(loss)
             num_batches += 1
             if not engine.is_gradient_accumulation_boundary():

@@ -36,7 +36,7 @@ def _run(case: Case) -> nn.Module:
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             def call(**named: Any) -> dict[str, Any]:
-                return {"loss": case.loss(model, _unpacked(named))}
+                return {"loss": case.scalar_loss(model, _unpacked(named), self.state.global_step)}
 
             return super().compute_loss(call, inputs, *args, **kwargs)
 

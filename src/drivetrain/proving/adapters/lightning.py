@@ -34,7 +34,7 @@ def _run(case: Case) -> nn.Module:
             self.model = case.model()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return case.loss(self.model, batch)
+            return case.scalar_loss(self.model, batch, self.trainer.global_step)
 
         def configure_optimizers(self) -> Any:
             optimizer = case.optimizer(self.model)

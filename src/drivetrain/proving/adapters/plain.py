@@ -83,8 +83,8 @@ def tutorial_step(state: LoopState, micro_batches: Sequence[Any]) -> None:
         is_last = number == len(micro_batches) - 1
         waits = isinstance(model, DistributedDataParallel) and not is_last
         with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
-            loss = case.loss(model, batch) / len(micro_batches)
-            loss.backward()
+            loss = case.scalar_loss(model, batch, state.step) / len(micro_batches)
+            loss.backward()  # type: ignore[no-untyped-call]
     if case.clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
     state.optimizer.step()
@@ -103,7 +103,8 @@ def plain_subject(
 
     Args:
         step: takes one optimizer step, given the state and this process's micro-batches of it. Call
-            `state.case.loss(state.model, batch)` for the job's loss; the batches are what the job's `collate` makes.
+            `state.case.loss(state.model, batch)` for the job's loss, or `scalar_loss(state.model, batch, state.step)`
+            for one number of a loss that is a `LossSum` or has named parts; the batches are what `collate` makes.
         make: builds the state; a subclass of `LoopState` may save and load more.
         name: what the certificate calls it.
         max_world: the most processes it is tried with.
