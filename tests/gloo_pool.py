@@ -73,7 +73,7 @@ class GlooPool:
         return [process.pid for process, _ in self._ranks if process.pid is not None]
 
     def run(
-        self, function: Callable[..., Any] | str, *args: Any, world: int, time_limit_seconds: float = 60.0
+        self, function: Callable[..., Any] | str, *args: Any, world: int, time_limit_seconds: float = 240.0
     ) -> list[Any]:
         """What `function(*args)` returned on each of the first `world` ranks.
 
@@ -126,7 +126,7 @@ class GlooPool:
                 try:
                     answers[rank] = connection.recv()
                 except EOFError:
-                    self._ranks[rank][0].join(1)
+                    self._ranks[rank][0].join(30)
                     answers[rank] = Answer(trace=f"the process ended with code {self._ranks[rank][0].exitcode}")
                 if answers[rank].trace:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -157,7 +157,10 @@ class GlooPool:
         process, traces = self._ranks[rank][0], Path(self._folder.name) / f"rank-{rank}.traces"
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.2)
+            deadline = time.monotonic() + 10
+            while not traces.stat().st_size and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(0.1)  # the rest of it
         return traces.read_text(encoding="utf-8") if traces.exists() else "(unknown)"
 
     def _kill(self) -> None:
@@ -209,7 +212,7 @@ def _rank_main(rank: int, connection: Connection, traces: str) -> None:
                         store=dist.FileStore(job.store, job.world),  # nothing listens where others could connect
                         rank=rank,
                         world_size=job.world,
-                        timeout=datetime.timedelta(seconds=60),
+                        timeout=datetime.timedelta(seconds=240),
                     )
                 sys.path[:] = job.sys_path
                 module, _, name = job.function.partition(":")

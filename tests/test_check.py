@@ -81,6 +81,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.alone
 def test_it_answers_within_two_seconds_without_torch() -> None:
     begin = time.perf_counter()
     done = subprocess.run(

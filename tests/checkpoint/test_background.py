@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it never came to pass"
         time.sleep(0.001)
@@ -125,7 +125,7 @@ def test_nothing_counts_before_it_is_judged(tmp_path: Path) -> None:
     assert checkpointer.steps() == [1]
     (outcome,) = saver.take_news()
     assert (outcome.step, outcome.error) == (1, None)
-    assert outcome.seconds >= 0.05 > outcome.stalled_seconds
+    assert outcome.seconds >= outcome.stalled_seconds + 0.05
     assert saver.take_news() == []
 
 
@@ -143,19 +143,27 @@ def test_a_bad_step_leaves_nothing_and_the_next_save_works(tmp_path: Path) -> No
 # One at a time
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = GatedFiles()
     saver, checkpointer = made(tmp_path / "c", files)
     saver.begin(1, one(1), {})
     saver.judged()
     until(lambda: files.begun)
-    threading.Timer(0.2, files.gate.set).start()
-    saver.begin(2, one(2), {})
+    join = saver._join
+
+    def join_later() -> None:
+        threading.Timer(0.2, files.gate.set).start()
+        join()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "_join", join_later)
+        saver.begin(2, one(2), {})
     assert checkpointer.steps() == [1]
     saver.judged()
     saver.finish()
     first, second = saver.take_news()
-    assert first.waited_seconds < 0.1 < second.waited_seconds
+    assert first.waited_seconds < second.waited_seconds
+    assert second.waited_seconds >= 0.2
     assert files.most_active == 1
     assert checkpointer.steps() == [1, 2]
 
@@ -351,7 +359,7 @@ def leave_early(folder: str) -> float:
 
 def test_a_rank_that_leaves_does_not_wait_for_ever(gloo_pool: GlooPool, tmp_path: Path) -> None:
     left = gloo_pool.run(leave_early, str(tmp_path / "c"), world=2)[1]
-    assert 0.4 < left < 5
+    assert 0.4 < left < 50
     assert names(tmp_path / "c") == []
 
 

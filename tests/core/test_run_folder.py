@@ -95,13 +95,17 @@ def test_files_are_whole_and_lines_are_json(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "a.txt", "job.yaml", "steps.jsonl"]
 
 
-def test_lines_are_written_within_a_second_and_at_once_when_asked(tmp_path: Path) -> None:
+def test_lines_are_written_within_a_second_and_at_once_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     log = RunFolder.claim(tmp_path, "mine", JOB).log("steps.jsonl")
     log.append({"step": 1})
     assert (tmp_path / "mine" / "steps.jsonl").read_text() == ""
     log.flush()
     assert (tmp_path / "mine" / "steps.jsonl").read_text() == '{"step": 1}\n'
-    time.sleep(JsonLines.FLUSH_SECONDS + 0.05)
+    now += JsonLines.FLUSH_SECONDS + 0.05
     log.append({"step": 2})
     assert (tmp_path / "mine" / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 

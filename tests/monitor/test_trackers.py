@@ -74,13 +74,19 @@ def test_one_that_hangs_is_left_behind(place: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BackgroundTracker, "CAPACITY", 20)
     release, told = threading.Event(), []
     tracker = BackgroundTracker("test", lambda: Recorder(hangs_at=place, release=release), told.append)
+    put = tracker._queue.put
+
+    def put_at_once(item: Any, block: bool = True, timeout: float | None = None) -> None:
+        assert not block, "nothing waits for it"
+        put(item, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker._queue, "put", put_at_once)
+        for step in range(100):
+            tracker.log({"loss": 1.0}, step)
     began = time.perf_counter()
-    for step in range(100):
-        tracker.log({"loss": 1.0}, step)
-    logged = time.perf_counter()
     tracker.close()
-    assert logged - began < 0.05  # nothing waited for it
-    assert time.perf_counter() - logged < 1.0
+    assert time.perf_counter() - began < 30, "it hangs for a minute"
     assert any("left behind" in text for text in told)
     if place != "close":
         assert any("points are missing" in text for text in told)
@@ -95,7 +101,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tracker]) -> None:
 @pytest.mark.parametrize("place", ["init", "log", "close"])
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, how: str) -> None:
-    monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 0.2 if how == "hangs" else 120.0)
     release = threading.Event()
     plant(monkeypatch, lambda: Recorder(**{f"{how}_at": place}, release=release))
     plain = run(str(tmp_path / "plain"), SMALL)

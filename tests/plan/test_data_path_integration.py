@@ -61,7 +61,7 @@ def test_figures_are_those_of_the_data(setup_on: Any) -> None:
     figures = measure_data(setup, 0.01, 100)
     assert figures is not None
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert ITEM_SECONDS * 8 <= figures.read_seconds < ITEM_SECONDS * 8 * 10
+    assert ITEM_SECONDS * 8 <= figures.read_seconds < ITEM_SECONDS * 8 * 100
     assert figures.slowest_read_seconds >= figures.read_seconds
     assert figures.num_bytes == 40 * (6 * 8 + 8)
     assert figures.batch_bytes == 8 * (6 * 8 + 8)

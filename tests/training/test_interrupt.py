@@ -24,16 +24,24 @@ from tests import warm_python
 from tests.training.jobs import Variant, make_job
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import torch
 import drivetrain as dt
 from drivetrain.config import configure
 
+RUNS = Path(sys.argv[1])
+
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):
-        time.sleep({delay} if (Path(sys.argv[1]) / "slow" / "plan.yaml").exists() else 0.001)
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            (RUNS / "handles-signals").touch()
+        seconds = {delay} if (RUNS / "slow" / "plan.yaml").exists() else 0.001
+        # Once the test has seen a step, the rest takes long enough for its signal to come in time.
+        steps = RUNS / "slow" / "steps.jsonl"
+        is_seen = {delay} and steps.exists() and steps.stat().st_size
+        time.sleep(max(seconds, 0.05) if is_seen else seconds)
         return torch.randn(4), torch.tensor(index % 2)
 
 job = dt.Job(
@@ -47,7 +55,7 @@ job = dt.Job(
     checkpoint_every=1000,
 )
 settings = {{"gpu_mode": "cpu", "report": False, "num_workers": int(sys.argv[2])}}
-result = dt.train(job, configure(output_dir=sys.argv[1], **settings))
+result = dt.train(job, configure(output_dir=RUNS, **settings))
 print("finished" if result.finished else "stopped", result.steps, flush=True)
 """
 
@@ -93,7 +101,7 @@ def test_a_signal_stops_cleanly_and_the_run_goes_on(
     with start(cut, 0.004, workers) as process:
         wait_for_steps(cut)
         os.killpg(process.pid, number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert "stopping after this step, with a checkpoint" in output
     assert "Traceback" not in output
@@ -125,26 +133,26 @@ def test_the_command_line_says_that_a_script_was_stopped(tmp_path: Path) -> None
     with warm_python.WarmProcess(words) as process:
         wait_for_steps(tmp_path)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with start(tmp_path, 1.5) as process:  # a step takes twelve seconds
         for _ in range(2400):
-            if (tmp_path / "runs" / "slow" / "plan.yaml").exists():
+            if (tmp_path / "runs" / "handles-signals").exists():
                 break
             time.sleep(0.05)
-        time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout is not None
+        assert any("stopping after this step" in line for line in process.stdout), "it ended"
         time.sleep(IMPATIENT_AFTER_SECONDS + 0.3)  # sooner it would be taken for a launcher's echo of the first
         assert process.poll() is None, "it would end after its step"
-        began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - began < 5
+        output, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, None)
     assert "KeyboardInterrupt" in output
+    assert list((tmp_path / "runs" / "slow" / "checkpoints").glob("step-*")) == [], "it finished its step"
 
 
 # At the end: the loop is over, and the report is being written
