@@ -76,7 +76,7 @@ def launching(folder: Path, *words: str, num_processes: int = 2, **more: str) ->
         process.communicate()
 
 
-def wait_for(path: Path, seconds: float = 120) -> str:
+def wait_for(path: Path, seconds: float = 240) -> str:
     """The content of a file, once it has one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -86,7 +86,7 @@ def wait_for(path: Path, seconds: float = 120) -> str:
     raise AssertionError(f"{path} did not appear within {seconds} s")
 
 
-def wait_for_words(path: Path, words: str, seconds: float = 60) -> str:
+def wait_for_words(path: Path, words: str, seconds: float = 240) -> str:
     """The content of a file, once the words are in it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -96,7 +96,7 @@ def wait_for_words(path: Path, words: str, seconds: float = 60) -> str:
     raise AssertionError(f"{path} did not say {words!r} within {seconds} s: {path.read_text()}")
 
 
-def are_gone(pids: list[int], seconds: float = 5) -> list[int]:
+def are_gone(pids: list[int], seconds: float = 30) -> list[int]:
     """Those of the processes that are still running after so long. Zombies are gone."""
     deadline = time.monotonic() + seconds
 
