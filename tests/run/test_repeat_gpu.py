@@ -40,14 +40,14 @@ class Sentences(nn.Module):
         if self.layer is not None:
             hidden = self.layer(hidden)
         if self.attention is not None:
-            parts = self.attention(hidden).unflatten(2, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+            parts = self.attention(hidden).unflatten(2, (3, 1, 64)).permute(2, 0, 3, 1, 4)
             hidden = functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
         result: Tensor = self.out(hidden)
         return result
 
 
 def trained(folder: Path, kind: str, **settings: Any) -> Path:
-    length = 256 if kind == "causal" else 32
+    length = 512 if kind == "causal" else 32
     text = torch.randint(0, WORDS, (256, length + 1), generator=torch.Generator().manual_seed(0))
     job = Job(
         name="job",

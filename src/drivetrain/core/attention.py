@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 _of_torch = functional.scaled_dot_product_attention
-_BLOCK = 128  # tokens, the unit of flex attention's masks
+_BLOCK, _LEAST = 128, 512  # tokens: the unit of flex attention's masks; the shortest text for which it was measured
 
 
 @contextmanager
@@ -57,8 +57,9 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dim() == key.dim() == value.dim() == 4
         and query.size(-1) == value.size(-1)
-        and query.size(-1) in (32, 64, 128)
+        and query.size(-1) in (64, 128)
         and query.size(-2) == key.size(-2)
+        and query.size(-2) >= _LEAST
         and query.size(-2) % _BLOCK == 0
     )
 
