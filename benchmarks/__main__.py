@@ -68,6 +68,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "email-sequence": recipes.measure_email_sequence,
     "image-pairs": recipes.measure_image_pairs,
     "chest-xray-vqa": recipes.measure_chest_xray_vqa,
+    "recipes-full": recipes.measure_full,
     "darkroom": darkroom.measure_plain,
     "darkroom-two-region": darkroom.measure_two_region,
 }
@@ -95,6 +96,7 @@ ONLY_BY_NAME = {  # long
     "email-sequence",
     "image-pairs",
     "chest-xray-vqa",
+    "recipes-full",
     "darkroom",
     "darkroom-two-region",
 }
@@ -105,6 +107,7 @@ NEEDS_A_GPU = {
     "gpt2",
     "moe",
     "repeat",
+    "recipes-full",
     "repeat-runs",
     "saving",
     "saving-explained",
