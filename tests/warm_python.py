@@ -114,7 +114,7 @@ def run(
     *,
     cwd: Path | str | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     stdout: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *words], capture_output=True, text=True)`."""

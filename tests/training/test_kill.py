@@ -59,7 +59,7 @@ def kill_until_finished(folder: Path, num_kills: int, seed: int, kind: str = "tr
                 time.sleep(chance.random() * 0.03)
                 break
         if steps_to_go > 0:
-            assert child.wait(timeout=60) == 0
+            assert child.wait(timeout=240) == 0
             return kills
         child.kill()
         child.wait()

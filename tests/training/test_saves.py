@@ -253,7 +253,7 @@ def announcing_loss(model: Any, batch: Any) -> Tensor:
 
 def train_slowly_written(folder: str) -> None:
     """Files take a while, so that most kills hit a save that is under way, judged or not."""
-    files = TroubledFiles(seconds=0.02)
+    files = TroubledFiles(seconds=0.08)
     with mock.patch("drivetrain.checkpoint.checkpointer.Files", return_value=files):
         run(folder, replace(BASE, save_every=2), loss=announcing_loss)
 
@@ -275,7 +275,7 @@ def kill_until_finished(folder: Path, num_kills: int, seed: int) -> tuple[int, i
                 time.sleep(chance.random() * 0.03)
                 break
         if steps_to_go > 0:
-            assert child.wait(timeout=60) == 0
+            assert child.wait(timeout=240) == 0
             return kills, hits
         child.kill()
         child.wait()

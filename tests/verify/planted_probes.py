@@ -110,11 +110,15 @@ def look_for_the_left(setup: ProbeSetup) -> Outcome:
     pids = Path(setup.run_folder, "pids")
     while not pids.exists():
         time.sleep(0.05)
-    time.sleep(0.5)
-    try:
-        return passed(psutil.Process(int(pids.read_text().split()[0])).status())
-    except psutil.NoSuchProcess:
-        return passed("gone")
+    status = ""
+    deadline = time.monotonic() + 60
+    while status != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+        try:
+            status = psutil.Process(int(pids.read_text().split()[0])).status()
+        except psutil.NoSuchProcess:
+            return passed("gone")
+    return passed(status)
 
 
 def hang_with_processes(setup: ProbeSetup) -> Outcome:
@@ -144,6 +148,15 @@ def kill_the_zygote(setup: ProbeSetup) -> Outcome:
 def note_time(setup: ProbeSetup) -> Outcome:
     started = time.monotonic()
     time.sleep(0.4)
+    return passed(f"{started} {time.monotonic()}")
+
+
+def meet(setup: ProbeSetup) -> Outcome:
+    """Like `note_time`, but ends only when two of these run at once."""
+    started = time.monotonic()
+    Path(setup.run_folder, f"met-{os.getpid()}").touch()
+    while len(list(Path(setup.run_folder).glob("met-*"))) < 2:
+        time.sleep(0.02)
     return passed(f"{started} {time.monotonic()}")
 
 

