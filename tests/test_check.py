@@ -85,7 +85,7 @@ sys.exit(code)
 def test_it_answers_within_two_seconds_without_torch() -> None:
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", CHECK_IN_A_FRESH_PROCESS], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", CHECK_IN_A_FRESH_PROCESS], capture_output=True, text=True, timeout=240, check=False
     )
     whole = time.perf_counter() - begin
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,7 +98,7 @@ def test_a_pipe_that_is_not_utf8() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "drivetrain", "check"],
         capture_output=True,
-        timeout=60,
+        timeout=240,
         check=False,
         env={**os.environ, "PYTHONIOENCODING": "ascii", "CUDA_VISIBLE_DEVICES": ""},
     )

@@ -211,7 +211,7 @@ def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Pat
 
 def test_the_command_in_a_process_of_its_own() -> None:
     call = [sys.executable, "-m", "drivetrain", "config", "--epochs", "nine"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -220,6 +220,6 @@ def test_the_command_in_a_process_of_its_own() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     call = f"{sys.executable} -m drivetrain config | head -n 1"
-    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=240, check=False)
     assert done.stderr == ""
     assert done.stdout.startswith("run:")

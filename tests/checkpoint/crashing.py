@@ -116,7 +116,9 @@ def rank_main(folder: Path, way: str, rank: int, size: int, files: Files | None)
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(folder.with_name(f"{folder.name}.store")), size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=20))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
+        )
         group = dist.group.WORLD
     world = World(rank, size, group=group)
     first = Checkpointer(folder, world)

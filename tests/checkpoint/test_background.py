@@ -47,7 +47,7 @@ class GatedFiles(Files):
             self.begun += 1
             self.active += 1
             self.most_active = max(self.most_active, self.active)
-            assert self.gate.wait(20)
+            assert self.gate.wait(120)
             self.active -= 1
         return super().write_file(path, chunks)
 

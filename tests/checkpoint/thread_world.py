@@ -18,13 +18,13 @@ class ThreadWorld(World):
 
     def gather(self, value: Any) -> list[Any]:
         self._table[self.rank] = json.dumps(value)
-        self._meeting.wait(30)
+        self._meeting.wait(120)
         answers = [json.loads(text) for text in self._table]
-        self._meeting.wait(30)  # nobody writes the next value before all have read this one
+        self._meeting.wait(120)  # nobody writes the next value before all have read this one
         return answers
 
     def barrier(self) -> None:
-        self._meeting.wait(30)
+        self._meeting.wait(120)
 
 
 def on_ranks(size: int, function: Callable[[World], T]) -> list[T]:

@@ -65,7 +65,7 @@ def test_takes_well_below_a_second() -> None:
         "print(time.perf_counter() - start)"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=child_environ(), capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], env=child_environ(), capture_output=True, text=True, check=True, timeout=240
     )
     assert float(answer.stdout) < 1
 

@@ -35,7 +35,7 @@ def detect_in_child(shell: str = "", folder: str = "runs", code: str = DETECT) -
         env=child_environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     if answer.returncode:
@@ -50,7 +50,7 @@ def detect_in_mount_namespace(shell: str, folder: str = "runs") -> dict[str, Any
         env=child_environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     if answer.returncode:

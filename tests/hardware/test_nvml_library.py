@@ -64,7 +64,7 @@ def detect_with_library(tmp_path: Path) -> Library:
         (tmp_path / "nvml.c").write_text(SOURCE)
         library = tmp_path / "libnvidia-ml.so.1"
         options = [f"-DINIT_RESULT={init_result}", f"-DLOST={lost}", "-w", "-shared", "-fPIC"]
-        subprocess.run([compiler, *options, "-o", str(library), str(tmp_path / "nvml.c")], check=True, timeout=60)
+        subprocess.run([compiler, *options, "-o", str(library), str(tmp_path / "nvml.c")], check=True, timeout=240)
         code = "from drivetrain.hardware import detect; print(detect().to_json())"
         environ = child_environ(LD_LIBRARY_PATH=str(tmp_path))
         environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -73,7 +73,7 @@ def detect_with_library(tmp_path: Path) -> Library:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=True,
         )
         return json.loads(answer.stdout), answer.stderr

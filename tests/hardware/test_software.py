@@ -19,7 +19,7 @@ def in_child(code: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     ).stdout.strip()
 
 

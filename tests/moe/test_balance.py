@@ -154,7 +154,7 @@ def test_a_step_means_the_same_however_it_is_divided(
 
 def test_fsdp_shares_loads_too(gloo_pool: GlooPool, tmp_path: Path, alone: Trained) -> None:
     args = (str(tmp_path), VARIANT, Mixture(num_slots=7), 5, {"parallel_strategy": "fsdp"})
-    trained = gloo_pool.run(run_mixture, *args, world=2, time_limit_seconds=180)[0]
+    trained = gloo_pool.run(run_mixture, *args, world=2)[0]
     alike(trained, alone, 1e-10)
 
 

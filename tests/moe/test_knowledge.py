@@ -143,7 +143,7 @@ def parts_seen(world_size: int, has_labels: bool) -> list[Any]:
 
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_every_rank_holds_the_same_graph_and_it_is_that_of_all_tokens(gloo_pool: GlooPool, has_labels: bool) -> None:
-    ranks = gloo_pool.run(parts_seen, 3, has_labels, world=3, time_limit_seconds=120)
+    ranks = gloo_pool.run(parts_seen, 3, has_labels, world=3)
     assert ranks[0] == ranks[1] == ranks[2]
     if has_labels:
         alone = parts_seen(1, True)
@@ -260,7 +260,7 @@ def test_a_resumed_run_has_the_same_graph_to_the_bit(
 
     def go(folder: Path, crash_at_call: int) -> Any:
         args = (str(folder), shares, crash_at_call, micro_batch, has_labels)
-        return gloo_pool.run(train, *args, world=world, time_limit_seconds=180)[0]
+        return gloo_pool.run(train, *args, world=world)[0]
 
     whole = go(folders[0], 0)
     assert go(folders[1], 40) is None

@@ -240,12 +240,10 @@ def test_a_resumed_run_has_the_same_bits(
     micro_batch = 10 if world == 1 else 5
     folders = [str(tmp_path / name) for name in ("whole", "parts")]
     args = (shares, 0, micro_batch)
-    whole = gloo_pool.run(train, folders[0], *args, world=world, time_limit_seconds=180)[0]
-    crashed = gloo_pool.run(train, folders[1], shares, crash_at_call, micro_batch, world=world, time_limit_seconds=180)[
-        0
-    ]
+    whole = gloo_pool.run(train, folders[0], *args, world=world)[0]
+    crashed = gloo_pool.run(train, folders[1], shares, crash_at_call, micro_batch, world=world)[0]
     assert crashed is None
-    resumed = gloo_pool.run(train, folders[1], *args, world=world, time_limit_seconds=180)[0]
+    resumed = gloo_pool.run(train, folders[1], *args, world=world)[0]
     assert 0 < resumed.resumed_from < 24
     assert int(whole.weights["model/mixture.next_id"]) > 3, "something grew"
     events = [json.loads(line) for line in (tmp_path / "whole" / "suite" / "events.jsonl").read_text().splitlines()]
@@ -312,7 +310,7 @@ def test_ranks_see_one_loss_and_grow_alike_for_it_and_resumed_in_the_middle_of_t
 
     def go(folder: Path, crash_at_call: int) -> Any:
         args = (str(folder), shares, crash_at_call, micro_batch)
-        return gloo_pool.run(train_rising, *args, world=world, time_limit_seconds=180)[0]
+        return gloo_pool.run(train_rising, *args, world=world)[0]
 
     def told(folder: Path) -> Any:
         texts = {path.read_text() for path in folder.glob("told-*.json")}
@@ -375,7 +373,7 @@ def test_growth_in_the_middle_of_a_run_is_the_same_in_any_world(
     """Slots may differ, as a new expert goes to whoever has the least to do; experts, by number, do not."""
     alone = train_planned(str(tmp_path / "alone"), False, 30)
     args = (str(tmp_path / "shared"), shares, 5)
-    shared = gloo_pool.run(train_planned, *args, world=world, time_limit_seconds=180)[0]
+    shared = gloo_pool.run(train_planned, *args, world=world)[0]
     assert alone is not None
     alone, shared = by_number(alone), by_number(shared)
     found = distances(shared, alone)

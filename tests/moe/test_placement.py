@@ -144,8 +144,8 @@ def train(folder: str, shares: bool, moves: bool, micro_batch: int) -> Any:
 
 def test_experts_move_to_their_team_and_nothing_is_learnt_otherwise(gloo_pool: GlooPool, tmp_path: Path) -> None:
     alone = train(str(tmp_path / "alone"), False, False, 30)
-    moved = gloo_pool.run(train, str(tmp_path / "moved"), True, True, 5, world=2, time_limit_seconds=180)[0]
-    stayed = gloo_pool.run(train, str(tmp_path / "stayed"), True, False, 5, world=2, time_limit_seconds=180)[0]
+    moved = gloo_pool.run(train, str(tmp_path / "moved"), True, True, 5, world=2)[0]
+    stayed = gloo_pool.run(train, str(tmp_path / "stayed"), True, False, 5, world=2)[0]
     assert stayed[0][0] != stayed[0][1], "apart at first"
     assert moved[0][0] == moved[0][1], "then together"
     assert moved[2].tolist() != stayed[2].tolist()

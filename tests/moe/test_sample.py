@@ -128,5 +128,5 @@ def test_a_hook_sees_the_batch_that_the_sample_is_of(
 ) -> None:
     """In the last case two ranks end the step with a sample at weight 0: it is neither kept nor told."""
     args = (str(tmp_path), global_batch, micro_batch)
-    found = gloo_pool.run(eavesdrop, *args, world=world, time_limit_seconds=120)
+    found = gloo_pool.run(eavesdrop, *args, world=world)
     assert found == [sizes * 3 for sizes in expected]

@@ -451,10 +451,10 @@ def test_a_run_that_is_killed_asleep_or_later_goes_on_with_the_same_bits(
     gloo_pool: GlooPool, tmp_path: Path, world: int, strategy: str, crash: str
 ) -> None:
     args = (10 if world == 1 else 5, torch.float32)
-    whole = gloo_pool.run(train, str(tmp_path / "whole"), strategy, "", *args, world=world, time_limit_seconds=180)[0]
+    whole = gloo_pool.run(train, str(tmp_path / "whole"), strategy, "", *args, world=world)[0]
     parts = str(tmp_path / "parts")
-    assert gloo_pool.run(train, parts, strategy, crash, *args, world=world, time_limit_seconds=180)[0] is None
-    resumed = gloo_pool.run(train, parts, strategy, "", *args, world=world, time_limit_seconds=180)[0]
+    assert gloo_pool.run(train, parts, strategy, crash, *args, world=world)[0] is None
+    resumed = gloo_pool.run(train, parts, strategy, "", *args, world=world)[0]
     assert 0 < resumed.resumed_from < 18
     nights = nights_of(tmp_path / "whole")
     assert len(nights) >= 2
@@ -471,7 +471,7 @@ def test_a_run_that_is_killed_asleep_or_later_goes_on_with_the_same_bits(
 def test_two_processes_sleep_as_one_does(gloo_pool: GlooPool, tmp_path: Path, strategy: str) -> None:
     alone = train(str(tmp_path / "alone"), "single", "", 8, torch.float64)
     args = (str(tmp_path / "shared"), strategy, "", 8, torch.float64)
-    shared = gloo_pool.run(train, *args, world=2, time_limit_seconds=180)[0]
+    shared = gloo_pool.run(train, *args, world=2)[0]
     assert alone is not None
     ours, theirs = nights_of(tmp_path / "shared"), nights_of(tmp_path / "alone")
     assert [night["step"] for night in ours] == [night["step"] for night in theirs]

@@ -96,7 +96,7 @@ def run_on_ranks(folder: str) -> list[str]:
 
 
 def test_only_the_main_process_writes(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    main, other = gloo_pool.run(run_on_ranks, str(tmp_path), world=2, time_limit_seconds=120)
+    main, other = gloo_pool.run(run_on_ranks, str(tmp_path), world=2)
     assert other == []
     assert {"steps.jsonl", "events.jsonl", "speed.jsonl", "gpu.jsonl"} <= set(main)
     assert [row["step"] for row in rows(tmp_path, "steps")] == list(range(1, 21))

@@ -411,7 +411,7 @@ def train_heavily(folder: str) -> None:
 
 
 def test_large_gradients(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    gloo_pool.run(train_heavily, str(tmp_path), world=2, time_limit_seconds=120)
+    gloo_pool.run(train_heavily, str(tmp_path), world=2)
     found = findings_in(tmp_path)[0]
     assert found.kind == "communication-bound"
     assert "2 processes" in found.words

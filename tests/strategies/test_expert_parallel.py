@@ -75,7 +75,7 @@ def test_it_learns_what_one_process_learns(gloo_pool: GlooPool, tmp_path: Path, 
     if wanted.skewed:
         assert np.count_nonzero(alone.weights["model/mixture.load"]) == 1, "all tokens go to one expert"
     args = (str(tmp_path / "shared"), wanted, micro_batch, True, clip)
-    shared = gloo_pool.run(train, *args, world=world, time_limit_seconds=180)[0]
+    shared = gloo_pool.run(train, *args, world=world)[0]
     found = distances(shared, alone)
     assert max(found.values()) < 1e-9, found
 
@@ -100,7 +100,7 @@ def test_a_planted_bug_is_caught(gloo_pool: GlooPool, tmp_path: Path, bug: Any) 
     wanted = Mixture(num_experts=4)
     alone = train(str(tmp_path / "alone"), wanted, 30, False, None)
     assert alone is not None
-    shared = gloo_pool.run(bug, str(tmp_path / "shared"), wanted, world=2, time_limit_seconds=180)[0]
+    shared = gloo_pool.run(bug, str(tmp_path / "shared"), wanted, world=2)[0]
     found = distances(shared, alone)
     assert found["losses"] > 1e-4
     assert found["model/mixture.experts.w_in"] > 1e-4
@@ -128,7 +128,7 @@ def train_blocks(folder: str, micro_batch: int, settings: dict[str, Any]) -> Tra
 def test_recomputed_blocks_exchange_their_tokens_again(gloo_pool: GlooPool, tmp_path: Path) -> None:
     alone = train_blocks(str(tmp_path / "alone"), 30, {})
     args = (str(tmp_path / "shared"), 8, {**EXPERT_PARALLEL, "activations": "recompute"})
-    shared = gloo_pool.run(train_blocks, *args, world=2, time_limit_seconds=180)[0]
+    shared = gloo_pool.run(train_blocks, *args, world=2)[0]
     assert alone is not None
     found = distances(shared, alone)
     assert max(found.values()) < 1e-9, found
@@ -149,9 +149,9 @@ def test_a_run_goes_on_in_other_numbers_of_ranks(gloo_pool: GlooPool, tmp_path: 
     folder = str(tmp_path / "parts")
     for world, micro_batch, crash_at_call in ((4, 8, 8), (2, 15, 7), (1, 30, 7)):
         args = (folder, micro_batch, world > 1, crash_at_call, torch.float64)
-        assert gloo_pool.run(go_on, *args, world=world, time_limit_seconds=180)[0] is None
+        assert gloo_pool.run(go_on, *args, world=world)[0] is None
     args = (folder, 8, True, 0, torch.float64)
-    parts = gloo_pool.run(go_on, *args, world=4, time_limit_seconds=180)[0]
+    parts = gloo_pool.run(go_on, *args, world=4)[0]
     assert parts.resumed_from == 12
     assert whole is not None
     assert any(key.startswith("ema/mixture.experts") for key in parts.state)
@@ -161,9 +161,9 @@ def test_a_run_goes_on_in_other_numbers_of_ranks(gloo_pool: GlooPool, tmp_path: 
 
 def test_in_the_same_world_a_resumed_run_has_the_same_bits(gloo_pool: GlooPool, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("whole", "parts")]
-    whole = gloo_pool.run(go_on, folders[0], 5, True, 0, torch.float32, world=3, time_limit_seconds=180)[0]
-    assert gloo_pool.run(go_on, folders[1], 5, True, 20, torch.float32, world=3, time_limit_seconds=180)[0] is None
-    resumed = gloo_pool.run(go_on, folders[1], 5, True, 0, torch.float32, world=3, time_limit_seconds=180)[0]
+    whole = gloo_pool.run(go_on, folders[0], 5, True, 0, torch.float32, world=3)[0]
+    assert gloo_pool.run(go_on, folders[1], 5, True, 20, torch.float32, world=3)[0] is None
+    resumed = gloo_pool.run(go_on, folders[1], 5, True, 0, torch.float32, world=3)[0]
     assert resumed.resumed_from == 8
     assert resumed.rows == whole.rows
     ours, theirs = resumed.weights | resumed.state, whole.weights | whole.state
@@ -209,7 +209,7 @@ def train_frozen_then_again(folder: str) -> tuple[list[float], str]:
 
 
 def test_frozen_experts_stay_and_a_model_that_was_cut_is_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    found = gloo_pool.run(train_frozen_then_again, str(tmp_path / "frozen"), world=2, time_limit_seconds=180)
+    found = gloo_pool.run(train_frozen_then_again, str(tmp_path / "frozen"), world=2)
     assert found[0][0] == [0.0] * 4, "rank 0 has the first experts, as they were"
     for _, words in found:
         assert "holds only some of its experts" in words

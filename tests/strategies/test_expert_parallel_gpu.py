@@ -30,7 +30,7 @@ def test_two_ranks_on_the_gpu_learn_what_one_process_learns(
     """`fp32` computes in float64, as the model has it: the precision casts nothing."""
     alone = train(str(tmp_path / "alone"), "cpu", precision)
     args = (str(tmp_path / "shared"), "single_gpu", precision)
-    shared = gloo_pool.run(train, *args, world=2, time_limit_seconds=180)[0]
+    shared = gloo_pool.run(train, *args, world=2)[0]
     assert alone is not None
     assert shared.losses == pytest.approx(alone.losses, rel=limit)
     if precision == "fp32":

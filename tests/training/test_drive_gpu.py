@@ -57,7 +57,7 @@ def test_bit_identical_after_a_break(gloo_pool: GlooPool, tmp_path: Path, world:
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
 def test_float64_equals_the_plain_loop_on_two_processes(gloo_pool: GlooPool, tmp_path: Path, kind: str) -> None:
     variant = Variant(kind, torch.float64, 37)
-    driven = gloo_pool.run(looped_on_gpu, str(tmp_path), variant, 4, world=2, time_limit_seconds=180)[0]
+    driven = gloo_pool.run(looped_on_gpu, str(tmp_path), variant, 4, world=2)[0]
     assert driven.losses == pytest.approx(plain_loop(variant)[0], abs=1e-10)
 
 

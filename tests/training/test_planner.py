@@ -274,7 +274,7 @@ def limits_of(folder: str) -> list[float]:
 
 def test_ranks_plan_with_what_the_poorest_has(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """Else they would try different sizes, and each wait for the other."""
-    assert gloo_pool.run(limits_of, str(tmp_path), world=2, time_limit_seconds=180) == [[499.5], [499.5]]
+    assert gloo_pool.run(limits_of, str(tmp_path), world=2) == [[499.5], [499.5]]
 
 
 def test_a_cache_that_cannot_be_used_is_no_hindrance(

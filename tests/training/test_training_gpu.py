@@ -41,7 +41,7 @@ def test_float64_equals_the_plain_loop_on_the_cpu(
     gloo_pool: GlooPool, tmp_path: Path, kind: str, world: int, global_batch: int, micro_batch: int
 ) -> None:
     variant = Variant(kind, torch.float64, global_batch)
-    trained = gloo_pool.run(run_on_gpu, str(tmp_path), variant, micro_batch, world=world, time_limit_seconds=180)[0]
+    trained = gloo_pool.run(run_on_gpu, str(tmp_path), variant, micro_batch, world=world)[0]
     losses, weights = plain_loop(variant)
     assert trained.losses == pytest.approx(losses, abs=1e-10)
     for key, value in weights.items():
@@ -78,9 +78,9 @@ def run_normed(folder: str, synchronised: bool) -> Trained | None:
 
 
 def test_synchronised_batch_norm_equals_one_process(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    alone = gloo_pool.run(run_normed, str(tmp_path / "1"), False, world=1, time_limit_seconds=180)[0]
-    apart = gloo_pool.run(run_normed, str(tmp_path / "2"), False, world=2, time_limit_seconds=180)[0]
-    together = gloo_pool.run(run_normed, str(tmp_path / "3"), True, world=2, time_limit_seconds=180)[0]
+    alone = gloo_pool.run(run_normed, str(tmp_path / "1"), False, world=1)[0]
+    apart = gloo_pool.run(run_normed, str(tmp_path / "2"), False, world=2)[0]
+    together = gloo_pool.run(run_normed, str(tmp_path / "3"), True, world=2)[0]
     assert together.losses == pytest.approx(alone.losses, abs=1e-9)
     assert apart.losses != pytest.approx(alone.losses, abs=1e-6)  # each rank's own statistics
 
