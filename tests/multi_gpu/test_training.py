@@ -196,17 +196,18 @@ def test_cancelled_it_can_go_on(tmp_path: Path) -> None:
 
     asyncio.run(cancelled())
     again = make(tmp_path, max_epochs=3000, val_loader=None)
+    events = tmp_path / "multi_gpu" / "events.jsonl"
 
     async def resumed() -> None:
         task = asyncio.create_task(again.train())
-        await asyncio.sleep(0.5)
+        while '"event": "resume"' not in events.read_text():
+            await asyncio.sleep(0.01)
+            assert not task.done(), task.result()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(resumed())
-    events = (tmp_path / "multi_gpu" / "events.jsonl").read_text()
-    assert '"event": "resume"' in events
 
 
 def test_without_data_or_model() -> None:

@@ -40,7 +40,7 @@ def test_the_demo_grows_sleeps_and_leaves_its_files(tmp_path: Path, capsys: pyte
     for night in nights:
         assert f"step {night['step']:>6}   sleep {night['cycle']}: {night['why']}" in said
         assert night["before"].keys() == night["after"].keys() == {"valid_loss", "valid_accuracy"}
-        assert 0 < night["seconds"] < 60
+        assert 0 < night["seconds"] < 600
     names = ["training_metrics.png", "expert_lifecycle.png", "expert_activations.png", "knowledge_graph.png"]
     names += ["expert_device_distribution.png", "knowledge_graph_epoch_1.png", "knowledge_graph_epoch_2.png"]
     for name in names:
