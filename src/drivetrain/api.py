@@ -1,5 +1,6 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -59,6 +60,15 @@ from drivetrain.run import (
 from drivetrain.run.batch_size import settle_global_batch
 from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
+from drivetrain.run.memory_cap import (
+    can_go_on_here,
+    give_memory_back,
+    has_checkpoint,
+    heed_cap,
+    is_out_of_memory,
+    lower_cap,
+    tell_cap,
+)
 from drivetrain.run.planner import Told, settle
 from drivetrain.step import CapturedStepper, Stepper, make_capturable
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
@@ -69,13 +79,21 @@ __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
 
 def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Result:
-    """Train a job to its end. A run of the same job under the same name that was cut short is continued, exactly."""
+    """Train a job to its end. A run of the same job under the same name that was cut short is continued, exactly.
+
+    If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch.
+    """
     done_instead(job)
-    run = _Run.join(job, config, quiet=quiet)
-    try:
-        return run.train()
-    finally:
-        run.close()
+    while True:
+        run = _Run.join(job, config, quiet=quiet)
+        try:
+            return run.train()
+        except Exception as error:
+            if not is_out_of_memory(error) or not run.can_try_again(error):
+                raise
+        finally:
+            run.close()
+        give_memory_back()
 
 
 def export(
@@ -105,6 +123,7 @@ class _Run(Setup):
         built = settle_global_batch(self)
         folder = self.claim()
         try:
+            heed_cap(self)
             checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
             checkpoint = checkpointer.latest()
             model = built or self.build()
@@ -117,6 +136,18 @@ class _Run(Setup):
             self.close_loaders()
             if folder is not None:
                 folder.close()
+
+    def can_try_again(self, error: Exception) -> bool:
+        """Have the next start use smaller micro-batches. Returns whether this process can be the one."""
+        lower_cap(self, error)
+        is_here = can_go_on_here(self)
+        words = f"out of memory with micro-batches of {self.way.micro_batch} samples"
+        if is_here:
+            where = "the last checkpoint" if has_checkpoint(self) else "the beginning"
+            print(f"drivetrain: {words}: going on with half as many from {where}", file=sys.stderr)
+        else:
+            error.add_note(f"drivetrain: {words}. Start it again: it goes on by itself with half as many")
+        return is_here
 
     def _train(
         self,
@@ -207,6 +238,7 @@ class _Run(Setup):
             tell_deepspeed(self, books)
             tell_weighting(self, books)
             tell_batch_size(self, books)
+            tell_cap(self, books)
 
             def state() -> State:
                 watch.check()

@@ -430,6 +430,8 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
 
 def _why_fixed(run: Setup) -> str:
     """Empty if the micro-batch is free to be tuned."""
+    if run.why_capped:
+        return run.why_capped
     if "micro_batch" in run.pinned():
         return "asked for"
     if run.batch_size_found:
@@ -541,7 +543,8 @@ def described(
         ),
         "batch.size": Choice(
             value=way.micro_batch // len(run.devices) or 1,
-            reason=run.batch_size_found
+            reason=run.why_capped
+            or run.batch_size_found
             or reason("micro_batch", "micro_batch", "a rank's whole share of the global batch at once"),
             alternatives=_alternatives(tuned, "micro_batch"),
         ),

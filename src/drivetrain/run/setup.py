@@ -161,6 +161,7 @@ class Setup:
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     batch_by_rule = False  # whether nobody said how many samples a step has
     batch_size_found = ""  # what --auto-batch-size measured, in words
+    why_capped = ""  # why micro-batches are smaller than planned: an earlier start was out of memory
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
     repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
 
@@ -307,7 +308,8 @@ class Setup:
         """What of a way the user fixed."""
         config = self.config
         fixed = {
-            "micro_batch": (config.batch.size or config.batch.accumulation) and not config.batch.auto,
+            "micro_batch": self.why_capped
+            or ((config.batch.size or config.batch.accumulation) and not config.batch.auto),
             "precision": config.precision.dtype != "auto" or config.precision.mixed is not None,
             "compile_mode": config.compile.enabled is not None,
             "channels_last": config.data.channels_last != "auto",

@@ -1,0 +1,91 @@
+"""Lets a run that was out of memory go on with smaller micro-batches. What a step means stays as it was.
+
+The cap is kept in the run's folder, so that it holds for every later start on the same kind of device with as many
+processes. A run of one process goes on by itself, from its last checkpoint. Of several, a rank that is out of memory
+leaves the others waiting in a collective: all of them have to be started again, as `drivetrain launch` does.
+"""
+
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.monitor.books import Books, NoBooks
+from drivetrain.run.result import CHECKPOINTS
+from drivetrain.run.setup import Setup
+
+FILE = "memory.json"
+_OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
+_OTHER_WAYS_OUT = "--activations recompute or offload, --precision bf16, or fsdp on several GPUs"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _OF_THE_HOST in str(error)
+
+
+def heed_cap(run: Setup) -> None:
+    """Follow smaller micro-batches if earlier ones ran out of memory. Collective, once the folder is claimed."""
+    found = run.world.agree(_read(run) if run.world.is_main else None)
+    if found is not None and found["micro_batch"] < run.way.micro_batch:
+        run.why_capped = f"micro-batches of {found['micro_batch'] * 2} samples or more ran out of memory"
+        run.follow(run.way.but(micro_batch=found["micro_batch"]))
+
+
+def tell_cap(run: Setup, books: Books | NoBooks) -> None:
+    if run.why_capped:
+        books.event("micro-batch capped", words=run.why_capped, micro_batch=run.way.micro_batch)
+        books.say(f"  memory     {run.why_capped}: now {run.way.micro_batch}, and a step stays what it was")
+
+
+def lower_cap(run: Setup, error: BaseException) -> None:
+    """Have the next start take half the micro-batch; an error where there is nothing to halve."""
+    before, held = run.way.micro_batch, run.weighting.holds_division
+    if held:
+        raise DrivetrainError(
+            f"out of memory with micro-batches of {before} samples, which cannot be made smaller without changing what "
+            f"is learnt: {held}",
+            remedy=f"{_OTHER_WAYS_OUT}; or return a LossSum, if the loss is a sum over samples or tokens",
+        ) from error
+    if before <= len(run.devices):
+        raise DrivetrainError("out of memory with one sample at a time", remedy=_OTHER_WAYS_OUT) from error
+    facts = {"micro_batch": before // 2, "machine": run.machine(), "world_size": run.world.size}
+    temporary = run.path / f".{FILE}.{run.world.rank}.tmp"  # several ranks may be out of memory at once
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(facts) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run.path / FILE)
+
+
+def can_go_on_here(run: Setup) -> bool:
+    """Return whether this process can start over: all that has moved is in a checkpoint, or is made anew."""
+    job = run.job
+    if run.world.size > 1 or not job.source.is_keyed:
+        return False
+    return has_checkpoint(run) or not (isinstance(job.model, nn.Module) or job.hooks)
+
+
+def has_checkpoint(run: Setup) -> bool:
+    return any((run.path / CHECKPOINTS).glob("step-*/manifest.json"))
+
+
+def give_memory_back() -> None:
+    """Drop what the failed start has left on the device. Nothing may hold its error any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _read(run: Setup) -> dict[str, Any] | None:
+    """Return the cap that was found with this device and world; None if there is none."""
+    try:
+        found = json.loads((Path(run.path) / FILE).read_text(encoding="utf-8"))
+        is_of_here = (found["machine"], found["world_size"]) == (run.machine(), run.world.size)
+        return {"micro_batch": max(1, int(found["micro_batch"]))} if is_of_here else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
