@@ -1,6 +1,7 @@
 """Trackers that work, and trackers that fail in every way: the run never notices."""
 
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.api import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.monitor import trackers
 from drivetrain.monitor.trackers import BackgroundTracker, Tracker, start_trackers
 from tests.training.jobs import Variant, run
+from tests.training.test_loss_parts import make_data, make_job
 
 SMALL = Variant(dtype=torch.float32, steps=30, num_samples=64, global_batch=8, save_every=100)
 
@@ -151,6 +154,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # nobody is logged in there
@@ -159,16 +163,49 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")
     monkeypatch.setattr(trackers, "WANDB_START_SECONDS", 120.0)
     monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
-    run(str(tmp_path), SMALL, settings={"trackers": ["wandb"]})
+    settings = {"trackers": ["tensorboard", "wandb"], "log_every": 2, "monitor_gpu": False}
+    job = make_job(name="suite", valid=make_data(16, seed=5))
+    train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, **settings), quiet=True)
     notes = [row["text"] for row in rows(tmp_path, "events") if row["event"] == "note"]
     assert any("nobody is logged in" in text and "wandb sync" in text for text in notes), notes
-    kept = list((tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(kept) == 1
+    (kept,) = (tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert (tmp_path / "suite" / "wandb.id").read_text().strip() in kept.name
+
+    # Each part of the loss is a curve in both, under the names of docs/training.md.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "suite" / "tensorboard")).Reload()
+    wanted = {f"{split}loss{part}" for split in ("", "valid_") for part in ("", "_answer", "_findings", "_size")}
+    tags = set(events.Tags()["scalars"])
+    assert wanted <= tags
     deadline = time.monotonic() + 120
-    while kept[0].stat().st_size < 500 and time.monotonic() < deadline:
+    while not tags <= set(last := wandb_history(kept)) and time.monotonic() < deadline:
         time.sleep(0.1)  # a process of wandb's own writes it
-    assert kept[0].stat().st_size > 500
-    assert (tmp_path / "suite" / "wandb.id").read_text().strip() in kept[0].name
+    assert tags <= set(last)
+    for tag in wanted:
+        assert last[tag] == pytest.approx(events.Scalars(tag)[-1].value, rel=1e-5), tag
+
+
+def wandb_history(path: Path) -> dict[str, float]:
+    """The last value of every curve in an offline file of wandb: a log in LevelDB's format, behind 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, raw, found = path.read_bytes(), 7, b"", {}
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        if kind == 0 or place + 7 + length > len(data):
+            break
+        raw += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(raw)
+            raw = b""
+            found.update({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    return {name: float(value) for name, value in found.items()}
 
 
 def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
