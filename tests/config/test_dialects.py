@@ -178,6 +178,17 @@ def test_wrong_values(text: str, said: str, tmp_path: Path) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("others", [{"use_ddp": True}, {}])
+def test_deepspeeds_options_are_left_out_with_another_strategy(others: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(BLOCK if others else BLOCK.replace("enabled: true", "enabled: false"))
+    config = configure(path, hardware=GPUS, **others)
+    assert config.deepspeed.stage is None
+    assert config.distributed.strategy == ("ddp" if others else "auto")
+    assert any("deepspeed.stage: 2 is left out: the strategy is" in note for note in config.notes), config.notes
+    assert "memory.activations" in config.foreign
+
+
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(ACCELERATE)
     assert configure(tmp_path / "theirs.yaml", gpu_mode="cpu", batch_size=4).batch.size == 4

@@ -94,7 +94,7 @@ def _given(line: Line, meaning: Meaning) -> list[Given]:
     if not meaning.settings:
         return [Given("", line.value, line.key, line.source, words)]
     return [
-        Given(name, value, line.key, line.source, words if number == 0 else "", meaning.needs_gpu)
+        Given(name, value, line.key, line.source, words if number == 0 else "", meaning.needs_gpu, is_foreign=True)
         for number, (name, value) in enumerate(meaning.settings.items())
     ]
 
@@ -249,6 +249,7 @@ _TRAINING_BLOCK = Dialect(
         "training.seed": _is("run.seed"),
         "training.output-dir": _is("run.output_dir"),
         "deepspeed.enabled": _switch(Meaning({"distributed.strategy": "deepspeed"}), _DEFAULT),
+        "deepspeed.stage": _is("deepspeed.stage"),
         "deepspeed.config-file": _is("deepspeed.config"),
         "deepspeed.config-path": _is("deepspeed.config"),
     },

@@ -14,3 +14,4 @@ class Given:
     source: str  # `command line`, `train.yaml line 3`, `Python`
     note: str = ""  # what a line of another trainer's file became
     needs_gpu: bool = False  # left out where no GPU is used
+    is_foreign: bool = False  # of a file that was written for another trainer

@@ -65,6 +65,7 @@ def resolve(
         pinned = [given for given in pinned if given.name not in names]
         sources, found = [pinned, *sources], [*found, *more]
     sources, notes = _without_gpu(sources, hardware)
+    sources = _without_deepspeed(sources, notes)
     for source in sources:
         found += _same_field_twice(source)
         for given in source:
@@ -77,7 +78,8 @@ def resolve(
             found.append(value_problem(BY_DOTTED[name], given, str(error)))
 
     lines = {given.name: given.source for given in pinned}
-    config = _build(checked).with_plan_pins(PlanPins(lines, global_batch))
+    foreign = frozenset(name for name, given in origins.items() if given.is_foreign)
+    config = _build(checked).with_plan_pins(PlanPins(lines, global_batch)).with_foreign(foreign)
     usable = {name: given for name, given in origins.items() if name not in unusable}
     found += find_contradictions(config, usable, unusable, hardware)
     if found:
@@ -101,6 +103,27 @@ def _without_gpu(
         elif given.note:
             notes.append(given.note)
     return [[given for given in each if given.name and (has_gpu or not given.needs_gpu)] for each in sources], notes
+
+
+def _without_deepspeed(sources: Sequence[Sequence[Given]], notes: list[str]) -> list[list[Given]]:
+    """The sources without DeepSpeed's options of another trainer's file, where the strategy is not DeepSpeed.
+
+    Such files hold them beside a switch (`deepspeed.enabled`), and a flag may choose otherwise.
+    """
+    strategy = next(
+        (given.value for source in reversed(sources) for given in source if given.name == "distributed.strategy"),
+        "auto",
+    )
+    kept: list[list[Given]] = []
+    for source in sources:
+        kept.append([])
+        for given in source:
+            if given.is_foreign and given.name.startswith("deepspeed.") and strategy != "deepspeed":
+                told = f"{given.source}: {given.spelled}: {given.value} is left out: the strategy is {strategy}"
+                notes[:] = [told if note == given.note else note for note in notes]
+            else:
+                kept[-1].append(given)
+    return kept
 
 
 def value_problem(setting: Setting, given: Given, why: str) -> Problem:

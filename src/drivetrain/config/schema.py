@@ -524,6 +524,7 @@ class Config(Section):
     watch: WatchSection = WatchSection()
     _plan_pins: PlanPins = PrivateAttr(PlanPins())
     _notes: tuple[str, ...] = PrivateAttr(())
+    _foreign: frozenset[str] = PrivateAttr(frozenset())
 
     @property
     def plan_pins(self) -> PlanPins:
@@ -532,6 +533,16 @@ class Config(Section):
     def with_plan_pins(self, pins: PlanPins) -> Self:
         changed = self.model_copy()
         changed._plan_pins = pins
+        return changed
+
+    @property
+    def foreign(self) -> frozenset[str]:
+        """The fields that a file for another trainer set: what cannot be done of them is reported, not refused."""
+        return self._foreign
+
+    def with_foreign(self, names: frozenset[str]) -> Self:
+        changed = self.model_copy()
+        changed._foreign = names
         return changed
 
     @property

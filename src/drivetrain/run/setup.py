@@ -207,6 +207,7 @@ class Setup:
         quiet: bool,
     ) -> None:
         self.config, self.hardware, self.world, self.quiet = config, hardware, world, quiet
+        self._told_no_blocks = False
         self._why_not_compiled = ""
         refuse_strategy(config, world, devices)
         shares = config.distributed.strategy == "data_parallel"
@@ -676,7 +677,12 @@ class Setup:
             split_recurrent_dropout(model)
         if self.way.recompute:
             self.recomputed = recompute(model)
-            if not self.recomputed and self.settings.activations.pinned:
+            if not self.recomputed and "memory.activations" in self.config.foreign:
+                if not self.quiet and not self._told_no_blocks:
+                    words = "gradient checkpointing: the model has no repeated blocks to recompute; none is"
+                    print(f"drivetrain: {words}", file=sys.stderr)
+                self._told_no_blocks = True
+            elif not self.recomputed and self.settings.activations.pinned:
                 raise DrivetrainError(
                     "no repeated blocks were found in the model, so there is nothing to recompute block by block",
                     remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
