@@ -28,6 +28,7 @@ Event = dict[str, Any]  # JSON, so that it can cross to another machine
 
 _BOOTSTRAP = "from drivetrain.launch.worker import main; main()"
 STOPPED = 130  # what `drivetrain train` ends with after a clean stop
+STACK_SECONDS = 2.0  # that a rank may take to say where it is
 _PIECE = 1 << 16
 _LONGEST_REPORT = 1 << 20
 
@@ -180,8 +181,12 @@ class Crew:
         file = self._logs.stacks(rank)
         with contextlib.suppress(OSError):
             os.kill(worker.process.pid, STACK_SIGNAL)
-            time.sleep(0.2)
-            text = file.read_text(encoding="utf-8", errors="replace").strip()
+            text, deadline = "", time.monotonic() + STACK_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(0.1)
+                before, text = text, file.read_text(encoding="utf-8", errors="replace").strip()
+                if text and text == before:  # all of it is there
+                    break
             if text:
                 return text
             state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]

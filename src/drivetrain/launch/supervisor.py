@@ -30,7 +30,7 @@ from drivetrain.launch.cause import (
     never_came,
     node_lost,
 )
-from drivetrain.launch.crew import Crew, Event, Start, Task
+from drivetrain.launch.crew import STACK_SECONDS, Crew, Event, Start, Task
 from drivetrain.launch.guard import Guard
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.logs import RankLogs
@@ -280,7 +280,7 @@ class Supervisor:
         if self._node_of(rank) == 0:
             return crew.stack_of(rank)
         self._nodes.tell("stack", rank=rank)
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + STACK_SECONDS + 2.0
         while rank not in attempt.stacks and time.monotonic() < deadline:
             self._listen(attempt, crew, TICK_SECONDS)
         return attempt.stacks.get(rank, "")
