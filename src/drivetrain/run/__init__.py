@@ -1,4 +1,4 @@
-"""One run on one rank, whoever writes its loop: how it is set up, and what is written of it."""
+"""One run on one rank, for every kind of training loop: its setup, and the records that are written about it."""
 
 from drivetrain.run.books import (
     open_books,

@@ -1,4 +1,4 @@
-"""Which batch size is fastest here: steps of doubling sizes on a copy of the model, as far as memory and data go."""
+"""Finds the fastest batch size here: steps of doubling sizes on a copy of the model, as far as memory and data go."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MOST_SLOWER = 2  # sizes in a row that gain nothing, after which larger ones are
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What was measured, smallest size first, and why no larger one was."""
+    """The sizes that were measured, smallest first, and why no larger one was."""
 
     tried: tuple[tuple[int, Measurement], ...]
     ended: str
@@ -32,7 +32,7 @@ class BatchSearch:
 
     @property
     def fastest(self) -> int:
-        """The size that is as fast as any: the smallest of those, or the largest."""
+        """The size that is as fast as any: the smallest of those, or the largest if `prefers_large`."""
         least = min(seconds for _, seconds in self._usable)
         as_fast = [size for size, seconds in self._usable if seconds <= least * (1 + EQUALLY_FAST)]
         return as_fast[-1 if self.prefers_large else 0]
@@ -48,7 +48,7 @@ class BatchSearch:
 
 
 def settle_global_batch(run: Setup) -> nn.Module | None:
-    """Take the fastest batch as a device's part of a step, with --auto-batch-size where nobody says how large one is.
+    """Take the fastest batch as a device's part of a step, with --auto-batch-size where the batch size is not given.
 
     Returns the model that was built for it; None where there was nothing to find. Called by all ranks, before the run
     folder is claimed: the samples of a step are part of what a run is.

@@ -1,4 +1,4 @@
-"""The books of a run that is set up: on its main process, and nothing on the others."""
+"""Opens the recorder of a run that is set up: it writes on the main process, and does nothing on the others."""
 
 import socket
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def open_books(
     flops_per_sample: float | None = None,
     planned: Plan | None = None,
 ) -> Books | NoBooks:
-    """Called on every rank: the main one asks the others which GPUs they use."""
+    """Open the recorder. Called on every rank: the main one asks the others which GPUs they use."""
     own, gpus, processes_here = _gpus(run)
     supervision.tell("resumed", step=resumed_from)
     if folder is None:
@@ -77,7 +77,7 @@ def open_books(
 
 
 def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
-    """What was made of the data that was handed in."""
+    """Report what was done with the data that was passed in."""
 
     def tell(*notes: str) -> None:
         if notes:
@@ -89,7 +89,7 @@ def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
 
 
 def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
-    """Whether steps are captured, once that is known, and why not."""
+    """Report whether steps are captured, once that is known, and why not."""
 
     def tell(event: str, words: str) -> None:
         books.event(event, words=words)
@@ -102,7 +102,7 @@ def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
 
 
 def tell_changes(changes: Sequence[str], step: int, books: Books | NoBooks) -> None:
-    """What of the job is not as it was when the run was begun."""
+    """Report what has changed in the job since the run was begun."""
     if changes:
         books.event("job changed", step=step, changes=changes)
         books.say(
@@ -112,7 +112,7 @@ def tell_changes(changes: Sequence[str], step: int, books: Books | NoBooks) -> N
 
 
 def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
-    """Steps that the fused optimizer cannot do, once there is one."""
+    """Report steps that the fused optimizer cannot do, once there is one."""
 
     def tell(why: str) -> None:
         books.event("optimizer", words=why)
@@ -122,7 +122,7 @@ def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
 
 
 def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
-    """Whether steps repeat to the bit, where that was tried, or is not known on a device where they may not."""
+    """Report whether steps repeat bit by bit, where that was measured, or is unknown on a device where they may not."""
     found = run.repeatability
     books.event("repeatable", **found.as_plain())
     if found.value is not None or run.world.device.type == "cuda" or run.way.repeat != "off":
@@ -131,14 +131,14 @@ def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
 
 
 def tell_batch_size(run: Setup, books: Books | NoBooks) -> None:
-    """Tell what --auto-batch-size found, or why it found nothing."""
+    """Report what --auto-batch-size found, or why it found nothing."""
     if run.batch_size_found:
         books.event("auto batch size", words=run.batch_size_found, micro_batch=run.way.micro_batch)
         books.say(f"  batch size {escape(run.batch_size_found)}")
 
 
 def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
-    """How the model was cut, and why."""
+    """Report how the model was sharded, and why."""
     sharded = run.sharded
     if sharded is not None:
         books.event(
@@ -154,7 +154,7 @@ def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
 
 
 def tell_deepspeed(run: Setup, books: Books | NoBooks) -> None:
-    """What DeepSpeed was told, all of it: the JSON is derived, and nobody has it otherwise."""
+    """Report the whole configuration that DeepSpeed got: the JSON is derived, and is stored nowhere else."""
     config = run.told_deepspeed
     if config is not None:
         zero = config["zero_optimization"]
@@ -165,10 +165,7 @@ def tell_deepspeed(run: Setup, books: Books | NoBooks) -> None:
 
 
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
-    """This rank's GPU; those of all ranks on this machine; and how many ranks those are.
-
-    Ranks may count GPUs differently; UUIDs are the same.
-    """
+    """Return this rank's GPU; those of all ranks on this machine; and how many ranks those are."""
     indices = [device.index for device in run.devices if device.type == "cuda"]
     own = [gpu for index in indices for gpu in run.hardware.gpus if gpu.index == index]
     told = run.world.gather([socket.gethostname(), [gpu.model_dump(mode="json") for gpu in own]])

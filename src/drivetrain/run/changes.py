@@ -1,4 +1,4 @@
-"""What has changed in a job since a run of it was begun: its functions, its model, samples of its data.
+"""Finds what has changed in a job since a run of it was begun: its functions, its model, samples of its data.
 
 A run that is continued with another loss or other data is neither the one that was begun nor a new one. It is reported,
 or refused with `--strict`. What cannot be compared is left out: that nothing is reported proves nothing.
@@ -33,7 +33,7 @@ _MOST_NAMED = 3
 
 
 class Fingerprint:
-    """Of a job and its model, as it is here and now. `facts` is what is kept of it, as JSON."""
+    """The fingerprint of a job and its model in their present state. `facts` is the part that is stored, as JSON."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         self._items: dict[str, KeyedItems] = {}
@@ -50,7 +50,7 @@ class Fingerprint:
         self.facts["not_covered"] = self.not_covered
 
     def changes_since(self, before: Mapping[str, Any]) -> list[str]:
-        """What is not as it was, in words. What one of the two does not know is no change."""
+        """Return what has changed, in words. A fact that one of the two fingerprints lacks is not a change."""
         now = self.facts
         found = []
         if before.get("python") == now["python"]:  # bytecode is another one in every version
@@ -139,7 +139,7 @@ class Fingerprint:
 
 
 def read_fingerprint(folder: Path) -> dict[str, Any] | None:
-    """Of the run in a folder, as it was begun or last continued; None for one that has none."""
+    """Return the fingerprint of the run in a folder, when it was begun or last continued; None if it has none."""
     try:
         return as_row((folder / FILE).read_bytes())
     except OSError:

@@ -1,4 +1,4 @@
-"""Measures what fetching takes, by really reading some batches, and decides how samples reach the device."""
+"""Measures how long fetching takes, by really reading some batches, and decides how samples reach the device."""
 
 import statistics
 import time
@@ -20,9 +20,9 @@ MOST_BATCHES, ENOUGH_SECONDS = 9, 0.5
 
 
 def settle_data_path(run: Setup, step_seconds: float, steps_left: int | None, step_bytes: int = 0) -> Choice[DataPath]:
-    """Measures, decides, and lets the run follow it: its loaders that are made from now on.
+    """Measure how samples are best fetched, decide, and apply the decision to the run's loaders made from now on.
 
-    `step_seconds` is what a step takes when its data is there, `step_bytes` what it needs on the device beyond what is
+    `step_seconds` is what a step takes when its data is ready, `step_bytes` what it needs on the device beyond what is
     allocated now.
     """
     own = measure_data(run, step_seconds, steps_left, step_bytes)
@@ -40,7 +40,10 @@ def settle_data_path(run: Setup, step_seconds: float, steps_left: int | None, st
 
 
 def measure_data(run: Setup, step_seconds: float, steps_left: int | None, step_bytes: int = 0) -> DataFigures | None:
-    """None for data that reading would use up, and for items that raise: the run says so when it gets there."""
+    """Measure how long reading takes, and what the data takes in memory.
+
+    Returns None for data that reading would use up, and for items that raise: the run reports that when it gets there.
+    """
     job, source, hardware = run.job, run.job.source, run.hardware
     if source.is_iterable:
         return None
@@ -72,14 +75,17 @@ def measure_data(run: Setup, step_seconds: float, steps_left: int | None, step_b
 
 
 def _spare_cores(run: Setup) -> int:
-    """Of this rank: one stays for the training process; on a CPU most of them are for the model."""
+    """Return the CPU cores that this rank can spare for loader processes.
+
+    One stays for the training process; on a CPU most of them are for the model.
+    """
     if run.world.device.type != "cuda":
         return run.hardware.cpu.num_usable // run.world.size // 4
     return max(0, run.hardware.cpu.num_usable // min(run.world.size, len(run.hardware.gpus)) - 1)
 
 
 def _read_some(loader: Loader) -> tuple[list[float], int]:
-    """Seconds per sample of some micro-batches, spread over an epoch; and the bytes of one."""
+    """Return the seconds per sample of some micro-batches, spread over an epoch; and the bytes of one."""
     division = loader.division
     count = min(MOST_BATCHES, division.steps_per_epoch)
     began = time.perf_counter()

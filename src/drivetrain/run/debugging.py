@@ -1,4 +1,4 @@
-"""`--debug`: the same job on little data, so that the whole path of a run is tried out in seconds."""
+"""`--debug`: runs the same job on little data, so that the whole path of a run is tried in seconds."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,10 @@ NUM_STEPS = NUM_SAMPLES // SAMPLES_PER_DEVICE  # where nobody knows how long an 
 
 
 def debugged(job: Job, config: Config, num_devices: int) -> Job:
-    """Return the job cut down for a trial, under a name of its own, with a note on the data that a run reports.
+    """Return the job cut down for a trial, under its own name, with a note on the data that a run reports.
 
-    What the configuration says of the batch and of the length stays. Data in an order of its own cannot be cut: there
-    only the number of steps is limited.
+    The batch and the length of the configuration stay. Data whose order is not ours cannot be cut: only the number of
+    steps is limited then.
     """
     source, batch, budget = job.source, config.batch_asked, config.budget
     changes: dict[str, Any] = {"name": f"{job.name}-debug"}

@@ -1,4 +1,4 @@
-"""What of a configuration is DeepSpeed's, with a user's own file."""
+"""Reads the part of a configuration that is DeepSpeed's, with a user's own file."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from drivetrain.strategies.deepspeed_config import asks_for_fp16, read_own, sett
 
 @dataclass(frozen=True)
 class Zero:
-    """The stage, and the file with its name; an empty one where there is none."""
+    """Holds the ZeRO stage, and the user's file with its name; an empty one where there is none."""
 
     stage: int
     own: dict[str, Any] = field(default_factory=dict)
@@ -18,7 +18,10 @@ class Zero:
 
     @classmethod
     def of(cls, config: Config, *, on_gpu: bool = True) -> "Zero":
-        """Without a GPU the file's fp16 is left out: it says how a GPU computes, not what the job means."""
+        """Read the DeepSpeed settings of a configuration.
+
+        Without a GPU the file's fp16 is left out: it says how a GPU computes, not what the job means.
+        """
         path = config.deepspeed.config
         own, file = ({}, "") if path is None else (read_own(path), path.name)
         notes = told_of_fp16(own, file)
@@ -28,7 +31,7 @@ class Zero:
         return cls(stage_of(config.deepspeed.stage, own), own, file, tuple(notes))
 
     def obeyed(self, config: Config) -> tuple[Config, list[str]]:
-        """The configuration with what the file says of its settings, where nothing else was said; and what to tell."""
+        """Return the configuration with the file's values in settings that nothing else set, and notes to report."""
         sections: dict[str, Any] = {}
         notes = list(self.notes)
         for name, value in settings_in(self.own).items():

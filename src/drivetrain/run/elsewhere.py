@@ -1,4 +1,4 @@
-"""A plan for a machine that is not here: by the rules and the memory of a step that was followed, nothing measured."""
+"""Plans for a machine that is not here: by the rules and the memory of a simulated step, without measuring."""
 
 from contextlib import suppress
 from typing import Any
@@ -35,7 +35,7 @@ NO_RATE = "No time is forecast: the rate of such a GPU is not known."
 
 
 def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -> Plan:
-    """How the job would be run on so many GPUs of a kind, each choice with its reason."""
+    """Return how the job would be run on so many GPUs of a kind, each choice with its reason."""
     job = of_asked_length(job, config)
     if job.num_samples is None:
         raise DrivetrainError(
@@ -96,14 +96,14 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
 
 
 def _samples_of(job: Job, global_batch: int) -> int | None:
-    """Returns how many samples the whole job trains on; None if that is not known."""
+    """Return how many samples the whole job trains on; None if that is not known."""
     by_epochs = None if job.epochs is None or job.num_samples is None else job.epochs * job.num_samples
     by_steps = None if job.max_steps is None else job.max_steps * global_batch
     return min((each for each in (by_epochs, by_steps) if each is not None), default=None)
 
 
 def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:
-    """By rule. Which devices of this machine may be used says nothing of that one."""
+    """Choose the settings of that machine by rule, regardless of which devices may be used on this one."""
     there = here.model_copy(update={"accelerator": "cuda", "gpus": machine.gpus(), "links": ()})
     pins = {**config.pins(), "gpu_mode": "auto", "device": "auto", "device_ids": None}
     return choose_settings(there, Pins(**pins))
@@ -112,7 +112,10 @@ def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:
 def _model_and_needs(
     job: Job, here: Hardware, precision: PrecisionName, at_most: int, limit_bytes: float
 ) -> tuple[nn.Module, Needs]:
-    """Of shapes alone, where the model can be made of them: it may be too large for this machine."""
+    """Make the model and simulate what a step needs.
+
+    The model is made on the meta device if that works: it may be too large for this machine.
+    """
     made = job.model
     if not isinstance(made, nn.Module):
         with suppress(Exception):  # whatever it is that looks at values
@@ -129,7 +132,7 @@ def _model_and_needs(
 def _laid_out(
     needs: Needs, limit: float, num_gpus: int, share: int, settings: Settings, config: Config, model: nn.Module
 ) -> tuple[Layout | None, int, str]:
-    """The layout, the micro-batch, and why it is that."""
+    """Return the layout, the micro-batch, and the reason for them."""
     pinned = config.batch.size or (-(-share // config.batch.accumulation) if config.batch.accumulation else None)
     allowed = [layout for layout in layouts(num_gpus) if _is_allowed(layout, settings)]
     if pinned is not None:
@@ -151,7 +154,7 @@ def _laid_out(
 
 
 def _is_allowed(layout: Layout, settings: Settings) -> bool:
-    """What the user pinned holds."""
+    """Return whether a layout agrees with what the user pinned."""
     if settings.strategy.pinned and layout.strategy != settings.strategy.value:
         return False
     return not settings.activations.pinned or layout.recomputes == (settings.activations.value == "recompute")

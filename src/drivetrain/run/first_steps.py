@@ -30,14 +30,14 @@ _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 
 
 class FirstSteps:
-    """The first steps of a run, way by way. One process, one device; nothing of the run itself is touched."""
+    """Runs the first steps of a run, way by way, in one process on one device. The run itself is not touched."""
 
     def __init__(self, run: Setup, built: nn.Module) -> None:
         self._run, self._built = run, built
         self._ready: dict[Way, Callable[[], object]] = {}  # runs one more step, for its time
 
     def bits(self, way: Way, *, twice: bool = True) -> Bits:
-        """What the first steps of a way come to. With `twice`, they are run again, with the code that is compiled."""
+        """Run the first steps of a way and return their results. With `twice`, run them again, already compiled."""
         try:
             with self._following(way):
                 found = self._once(way)
@@ -50,7 +50,7 @@ class FirstSteps:
         return found.model_copy(update={"repeats_here": found == again})
 
     def seconds(self, ways: Iterable[Way]) -> list[float]:
-        """How long a step of each takes, measured in turns: the machine's moods are the same for all."""
+        """Return how long a step of each way takes, measured in turns, so that noise of the machine affects all."""
         ways, device = list(ways), self._run.world.device
         times: dict[Way, list[float]] = {way: [] for way in ways}
         counts: dict[Way, int] = {}
@@ -128,14 +128,14 @@ class FirstSteps:
 
 
 def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """A number for the bits of each tensor, computed where the tensor is: only the numbers are copied to the host."""
+    """Return a number for the bits of each tensor, computed on its device: only the numbers are copied to the host."""
     with torch.no_grad():
         sums = [_digest(tensor.detach()).cpu() for tensor in tensors.values()]
     return {name: f"{int(total) & (2**64 - 1):016x}" for name, total in zip(tensors, sums, strict=True)}
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """A sum over the bits of all elements, each multiplied by an odd number of its own, modulo 2^64."""
+    """Return a sum over the bits of all elements, each multiplied by a different odd number, modulo 2^64."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     flat = tensor.contiguous().reshape(-1)

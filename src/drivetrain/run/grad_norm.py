@@ -1,9 +1,9 @@
-"""How often the gradient norm is recorded where nothing is clipped by it.
+"""Decides how often the gradient norm is recorded where nothing is clipped by it.
 
-Where it costs at most 1 % of a step, in every step; else in every n-th, so that it costs that much. It is measured on
-the run itself: what a norm takes when it starts, and what a step takes over its first steps, which all have their norm.
-A captured step cannot be asked now and then: it has its norm if the plan measured how long a step takes and the norm is
-short against that; else every n-th step is run without capture, for its norm.
+It is recorded in every step where it costs at most 1 % of a step; else in every n-th, so that it costs that much. It is
+measured on the run itself: what a norm takes when it starts, and what a step takes over its first steps, which all have
+their norm. A captured step cannot leave its norm out now and then: it has its norm if the plan measured how long a step
+takes and the norm is short against that; else every n-th step is run without capture, for its norm.
 """
 
 import statistics
@@ -37,7 +37,7 @@ class NormCadence:
         *,
         shares: bool,
     ) -> None:
-        """`shares`: whether ranks hold parts of the gradients, so that the norm takes a collective of its own."""
+        """Time the norm. `shares`: whether gradients are sharded over ranks, so that the norm takes a collective."""
         self._due, self._world, self._first_step, self._tell = parts.norms, world, first_step, tell
         self._norm_seconds = norm_seconds(parts, world, shares=shares)
         self._begins: list[float] = []
@@ -45,7 +45,7 @@ class NormCadence:
         self.every = 1
 
     def settle_captured(self, step_seconds: float | None) -> None:
-        """Decide before the first step: it may be captured, with its norm or without. None: no replay was timed."""
+        """Decide before the first step, which may be captured, with its norm or without. None: no replay was timed."""
         is_short = step_seconds is not None and self._norm_seconds <= MOST_SHARE * step_seconds
         self._is_captured = True
         self._settle(1 if is_short else EVERY_CAPTURED, step_seconds)
@@ -62,7 +62,10 @@ class NormCadence:
         return self._is_settled and self.every == 1
 
     def _settle_by_clock(self) -> None:
-        """All ranks at the same step. The host waits here once: they agree on the slowest rank's norm."""
+        """Decide by the measured times, at the same step on all ranks.
+
+        The host waits here once: the ranks agree on the slowest rank's norm.
+        """
         seconds = statistics.median(after - before for before, after in pairwise(self._begins))
         told = self._world.gather([self._norm_seconds, seconds])
         self._norm_seconds = max(norm for norm, _ in told)
@@ -78,7 +81,7 @@ class NormCadence:
 
 
 def round_up(number: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50 and so on."""
+    """Return the next of 1, 2, 5, 10, 20, 50 and so on."""
     factor = 1
     while True:
         for step in (1, 2, 5):

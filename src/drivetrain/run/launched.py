@@ -1,4 +1,4 @@
-"""What follows from who started this process: settings of another launcher, and GPUs that nobody uses."""
+"""Applies what follows from how this process was started: another launcher's settings, and GPUs that are unused."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
 
 def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
-    """The configuration with what `accelerate launch` was told, where nothing else was; and what to say of it."""
+    """Return the configuration with `accelerate launch`'s settings, where nothing else was set; and what to report."""
     told = dict(place.settings)
     changes: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
@@ -46,7 +46,7 @@ def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
 
 
 def share_workers(config: Config, place: Place) -> Config:
-    """The configuration with this process's share of the loader processes that a machine may have in all."""
+    """Return the configuration with this process's share of the loader processes that a machine may have in all."""
     total = config.data.total_workers
     if total is None or config.data.num_workers >= 0:
         return config
@@ -55,7 +55,7 @@ def share_workers(config: Config, place: Place) -> Config:
 
 
 def unused_gpus(place: Place, devices: Sequence[torch.device], strategy: str, target: str) -> str:
-    """What to say where one process was started by hand and several GPUs are there; empty elsewhere."""
+    """Return the hint for one process that was started without a launcher beside several GPUs; empty elsewhere."""
     if place.size > 1 or place.launcher == "drivetrain" or len(devices) < 2 or strategy in ("data_parallel", "single"):
         return ""
     command = f"drivetrain launch {target}" if target.endswith(".py") else f"drivetrain train {target or 'TARGET'}"

@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """What the gradients say, and in the words of which counts."""
+    """The finding that follows from the gradients, and the counts that it is stated in."""
 
     finding: Finding
     counts: tuple[Count, ...]  # those that explain the loss, the likeliest first
@@ -49,7 +49,7 @@ class Probed(NamedTuple):
 
 
 def part_bounds(num_samples: int) -> list[int]:
-    """Where a batch of at least six samples is cut into three parts that differ in size."""
+    """Return where a batch of at least six samples is cut into three parts that differ in size."""
     first = max(1, round(PART_SHARES[0] * num_samples))
     second = max(first + 2, round(PART_SHARES[1] * num_samples))
     return [0, first, second, num_samples]
@@ -85,7 +85,7 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
 def _gradients(
     loss: LossFunction, model: nn.Module, batches: Sequence[Any], sizes: Sequence[int]
 ) -> tuple[Tensor, str] | None:
-    """One row for the whole batch and for each part; and what was drawn that could not be replayed."""
+    """Return one row for the whole batch and for each part; and what was drawn that could not be replayed."""
     recorder = Draws()
     rows, start, num_samples = [], 0, sum(sizes)
     for number, batch in enumerate(batches):
@@ -117,7 +117,7 @@ def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None
 
 
 def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device, whole: Tensor) -> float:
-    """How far rounding alone moves a gradient: that of the same samples in another order."""
+    """Return how far rounding alone moves a gradient: compares with that of the same samples in another order."""
     if parts.reordered is None:
         return TOLERANCE
     _, (batch,) = _in_fp32(model, [parts.reordered()])
@@ -130,7 +130,7 @@ def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
 
 
 def _in_fp32(model: nn.Module, batches: list[Any]) -> tuple[nn.Module, list[Any]]:
-    """Rounding of bf16 or fp16 weights would hide what is looked for: such a model is copied to fp32."""
+    """Copy a bf16 or fp16 model to fp32: rounding of its weights would hide what is looked for."""
     low = (torch.bfloat16, torch.float16)
     if not any(tensor.dtype in low for tensor in model.parameters()):
         return model, batches
@@ -143,7 +143,7 @@ def _in_fp32(model: nn.Module, batches: list[Any]) -> tuple[nn.Module, list[Any]
 
 @contextmanager
 def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """What changes the sum of a batch's parts without being part of the loss is switched off, and put back."""
+    """Switch off, and restore afterwards, what changes the sum of a batch's parts without being part of the loss."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     dropout = [module.dropout for module in recurrent]
     # Whether a mean over tokens is one has nothing to do with batch normalisation, which is known by its type.
@@ -170,7 +170,7 @@ def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Autocast that a loss function turns on by itself would round to bf16, and hide what is looked for."""
+    """Disable autocast that a loss function turns on by itself: rounding to bf16 would hide what is looked for."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
     torch.autocast.__exit__ = lambda self, *error: False  # type: ignore[method-assign]
@@ -191,7 +191,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next = 0
 
     def replay(self, first: int, count: int, num_samples: int) -> None:
-        """From now on hand out what samples from `first` on drew, from the beginning."""
+        """Hand out from now on, from the beginning, what the `count` samples from `first` on drew."""
         self._range, self._next = (first, count, num_samples), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +211,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _dropped(self, name: str, result: Any, args: Any) -> Any:
-        """The fused dropout of GPUs: the mask is drawn, the output follows from it."""
+        """Replace the fused dropout of GPUs: the mask is drawn, the output follows from it."""
         _, mask = result
         kept = self._drawn(name, mask)
         probability = args[1]
@@ -236,11 +236,7 @@ _DRAWS_NOTHING = ("aten._cudnn_rnn", "aten._scaled_dot_product", "aten.miopen_rn
 
 
 def _samples_of(drawn: Tensor, shape: torch.Size, first: int, count: int, num_samples: int) -> Tensor | None:
-    """The entries that belong to some samples of what the whole batch drew; None if none can be told apart.
-
-    The dimension of samples is the one whose length is a multiple of their number, as here. A part that is padded to a
-    shorter length gets the draws of its positions.
-    """
+    """Return the entries, of what the whole batch drew, that belong to some samples; None if none can be told apart."""
     if drawn.shape == shape and num_samples != count:
         return drawn  # one draw for all samples
     if drawn.dim() != len(shape):

@@ -1,8 +1,4 @@
-"""Finds out before the first step how a job's scalar loss is to be weighted, and looks again while that is open.
-
-Rank 0 measures (`loss_probe`) and all ranks follow. The samples are taken by their place in the global order, so the
-answer does not depend on the number of ranks. A run records the answer in its checkpoints and never asks twice.
-"""
+"""Finds out before the first step how a job's scalar loss is to be weighted, and looks again while that is open."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +65,7 @@ def settle_weighting(run: Setup, model: nn.Module, checkpoint: Checkpoint | None
 
 
 def recorded_weighting(checkpoint: Checkpoint) -> Weighting:
-    """How a run weighted its losses when the checkpoint was written."""
+    """Return how a run weighted its losses when the checkpoint was written."""
     recorded = checkpoint.meta.get("loss")
     return Weighting.model_validate(recorded) if recorded else Weighting(reason=BEFORE)
 
@@ -136,7 +132,7 @@ def _why_not_here(run: Setup, model: nn.Module, device: torch.device) -> str:
 
 
 class _UncountedLoss:
-    """A job's loss as it is judged: of named parts, the weighted sum of those whose items nobody counts."""
+    """The job's loss as the probe judges it: for named parts, the weighted sum of those whose items are not counted."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -163,7 +159,7 @@ class _UncountedLoss:
 
 
 def _first_samples(run: Setup) -> list[int]:
-    """The first samples of the global order: the same on any number of ranks."""
+    """Return the first samples of the global order: the same on any number of ranks."""
     job = run.job
     order = job.source.order(job.global_batch or 1, job.seed, shuffle=job.shuffle)
     assert isinstance(order, SampleStream)
@@ -172,7 +168,7 @@ def _first_samples(run: Setup) -> list[int]:
 
 
 def _parts_by_number(run: Setup, numbers: Sequence[int]) -> Parts:
-    """A batch and its parts, made by the job's own collate function, from samples that count differently."""
+    """Make a batch and its parts with the job's own collate function, from samples that count differently."""
     job = run.job
     source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
     wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.global_batch or 1) // 8))
@@ -196,7 +192,7 @@ def _parts_by_number(run: Setup, numbers: Sequence[int]) -> Parts:
 
 
 def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
-    """Choose items that differ in what they count, those with the least first: then a count is told from the rest."""
+    """Choose items that differ in what they count, those with the least first, so that counts can be told apart."""
     counts = [count for count in candidates(alone[0]) if all(map(count.is_in, alone))]
     columns = {count: [count.number(batch) for batch in alone] for count in counts}
     labels = [columns[count] for count in counts if count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0)]
@@ -216,7 +212,7 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
 
 
 def _cut(batch: Any, num_samples: int) -> Parts:
-    """A batch that was handed over whole, cut by its rows."""
+    """Cut a batch that was handed over whole, by its rows."""
     if num_samples < FEWEST_CUT:
         raise DrivetrainError(f"a batch of {num_samples} samples is too small to be cut into parts")
     count = min(num_samples, MOST_SAMPLES)
@@ -300,7 +296,7 @@ class LossWatch:
             self._tell()
 
     def _numbers(self, place: Place, number: int) -> list[int]:
-        """The samples of a micro-batch, and some of its step's others, where samples have numbers."""
+        """Return the samples of a micro-batch, and some of its step's others, where samples have numbers."""
         if not self._run.job.source.is_keyed:
             return []
         division, rank = self._loader.division, self._loader.rank
@@ -310,7 +306,7 @@ class LossWatch:
 
 
 def _host_world(world: World) -> World:
-    """The same ranks, over a group whose collectives do not wait for the device."""
+    """Return the same ranks, over a group whose collectives do not wait for the device."""
     if world.group is None or dist.get_backend(world.group) == "gloo":
         return world
     return World(world.rank, world.size, world.local_rank, group=dist.new_group(backend="gloo"))
@@ -319,7 +315,7 @@ def _host_world(world: World) -> World:
 def watched(
     run: Setup, loader: Loader, model: nn.Module, stepper: Stepper, books: Books | NoBooks
 ) -> Callable[[int], None] | None:
-    """Return what is called before each step: the watch over losses, where one is needed, and the books."""
+    """Return the function called before each step: the loss watch, where one is needed, and the recorder's."""
     weighting, others = run.weighting, books.before_step
     if loader.resident is not None or (not weighting.others and weighting.count is None):
         return others

@@ -1,4 +1,4 @@
-"""The user's model, made where there is memory for it: weights without end would end the process without a word."""
+"""Builds the user's model under a host-memory limit, to fail with an error instead of being OOM-killed."""
 
 import re
 import weakref
@@ -19,10 +19,7 @@ MOST = 0.95  # of the memory: the process itself needs some, too
 
 
 def make_model(factory: Callable[[], Any], total_bytes: int) -> nn.Module:
-    """`total_bytes` is all that the process may use of the host's memory; 0: not known.
-
-    Not what is free of it: the kernel gives up more for it than it calls free, and only what is sure is refused.
-    """
+    """Make the model. `total_bytes` is all that the process may use of the host's memory; 0: not known."""
     with _within(total_bytes):
         return checked(factory())
 
@@ -34,11 +31,7 @@ def checked(made: Any) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The model itself without what others wrapped it in, and what is to be said of that.
-
-    Wrappers put words of their own into the names of weights. What was compiled stays so: the module is called as the
-    wrapper would have called it. What copies a model or reduces its gradients is left out: a run does that itself.
-    """
+    """Return the model itself without the wrappers of others, and what is to be reported about that."""
     notes = list[str]()
     while _is_compiled(model) or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         if _is_compiled(model):
@@ -54,19 +47,19 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether it is what `torch.compile` made of a module. What defines that class is slow to import."""
+    """Return whether `torch.compile` wrapped the module. Checked by name: the class is slow to import."""
     return type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod")
 
 
 def _compiled_in_place(wrapper: Any) -> nn.Module:
-    """As `nn.Module.compile` does it, with what the wrapper was made with."""
+    """Compile the wrapped model in place as `nn.Module.compile` does, with the wrapper's own options."""
     model: nn.Module = wrapper._orig_mod
     model._compiled_call_impl = wrapper.dynamo_ctx(model._call_impl)
     return model
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raises where weights or buffers have a shape and no values: training could not begin with anything."""
+    """Raise where weights or buffers have a shape and no values: training could not begin with anything."""
     named = [*model.named_parameters(), *model.named_buffers()]
     found = [name for name, tensor in named if tensor.is_meta]
     if found:
@@ -80,7 +73,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raises where shapes of weights or buffers follow from a first batch, which nothing has seen yet."""
+    """Raise where shapes of weights or buffers follow from a first batch, which nothing has seen yet."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise DrivetrainError(
@@ -91,12 +84,12 @@ def refuse_lazy(model: nn.Module) -> None:
 
 @contextmanager
 def _within(total_bytes: int) -> Iterator[None]:
-    """Weights are counted when a module gets them, before they are filled: until then they take no memory."""
+    """Count weights when a module gets them, before they are filled: until then they take no memory."""
     taken = 0
     weights: list[weakref.ref[nn.Parameter]] = []
 
     def held() -> int:
-        """Now: some are gone since, or became smaller, or are on a device. What two share counts once."""
+        """Return what is held now: some is freed since, or shrunk, or on a device. Shared memory counts once."""
         live = [weight for ref in weights if (weight := ref()) is not None and weight.device.type == "cpu"]
         return num_bytes(live)
 

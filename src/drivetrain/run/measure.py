@@ -1,9 +1,4 @@
-"""Runs a way of doing a step on a throw-away copy of the model, and says what it took.
-
-Nothing of the run is touched: weights, buffers, optimizer, randomness and the place in the data are afterwards what
-they were before, also when a probe ran out of memory. Before each probe a line goes to a journal on the disk: after a
-crash that takes the process with it, the next start finds the line and leaves that way out.
-"""
+"""Runs a way of doing a step on a throw-away copy of the model, and returns what it took."""
 
 import copy
 import gc
@@ -54,7 +49,7 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 
 
 class Probe:
-    """`measure` for the planner. Collective: all ranks try the same way, and the slowest rank's figures count."""
+    """Measures ways for the planner. Collective: all ranks try the same way, and the slowest rank's figures count."""
 
     def __init__(
         self,
@@ -178,7 +173,7 @@ class Probe:
             )
 
     def _batch(self, way: Way) -> tuple[Any, int]:
-        """The job's first micro-batch; where samples have different sizes, one of the largest that were found."""
+        """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
         job, device = self._job, self._world.device
         division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
         first = self._make_loader(division).first(job.max_steps, job.epochs)
@@ -190,7 +185,7 @@ class Probe:
         return to_device(batch, device, channels_last=way.channels_last), num_samples
 
     def _strays(self, model: nn.Module, batch: Any, way: Way, precision: Precision) -> str:
-        """Why this precision's loss is not to be trusted; empty if it is near what fp32 gives. Looked at once."""
+        """Return why this precision's loss cannot be trusted; empty if it is near fp32's. Each is checked once."""
         if way.precision == "fp32":
             return ""
         if way.precision not in self._found_to_stray:
@@ -279,7 +274,7 @@ def _may_be_running(row: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Afterwards the generators are where they were, and the memory of the probe is given back."""
+    """Restore the generators afterwards, and give the memory of the probe back."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -297,7 +292,7 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """The median over some rounds. The host waits at the end of each, not after each step: a run does not, either."""
+    """Return the median over some rounds. The host waits once per round, not after each step, as in a run."""
     start = time.perf_counter()
     step()
     synchronize(device)
@@ -317,7 +312,7 @@ def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> fl
 
 
 def _longest(dataset: Any) -> int | None:
-    """The largest of some samples, spread over the data; None where all have one size, or none can be seen."""
+    """Return the largest of some samples, spread over the data; None where all have one size, or none can be seen."""
     if isinstance(dataset, (TensorDataset, Columns, Tensor)):
         return None
     number, began = len(dataset), time.perf_counter()
@@ -339,7 +334,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _was_compiled(loss: Any, graphs_before: int) -> bool:
-    """In this probe, or by an earlier one whose code is used again."""
+    """Return whether the loss was compiled, in this probe or by an earlier one whose code is used again."""
     if num_graphs() > graphs_before:
         return True
     code = getattr(loss, "__code__", None)
@@ -347,7 +342,7 @@ def _was_compiled(loss: Any, graphs_before: int) -> bool:
 
 
 def couples_samples(model: nn.Module) -> bool:
-    """Whether samples of a batch influence each other: then the micro-batch decides what is learnt."""
+    """Return whether samples of a batch influence each other: then the micro-batch decides what is learnt."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 

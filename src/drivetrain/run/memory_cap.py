@@ -63,7 +63,7 @@ def lower_cap(run: Setup, error: BaseException) -> None:
 
 
 def can_go_on_here(run: Setup) -> bool:
-    """Return whether this process can start over: all that has moved is in a checkpoint, or is made anew."""
+    """Return whether this process can start over: every changed state is in a checkpoint, or can be made again."""
     job = run.job
     if run.world.size > 1 or not job.source.is_keyed:
         return False
@@ -75,7 +75,7 @@ def has_checkpoint(run: Setup) -> bool:
 
 
 def give_memory_back() -> None:
-    """Drop what the failed start has left on the device. Nothing may hold its error any more."""
+    """Drop what the failed start has left on the device. Nothing may hold a reference to its error any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a step of a job needs before any of it ran: state is counted, activations are followed on shapes alone."""
+"""Predicts what a step of a job needs before any of it ran: counts its state, simulates activations on shapes alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,10 @@ MOST_SAMPLES = 16  # that a step is followed with; beyond, it is a line
 
 
 def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int, limit_bytes: float) -> Needs:
-    """Of a job whose samples can be asked for by number. Nothing of the model is changed, nor of the data's place."""
+    """Return what a step needs, for a job whose samples have numbers.
+
+    The model is not changed, nor is the position in the data.
+    """
     held, notes = _held(job, model)
     weights = {
         name: num_bytes(module.parameters(recurse=False))
@@ -62,7 +65,7 @@ def explained(
     micro_batch: int = 1,
     recomputes: bool = False,
 ) -> DrivetrainError:
-    """Why so many samples at a time do not fit: what takes how much, and the ways out."""
+    """Return the error for samples that do not fit: what takes how much memory, and the remedies."""
     limit = free_bytes * fraction
     try:
         needs = needs_of(job, model, precision, micro_batch, limit)
@@ -84,7 +87,7 @@ def _held(job: Job, model: nn.Module) -> tuple[Held, tuple[str, ...]]:
 
 
 class _Steps:
-    """Follows steps of given sizes, each kind and size once."""
+    """Simulates steps of given sizes, each kind and size once."""
 
     def __init__(self, job: Job, model: nn.Module, precision: PrecisionName) -> None:
         self._job, self._model, self._precision = job, model, Precision(precision, "cpu")
@@ -92,7 +95,7 @@ class _Steps:
 
     @property
     def smallest(self) -> tuple[Simulated, int]:
-        """With all activations kept, and of how many samples."""
+        """The smallest step that was simulated with all activations kept, and its number of samples."""
         size = min(self._kept)
         return self._kept[size], size
 

@@ -1,4 +1,4 @@
-"""The most memory that something took: by the allocator's own count on a GPU, by the kernel's on a CPU."""
+"""Measures the peak memory of a piece of work: by the allocator's own count on a GPU, by the kernel's on a CPU."""
 
 import ctypes
 from pathlib import Path
@@ -14,10 +14,10 @@ class PeakMeter(Protocol):
     is_coarse: bool  # whether it sees whole pages of the whole process, not tensors
 
     def reset(self) -> None:
-        """From here on."""
+        """Start counting here."""
 
     def peak_bytes(self) -> int:
-        """The most since then, above what was held then; 0 where nobody counts."""
+        """Return the most memory held since `reset`, above what was held then; 0 where nothing is counted."""
 
 
 class CudaPeakMeter:
@@ -56,7 +56,7 @@ class ResidentPeakMeter:
 
 
 class NoPeakMeter:
-    """Where nobody counts: on a CPU other than Linux's, or where /proc is closed."""
+    """Counts nothing: for a CPU without Linux, or where /proc cannot be read."""
 
     is_coarse = True
 
@@ -83,7 +83,7 @@ def _status(name: str) -> int:
 
 
 def _give_back_free_heap() -> None:
-    """What is free in the heap, but not given back, would be used without being seen."""
+    """Return free heap pages to the system: they would be used again without being counted."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):  # not glibc

@@ -1,4 +1,4 @@
-"""What a configuration says of a job: its length, and what a plan's file pins, which has to fit the job."""
+"""Applies what a configuration says of a job: its length, and what a plan's file pins, which has to fit the job."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from drivetrain.job import Job
 
 
 def of_asked_length(job: Job, config: Config) -> Job:
-    """The job, as long as `epochs` and `max_steps` say; of what they do not say, the job's own."""
+    """Return the job with the length of `epochs` and `max_steps`; where they are not set, the job's own."""
     budget = config.budget
     if job.length_is_read or not (budget.epochs or budget.max_steps):
         return job
@@ -23,7 +23,7 @@ def of_asked_length(job: Job, config: Config) -> Job:
 
 
 def refuse_other_batch(config: Config, global_batch: int) -> None:
-    """Raises where the plan was made for steps of another size: its choices say nothing of this job then."""
+    """Raise where the plan was made for steps of another size: its choices say nothing of this job then."""
     planned, file = config.plan_pins.global_batch, config.plan.file
     if planned is not None and planned != global_batch:
         message = f"{file}: it is a plan for steps of {planned} samples, and a step of this job has {global_batch}"
@@ -31,5 +31,5 @@ def refuse_other_batch(config: Config, global_batch: int) -> None:
 
 
 def plan_anew(config: Config) -> str:
-    """A remedy that always helps."""
+    """Return a remedy that always helps."""
     return f"plan anew, with the flags of this run: `drivetrain plan TARGET --out {config.plan.file}`"

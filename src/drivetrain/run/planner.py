@@ -1,8 +1,4 @@
-"""The plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; and why.
-
-Whatever is measured is measured on throw-away copies (`measure`). Nothing here can change the global batch, the order
-of samples, the weighting of the loss or the learning rate: a way only divides the same work differently.
-"""
+"""Makes the plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; with reasons."""
 
 import inspect
 import math
@@ -71,11 +67,11 @@ FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optim
 
 
 class NotMeasuredError(DrivetrainError):
-    """No way of running a step could be tried, for a reason other than memory."""
+    """Raised if no way of running a step could be tried, for a reason other than memory."""
 
 
 class Told:
-    """Says what is being tried, once planning takes long enough to wonder."""
+    """Reports what is being tried, once planning takes long enough to wonder."""
 
     AFTER_SECONDS = 1.5
 
@@ -120,14 +116,14 @@ def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe
 
 
 def _remember_repeatability(run: Setup, checkpoint: Checkpoint, way: Way) -> None:
-    """As it was found before the checkpoint, unless something else is followed now."""
+    """Restore the repeatability recorded in the checkpoint, unless another way is followed now."""
     recorded = checkpoint.meta["plan"]
     if "repeatable" in recorded and Way.model_validate(recorded["way"]) == way:
         run.repeatability = Repeatability.model_validate(recorded["repeatable"])
 
 
 def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
-    """What was kept, and what this start changed."""
+    """Return what was kept of the checkpoint's plan, and what this start changed."""
     kept = f"as in the checkpoint of step {checkpoint.step}"
     before = Way.model_validate(checkpoint.meta["plan"]["way"])
     changed = {name for name in run.pinned() if getattr(before, name) != getattr(run.way, name)}
@@ -183,7 +179,7 @@ def measured(
     *,
     is_short_of_time: bool = False,
 ) -> Plan:
-    """Tries ways of running a step, and follows the best. With `is_short_of_time` only what the job can pay back."""
+    """Try ways of running a step, and follow the best. With `is_short_of_time` only what the job can pay back."""
     job, world = run.job, run.world
     if run.shards or run.uses_deepspeed:
         raise DrivetrainError(
@@ -271,7 +267,7 @@ def measured(
 def _repeatable(
     run: Setup, model: nn.Module, tuned: Tuned, steps_done: int, cache: PlanCache, *, is_short_of_time: bool
 ) -> tuple[Way, Repeatability]:
-    """The way to follow, and whether it repeats to the bit: tried, or as an earlier start found."""
+    """Return the way to follow, and whether it repeats bit by bit: tried, or as an earlier start found."""
     way, chosen, began = tuned.way, tuned.chosen, time.monotonic()
     why_not = _why_not_repeated(run, way)
     if why_not or chosen is None or chosen.problem:
@@ -326,7 +322,7 @@ def _repeatable(
 
 
 def _why_not_repeated(run: Setup, way: Way) -> str:
-    """Why it is not tried whether steps repeat; empty if it is."""
+    """Return why it is not measured whether steps repeat; empty if it is."""
     if "repeat" in run.pinned() and way.repeat == "off":
         return "not measured: --repeatable off asks for the fastest kernels"
     if run.world.device.type == "cpu" and way.repeat == "off":
@@ -337,7 +333,7 @@ def _why_not_repeated(run: Setup, way: Way) -> str:
 
 
 def _micro_batch_of_copies(run: Setup, way: Way, chosen: Measurement) -> int:
-    """The largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
+    """Return the largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
     if run.world.device.type != "cuda":
         return way.micro_batch
     held = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
@@ -352,7 +348,7 @@ def _micro_batch_of_copies(run: Setup, way: Way, chosen: Measurement) -> int:
 
 
 def _followed_instead(tuned: Tuned, way: Way, cost: float) -> Tuned:
-    """The same, with the way that repeats; its figures are those of the fastest, with what it costs."""
+    """Return the same with the way that repeats; its figures are those of the fastest, with what it costs."""
     chosen = tuned.chosen
     assert chosen is not None
     measured = chosen.model_copy(update={"sample_seconds": chosen.sample_seconds * (1 + cost)})
@@ -360,7 +356,7 @@ def _followed_instead(tuned: Tuned, way: Way, cost: float) -> Tuned:
 
 
 def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
-    """Measured where reading is worth a look; None leaves it as it is: in memory already, or by rule."""
+    """Measure the data path where reading matters; None leaves it as it is: in memory already, or by rule."""
     chosen = tuned.chosen
     if chosen is None or chosen.problem or run.residency.num_bytes or run.job.num_steps is None:
         return None
@@ -372,10 +368,10 @@ def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: b
 
 
 def _why_outdated(probe: Probe, tuned: Tuned, scope: Scope) -> str:
-    """Whether the way that was remembered as the best is what it was, by one step; empty if it is.
+    """Return why the remembered best way no longer is what it was, judged by one step; empty if it is.
 
-    One slow step says little: it comes first, and others use the machine, too. Then more of them are measured, and the
-    faster figure counts.
+    One slow step says little: it is the first, and other processes use the machine, too. Then more of them are
+    measured, and the faster figure counts.
     """
     found = probe(tuned.way, 0.0)
     if found.problem or found.peak_bytes > scope.memory_limit_bytes:
@@ -394,7 +390,7 @@ def _why_outdated(probe: Probe, tuned: Tuned, scope: Scope) -> str:
 
 
 def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
-    """Rank 0's, on all ranks: they measure the same ways or none."""
+    """Return rank 0's cached measurements on all ranks: they measure the same ways or none."""
     found = [tried.model_dump(mode="json") for tried in cache.read()] if run.config.plan.cache else []
     return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
 
@@ -429,7 +425,7 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
 
 
 def _why_fixed(run: Setup) -> str:
-    """Empty if the micro-batch is free to be tuned."""
+    """Return why the micro-batch is not tuned; empty if it is free to be."""
     if run.why_capped:
         return run.why_capped
     if "micro_batch" in run.pinned():
@@ -445,14 +441,14 @@ def _why_fixed(run: Setup) -> str:
 
 
 def _other_precisions(run: Setup) -> tuple[Any, ...]:
-    """What may turn out faster than the rule's: casting costs small models more than it gains, on a GPU too."""
+    """Return the precisions that may beat the rule's: casting costs small models more than it gains, on a GPU too."""
     if run.world.device.type == "cuda":
         return () if run.way.precision in ("fp32", "tf32") else ("tf32",)
     return ("bf16",) if run.way.precision == "fp32" and "bf16" in run.hardware.cpu.precisions else ()
 
 
 def _why_not_captured(run: Setup) -> str:
-    """As far as that can be told without an optimizer; the probe knows more, and the run itself most."""
+    """Return why steps are not captured, as far as known without an optimizer; the probe and the run know more."""
     return "asked for" if "capture" in run.pinned() else _why_not_captured_here(run)
 
 
@@ -461,7 +457,7 @@ def _why_not_captured_here(run: Setup) -> str:
 
 
 def _thread_counts(run: Setup) -> tuple[int, ...]:
-    """Small layers lose more by sharing their work than they gain."""
+    """Return the thread counts to try: small layers lose more by sharing their work than they gain."""
     is_free = "num_threads" not in run.pinned() and run.world.size == 1
     return (1,) if is_free and torch.get_num_threads() > 1 else ()
 
@@ -490,7 +486,7 @@ def _key(run: Setup, model: nn.Module) -> str:
 
 
 def _sources(things: Iterable[Any]) -> list[str]:
-    """The text of functions and classes; of what has none, its compiled code. torch's own go with its version."""
+    """Return the source of functions and classes, else their compiled code. torch's own go with its version."""
     found = []
     for thing in things:
         if getattr(thing, "__module__", "").startswith("torch."):
@@ -515,10 +511,7 @@ def described(
     *,
     is_closed: bool = False,
 ) -> Plan:
-    """The plan that is followed, each choice with its reason.
-
-    `is_closed`: though nothing was measured now, it is known that nothing else would pay.
-    """
+    """Return the plan that is followed, each choice with its reason."""
     job, settings, way = run.job, run.settings, run.way
     reasons = tuned.reasons if tuned else {}
     share = run.rank_samples
@@ -622,7 +615,7 @@ def described(
 
 
 def _loss(run: Setup) -> LossPlan | None:
-    """How losses are weighted, where that was looked at."""
+    """Return how losses are weighted, where that was examined."""
     found = run.weighting
     if not found.reason:
         return None
@@ -638,7 +631,7 @@ _CLOSES = {
 
 
 def _closed_by(tuned: Tuned, pinned: set[str]) -> tuple[str, ...]:
-    """All but what the user fixed unseen, and what there was no time for."""
+    """Return the settings that measuring has settled: neither pinned by the user nor skipped for lack of time."""
     return tuple(
         name
         for name, (topic, pin) in _CLOSES.items()
@@ -647,7 +640,7 @@ def _closed_by(tuned: Tuned, pinned: set[str]) -> tuple[str, ...]:
 
 
 def _validation_seconds(run: Setup, tuned: Tuned | None) -> float | None:
-    """Of all validations of the job, about: they are neither compiled nor captured, whatever steps are."""
+    """Estimate the seconds of all validations of the job: they are neither compiled nor captured, as steps may be."""
     job = run.job
     every = job.steps_per_epoch if job.validate_every == "epoch" else job.validate_every
     if tuned is None or job.valid is None or job.num_steps is None or every is None:
@@ -662,7 +655,7 @@ def _validation_seconds(run: Setup, tuned: Tuned | None) -> float | None:
 
 
 def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
-    """How samples reach the device: as it was measured, else as it is, else by rule."""
+    """Return how samples reach the device: as measured, else as it is now, else by rule."""
     if data is not None and data.value.resident:
         return {"data.resident": Choice(value="on", reason=data.reason, alternatives=data.alternatives)}
     if data is None and run.residency.num_bytes:
@@ -691,7 +684,7 @@ def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
 
 
 def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
-    """What was measured that differs from the chosen way in this alone."""
+    """Return what was measured that differs from the chosen way in this field alone."""
     if tuned is None:
         return ()
     return tuple(
@@ -705,7 +698,7 @@ def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
 
 
 def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
-    """On rank 0, whose part is never the smaller one, with as many experts as any rank has.
+    """Forecast the memory of rank 0, whose shard is never the smaller one, with as many experts as any rank has.
 
     Blocks that are gathered in turn count as workspace.
     """
@@ -717,7 +710,7 @@ def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
 
 
 def _verified(tuned: Tuned | None) -> int | None:
-    """What the step took whose memory was forecast."""
+    """Return the measured peak of the step whose memory was forecast."""
     if tuned is None or not tuned.forecast_bytes:
         return None
     plain = tuned.measurement_of(plainest(tuned.way))
@@ -725,7 +718,7 @@ def _verified(tuned: Tuned | None) -> int | None:
 
 
 def _run_peak(run: Setup, chosen: Measurement | None) -> int | None:
-    """With the copy of weights and optimizer that is saved from beside training, where there is room for it."""
+    """Return the peak of the run, with the copy that background saves make of the state if there is room for it."""
     if chosen is None or not chosen.peak_bytes:
         return None
     beside = run.residency.num_bytes
@@ -755,7 +748,7 @@ def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
 
 
 def _does_not_fit(run: Setup, model: nn.Module, tried: list[Tried]) -> DrivetrainError:
-    """What takes how much, and the ways out."""
+    """Return the error for a model that does not fit: what takes how much memory, and the remedies."""
     failed = [each.way for each in tried if each.measurement.out_of_memory]
     return explained(
         run.job,

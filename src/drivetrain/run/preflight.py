@@ -1,4 +1,4 @@
-"""Before a model is made: do all ranks mean the same run, has each a device of its own, do they reach each other?
+"""Checks before a model is made that all ranks mean the same run, have a device each, and reach each other.
 
 What would show up an hour later as a hang or as wrong numbers is found in a fraction of a second, with node, rank and
 remedy. A world of one has nothing to compare.
@@ -35,7 +35,7 @@ _TRIED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found; kept among the run's events."""
+    """The findings of the preflight, stored among the run's events."""
 
     seconds: float
     gigabytes_per_second: dict[str, float]  # by collective
@@ -56,7 +56,7 @@ def preflight(
     timeout_seconds: float,
     data: Mapping[str, KeyedItems] | None = None,
 ) -> Preflight:
-    """Called by all ranks alike; raises the same on all of them. `data` are data sets by name, to compare."""
+    """Run the checks on all ranks; raises the same on all of them. `data` are data sets by name, to compare."""
     began = time.monotonic()
     limit = min(TIMEOUT_SECONDS, timeout_seconds)
     _first_meeting(world, limit)
@@ -141,7 +141,10 @@ def _same_job(told: Told) -> DrivetrainError | None:
 
 
 def _same_samples(world: World, data: Mapping[str, KeyedItems], told: Told) -> int:
-    """How many were found alike. What differs is looked at again: only what is sure to be another sample counts."""
+    """Compare samples between ranks, and return how many are alike.
+
+    Samples that differ are checked again: only those that are certain to be another sample count.
+    """
     seen = _glances(data)
     by_rank = world.gather({name: [found.length, list(found.digests.items())] for name, found in seen.items()})
     num_compared = 0
@@ -162,7 +165,7 @@ def _same_samples(world: World, data: Mapping[str, KeyedItems], told: Told) -> i
 
 
 def _glances(data: Mapping[str, KeyedItems]) -> dict[str, Glance]:
-    """Slow items are not read for more than one data set."""
+    """Read a few samples of each data set. Slow items are not read for more than one data set."""
     found: dict[str, Glance] = {}
     began = time.monotonic()
     for name, items in data.items():
@@ -221,7 +224,7 @@ def _free_memory(told: Told) -> DrivetrainError | None:
 
 
 def _shared_folder(world: World, folder: Path, told: Told) -> None:
-    """Rank 0 writes, all others look. Saves of all ranks go to one folder, so it has to be one."""
+    """Check that the folder is shared: rank 0 writes, all others look. Saves of all ranks go to one folder."""
     name, problem = f".preflight-{secrets.token_hex(8)}", ""
     if world.is_main:
         try:
@@ -247,7 +250,7 @@ def _shared_folder(world: World, folder: Path, told: Told) -> None:
 
 
 def _first_meeting(world: World, limit: float) -> None:
-    """Connections are made at the first collective: where a network does not let them, it hangs here."""
+    """Make connections with a first collective: where the network blocks them, it hangs here."""
     try:
         _within(limit, lambda: dist.all_reduce(torch.ones(1, device=world.collective_device), async_op=True))
     except RuntimeError as error:
@@ -260,7 +263,7 @@ def _first_meeting(world: World, limit: float) -> None:
 
 
 def _try_collectives(world: World, limit: float, told: Told) -> dict[str, float]:
-    """Each kind that training uses, with numbers that show a mistake. GB/s of each, by the bytes of one rank."""
+    """Try each collective that training uses, on values that reveal errors. Returns GB/s of each, per rank's bytes."""
     device = world.collective_device
     size, rank = world.size, world.rank
     count = _TRIED_BYTES[device.type] // 4 // size * size

@@ -1,8 +1,7 @@
-"""Tries whether steps repeat to the bit: in two fresh processes where these can make the job, else twice in this one.
+"""Tests whether steps repeat bit by bit: in two fresh processes where these can make the job, else twice in this one.
 
 A fresh process gets the job as a restart would: it runs the target again (the recipe, the function, or the script up to
-its first `dt.train`). Each has empty compile caches of its own, since kernels are chosen by timing when they are
-compiled.
+its first `dt.train`). Each has its own empty compile caches, since kernels are chosen by timing when they are compiled.
 """
 
 import gc
@@ -36,11 +35,11 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class ChildError(Exception):
-    """A process that does not answer, and why."""
+    """Raised if a process does not answer, with the reason."""
 
 
 class Child:
-    """A fresh process that makes the job anew, and answers questions about its first steps."""
+    """A fresh process that makes the job again, and answers questions about its first steps."""
 
     def __init__(self, run: Setup, target: str, folder: Path) -> None:
         folder.mkdir()
@@ -78,7 +77,7 @@ class Child:
             os.write(self._to, json.dumps(message).encode() + b"\n")
 
     def answer(self) -> dict[str, Any]:
-        """The host waits here for the process."""
+        """Return the answer of the process. The host waits here for it."""
         deadline = time.monotonic() + LONGEST_SECONDS
         while b"\n" not in self._rest:
             ready = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -112,10 +111,10 @@ class Child:
 
 
 class RepeatProbe:
-    """`attempt` and `cost_of` for `plan.repeat`."""
+    """Provides `attempt` and `cost_of` for `plan.repeat`."""
 
     def __init__(self, run: Setup, model: nn.Module, micro_batch: int) -> None:
-        """A micro-batch of `micro_batch` samples fits several times: two processes run at the same time."""
+        """Prepare the probe. `micro_batch` samples fit several times: two processes run at the same time."""
         self._run, self._model, self._micro_batch = run, model, micro_batch
         self._target = target_to_rerun()
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-repeat-"))
@@ -125,7 +124,7 @@ class RepeatProbe:
         self._chosen: Way | None = None
 
     def attempt(self, way: Way) -> RepeatTrial:
-        """Runs the first steps of a way in two processes."""
+        """Run the first steps of a way in two processes."""
         self._chosen = self._chosen or way
         if not self._why_not_elsewhere:
             try:
@@ -140,11 +139,11 @@ class RepeatProbe:
 
     @property
     def note(self) -> str:
-        """Why a restart was not tried, where something went wrong with it."""
+        """The reason why a restart was not tried, where something went wrong with it."""
         return self._why_not_elsewhere if self._target else ""
 
     def cost_of(self, way: Way) -> float | None:
-        """How much longer a step takes than one of the way that was tried first; None where that cannot be timed."""
+        """Return how much longer a step takes than the first way's, as a share; None if it cannot be timed."""
         assert self._chosen is not None
         ways = [self._smaller(self._chosen), self._smaller(way)]
         try:

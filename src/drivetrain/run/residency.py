@@ -1,4 +1,4 @@
-"""Which data sets of a run are held on its device: each is put there once, and it is said."""
+"""Decides which data sets of a run are held on its device: each is copied there once, and that is reported."""
 
 from typing import Any
 
@@ -16,11 +16,7 @@ MOST = 0.9  # of the free memory, where it was asked for or measured
 
 
 class Residency:
-    """Decides for each data set of a run, makes its resident form, and keeps what there is to say about it.
-
-    By itself it takes only what is made of tensors already, and fits comfortably: that costs no reading, and cannot
-    lose. The rest is for the planner (`planned`), which knows what reading costs and what a step takes.
-    """
+    """Decides for each data set of a run, makes its resident form, and collects the notes to report about it."""
 
     def __init__(self, config: Config, device: torch.device, free_host_bytes: int, *, quiet: bool) -> None:
         self._wanted, self._num_workers = config.data.resident, config.data.num_workers
@@ -30,7 +26,7 @@ class Residency:
         self._notes: list[str] = []
 
     def of(self, source: Source, collate: Collate, channels_last: bool, num_workers: int) -> Resident | None:
-        """None: its items are fetched batch by batch."""
+        """Return the resident form of a data set; None if its items are fetched batch by batch."""
         key = id(source.dataset)
         if key in self._made:
             resident = self._made[key][1]
@@ -60,7 +56,7 @@ class Residency:
 
     @property
     def num_bytes(self) -> int:
-        """Of what was put there."""
+        """The bytes of the data sets that were made resident."""
         return sum(resident.num_bytes for _, resident in self._made.values())
 
     def take_notes(self) -> list[str]:
@@ -68,13 +64,13 @@ class Residency:
         return notes
 
     def free_bytes(self) -> int:
-        """On the device now."""
+        """Return the bytes that are free on the device now."""
         if self._device.type == "cuda":
             return torch.cuda.mem_get_info(self._device)[0]
         return self._free_host_bytes
 
     def _limit(self, source: Source, channels_last: bool) -> float | None:
-        """How much memory a data set may take; None if it is not to be resident."""
+        """Return how much memory a data set may take; None if it is not to be resident."""
         if self._wanted == "off" or (self._wanted == "auto" and self._num_workers > 0):
             return None  # workers that were asked for are used
         if self._wanted == "on" or self.planned:

@@ -1,4 +1,4 @@
-"""What is left of a run when it is over: where its files are, and its weights."""
+"""The result of a run when it is over: where its files are, and its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Which = Literal["last", "best"]
 
 @dataclass(frozen=True)
 class Result:
-    """Where a run's files are, and how it ended."""
+    """Holds where a run's files are, and how it ended."""
 
     folder: Path
     steps: int  # optimizer steps done over the whole life of the run
@@ -30,7 +30,7 @@ class Result:
 
 
 def checkpoint_of(run: Path | str | Result, which: Which) -> Checkpoint:
-    """The newest of a run, or the one that validated best. Changes nothing, so a run may go on beside it."""
+    """Return the newest checkpoint of a run, or the best one. Changes nothing, so a run may go on at the same time."""
     if which not in get_args(Which):
         raise ConfigError(
             [Problem("which", f"got {which!r}", allowed=" or ".join(map(repr, get_args(Which))), remedy="which='last'")]

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when each is begun, when it counts, and what is written of it."""
+"""Saves the checkpoints of a run: decides when each is begun and when it counts, and records it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all e
 
 
 class Saves:
-    """Beside training where `beside` says so; otherwise training waits for each, and a failure ends it.
+    """Saves in the background if `beside`; otherwise training waits for each save, and a failure ends it.
 
     `state` gives what is to be saved, `best_step` the step whose checkpoint is never pruned. Used by all ranks alike.
     """
@@ -46,16 +46,16 @@ class Saves:
 
     @property
     def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
-        """Takes the state of a step that was not judged yet; None if saves wait. See `Trainer.snapshot`."""
+        """Take the state of a step that was not judged yet; None if saves wait. See `Trainer.snapshot`."""
         return None if self._saver is None else self._snapshot
 
     def watch_frozen(self, state: Callable[[], State]) -> None:
-        """Before the first step: later states are compared with this one, to tell which weights are frozen."""
+        """Take the state before the first step; later ones are compared with it to tell which weights are frozen."""
         with suppress(DrivetrainError):  # what cannot be saved is told after the first step, when all of it is there
             self._checkpointer.frozen.watch(state()[0])
 
     def prepare(self) -> None:
-        """After a step: refuses what cannot be saved, and gets memory for copies."""
+        """Refuse a state that cannot be saved, and allocate memory for copies. Called after a step."""
         shards, meta = self._state()
         if sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor)) >= LARGE_BYTES:
             self._aside.begin()
@@ -63,7 +63,7 @@ class Saves:
             self._saver.prepare(shards, meta)
 
     def save(self, step: int) -> None:
-        """Of a step that was judged."""
+        """Save the state of a step that was judged."""
         if self._saver is not None:
             self._begin(step, may_wait=True)(False)
             return
@@ -75,7 +75,7 @@ class Saves:
         self._tell(step, None, {"seconds": time.monotonic() - began})
 
     def report(self) -> None:
-        """Write down which saves have ended since the last call. Costs nothing where none has."""
+        """Record which saves have ended since the last call. Costs nothing where none has."""
         if self._saver is None or not self._saver.has_news:
             return
         for outcome in self._saver.take_news():
@@ -89,12 +89,12 @@ class Saves:
             self._tell(outcome.step, outcome.error, seconds)
 
     def finish(self) -> None:
-        """At the end: the last save has to be on the disk, or this raises."""
+        """Wait at the end until the last save is on the disk; raises if it is not."""
         if self._saver is not None:
             self._saver.finish()
 
     def close(self) -> None:
-        """A save of a step that was judged is finished, any other abandoned. After an error, too; raises nothing."""
+        """Finish a save of a step that was judged, abandon any other. Called after an error, too; raises nothing."""
         self._aside.end()
         if self._saver is not None:
             self._saver.close()
@@ -104,7 +104,7 @@ class Saves:
         return self._begin(step, may_wait=False)
 
     def _begin(self, step: int, *, may_wait: bool) -> Callable[[bool], None]:
-        """The host may wait for the device where it has just waited for the step."""
+        """Begin a save. With `may_wait`, the host may wait for the device: it has just waited for the step."""
         assert self._saver is not None
         saver = self._saver
         shards, meta = self._state()
@@ -142,7 +142,7 @@ class Saves:
         return best
 
     def _unpin_all_but(self, best: int | None) -> None:
-        """The one that was best before may go, once there is a better one: its own save may have failed."""
+        """Let the former best checkpoint be pruned once there is a better one: the save of that one may have failed."""
         if best is not None and best in self._checkpointer.steps():
             for step in self._pins - {best}:
                 self._checkpointer.unpin(step)

@@ -1,4 +1,4 @@
-"""What `train` and `drive` set up alike: the world, the settled job, the claimed folder, the parts of the run."""
+"""The setup that `train` and `drive` share: the world, the settled job, the claimed folder, the parts of the run."""
 
 import json
 import sys
@@ -84,7 +84,7 @@ _ended = [True]
 
 @contextmanager
 def configured(config: Config, target: str = "", instead: Instead | None = None) -> Iterator[None]:
-    """Everything trained inside uses this configuration, unless it is given one of its own.
+    """Use this configuration for everything trained inside that is not given another one.
 
     `target` is what the command line named, kept in the run folder so that the job can be found again. With `instead`,
     `train` calls that with the job, and trains nothing.
@@ -104,22 +104,22 @@ def given_on_command_line() -> Config | None:
 
 
 def done_instead(job: Job) -> None:
-    """Does what the command line wants done with a job instead of training it, if anything; it does not return then."""
+    """Do what the command line wants done with a job instead of training it, if anything; it does not return then."""
     action = _instead.get()
     if action is not None:
         action(job)
 
 
 def target_of_run() -> str:
-    """Where the job comes from: what the command line named, or the script that is running; empty in a notebook."""
+    """Return the source of the job: what the command line named, or the script that is running; empty in a notebook."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     return _target.get() or (str(Path(script).absolute()) if script.endswith(".py") else "")
 
 
 def target_to_rerun() -> str:
-    """What a fresh process can run to get the job that is being trained; empty where there is no such thing.
+    """Return what a fresh process can run to get the job that is being trained; empty where there is no such thing.
 
-    A script is run up to its first `dt.train`: a later one cannot be reached. Of `python -m` the module is not known.
+    A script is run up to its first `dt.train`: a later one cannot be reached. The module of `python -m` is not known.
     """
     main = sys.modules["__main__"]
     if num_trained() != 1 or (not _target.get() and getattr(main, "__spec__", None) is not None):
@@ -132,7 +132,7 @@ def _on_gpu(devices: Sequence[torch.device]) -> bool:
 
 
 def note_end(finished: bool) -> None:
-    """How the run that ended last in this process ended; asked for by whoever ran a script."""
+    """Record how the last run of this process ended; the caller that ran a script asks for it."""
     _ended[0] = finished
     supervision.tell("end", finished=finished)
 
@@ -142,7 +142,7 @@ def last_one_finished() -> bool:
 
 
 def num_trained() -> int:
-    """How often `train` or `drive` was called in this process."""
+    """Return how often `train` or `drive` was called in this process."""
     return _runs[0]
 
 
@@ -227,7 +227,7 @@ class Setup:
             self.deepspeed_config()  # what contradicts it is said before anything large is made
 
     def by_rule(self) -> Way:
-        """How a step is run where nothing was measured."""
+        """Return how a step is run where nothing was measured."""
         config = self.config
         return Way(
             micro_batch=self._micro_batch(),
@@ -241,14 +241,14 @@ class Setup:
         )
 
     def _repeat_asked(self) -> Repeat | None:
-        """Which kernels the user asked for; None where that is to be measured."""
+        """Return which kernels the user asked for; None where that is to be measured."""
         if self.config.kernels.deterministic:
             return "strict"
         asked = self.config.kernels.repeatable
         return None if asked == "auto" else asked
 
     def follow(self, way: Way) -> None:
-        """Run steps this way. Before the parts are built that depend on it."""
+        """Run steps this way. Called before the parts are built that depend on it."""
         self.way = way
         self.precision = Precision(way.precision, self.world.device.type)
 
@@ -270,7 +270,7 @@ class Setup:
         return plan.not_compiled(why)
 
     def recorded_way(self, checkpoint: Checkpoint) -> Way | None:
-        """How the steps before a checkpoint were run, but for what is pinned now; None in another world or machine."""
+        """Return how steps before a checkpoint were run, except what is pinned now; None if world or machine differ."""
         recorded = checkpoint.meta["plan"]
         if recorded["world_size"] != self.world.size or recorded.get("machine") != self.machine():
             return None
@@ -278,7 +278,7 @@ class Setup:
         return Way.model_validate(recorded["way"] | pinned)
 
     def keep_division(self, checkpoint: Checkpoint) -> None:
-        """In another world or on another machine, keep the micro-batch where it is part of what is learnt."""
+        """Keep the checkpoint's micro-batch in another world or on another machine if it affects what is learnt."""
         if not self.weighting.holds_division or "micro_batch" in self.pinned():
             return
         before = int(checkpoint.meta["plan"]["way"]["micro_batch"])
@@ -293,20 +293,20 @@ class Setup:
             )
 
     def _data_followed(self) -> dict[str, Any] | None:
-        """How samples reach the device, where that was measured."""
+        """Return how samples reach the device, where that was measured."""
         if self.residency.planned is None:
             return None
         return (self.data_path or DataPath(resident=True)).model_dump(mode="json")
 
     def follow_data(self, recorded: dict[str, Any] | None) -> None:
-        """As it was measured before a checkpoint. Whatever it is, samples are the same."""
+        """Use the data path that was measured before a checkpoint. Samples are the same with any."""
         if recorded is not None:
             path = DataPath.model_validate(recorded)
             self.residency.planned = path.resident
             self.data_path = None if path.resident else path
 
     def pinned(self) -> set[str]:
-        """What of a way the user fixed."""
+        """Return the names of the fields of a way that the user fixed."""
         config = self.config
         fixed = {
             "micro_batch": self.why_capped
@@ -322,14 +322,14 @@ class Setup:
         return {name for name, is_fixed in fixed.items() if is_fixed}
 
     def machine(self) -> str:
-        """What a plan was made for, besides the number of ranks."""
+        """Return the name of the machine that a plan is made for; the number of ranks comes beside it."""
         device = self.world.device
         if device.type == "cuda":
             return torch.cuda.get_device_name(device)
         return f"CPU with {self.hardware.cpu.num_usable} cores"
 
     def _settled(self, job: Job) -> Job:
-        """The job with its global batch and what the configuration says of its length and of saving."""
+        """Return the job with its global batch and what the configuration says of its length and of saving."""
         given, recorded = job.global_batch, read_job(self.config.run.output_dir / self.name).get("global_batch")
         is_new = not recorded or is_finished(self.config.run.output_dir / self.name)
         is_asked = self.config.batch_asked.is_set or self.config.plan_pins.global_batch is not None
@@ -378,7 +378,7 @@ class Setup:
         )
 
     def _global_batch(self, job: Job) -> int:
-        """What was recorded at the first start. Then: as asked for, as planned in a file, or by rule.
+        """Return the global batch recorded at the first start; else as asked for, as planned in a file, or by rule.
 
         Asked for and by rule, it is micro-batch × accumulation × devices.
         """
@@ -394,7 +394,7 @@ class Setup:
         return min(product, job.num_samples or product) if size is None and accumulation is None else product
 
     def try_the_road(self) -> None:
-        """Whether the ranks mean the same run and reach each other, before anything large is made."""
+        """Run the preflight before anything large is made: do the ranks mean the same run, and reach each other?"""
         if is_wanted(self.config, self.world):
             timeout = self.config.distributed.timeout_seconds
             job, sources = self.job, {"training": self.job.source}
@@ -408,7 +408,7 @@ class Setup:
             )
 
     def claim(self) -> RunFolder | None:
-        """Rank 0 claims the folder; what it finds wrong is raised on all ranks."""
+        """Claim the folder on rank 0; the problems it finds are raised on all ranks."""
         folder, answer = None, None
         if self.world.is_main:
             try:
@@ -431,7 +431,7 @@ class Setup:
         return folder
 
     def changes_since_start(self, model: nn.Module, folder: RunFolder | None, step: int | None) -> list[str]:
-        """What of the job is not as it was when the run was begun; refused on all ranks with `--strict`.
+        """Return what has changed in the job since the run was begun; refused on all ranks with `--strict`.
 
         `step`: that of the checkpoint it goes on from; None for a new run. The model: as the user made it.
         """
@@ -459,7 +459,7 @@ class Setup:
             folder.write(FINGERPRINT, self._fingerprint)
 
     def compilation(self) -> str:
-        """Asked of the compiler itself: `torch.compile` can do nothing, and say nothing."""
+        """Return what was compiled, asked of the compiler itself: `torch.compile` can do nothing without a message."""
         if self._why_not_compiled:
             return f"asked for, but nothing can be compiled here: {self._why_not_compiled}"
         if self.way.compile_mode is None:
@@ -469,11 +469,11 @@ class Setup:
 
     @property
     def rank_samples(self) -> int:
-        """Of each step, on the rank that has the most."""
+        """The samples of each step on the rank that has the most."""
         return -(-(self.job.global_batch or 0) // self.world.size)
 
     def division(self, model: nn.Module | None) -> Division:
-        """How steps are divided, the way that is followed."""
+        """Return how steps are divided in the way that is followed."""
         job, least = self.job, 1
         is_synced = self.config.distributed.sync_batchnorm and self.world.size > 1  # sees the samples of all ranks
         if model is not None and not is_synced and couples_samples(model):
@@ -484,7 +484,7 @@ class Setup:
         )
 
     def _micro_batch(self) -> int:
-        """The user's, else a rank's whole share at once."""
+        """Return the user's micro-batch, else a rank's whole share at once."""
         share = self.rank_samples
         if self.config.batch.auto:
             return share
@@ -524,7 +524,7 @@ class Setup:
         return loader
 
     def device_check(self, model: nn.Module) -> Callable[[Any], None] | None:
-        """What looks at every micro-batch, where that was asked for. Offloaded shards are elsewhere on purpose."""
+        """Return the check of every micro-batch, if asked for. Offloaded shards are meant to be on another device."""
         if not self.config.device.assertions:
             return None
         things = {} if self.sharded is not None and self.sharded.options.offload else {"model": model}
@@ -532,17 +532,17 @@ class Setup:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """The switches of torch that this run wants, for the time of the run."""
+        """Set the switches of torch that this run wants, for the duration of the run."""
         switches = numerics(self.precision, **switches_of(self.way, self.config.kernels.cudnn_benchmark))
         with switches, num_threads(self.way.num_threads):
             yield
 
     def stream(self) -> AbstractContextManager[None]:
-        """What the run is inside of: steps that are captured need a stream of their own."""
+        """Return the context of the run: steps that are captured need a separate stream."""
         return own_stream(self.world.device) if self.way.capture else nullcontext()
 
     def why_not_captured(self, optimizer: Optimizer, draws: Draws, division: Division) -> str:
-        """Why steps are not captured; empty if they are to be."""
+        """Return why steps are not captured; empty if they are to be."""
         if not self.way.capture:
             return "not asked for"
         return why_not_captured(
@@ -558,7 +558,7 @@ class Setup:
         )
 
     def validator(self, micro_batch: int) -> Validator:
-        """Make the validator of the job's validation set, which it has, in batches of its own size or of the given."""
+        """Make the validator of the job's validation set, in batches of the job's validation size or the given one."""
         valid = source_of(self.job.valid).dataset
         if self.job.valid_batch is not None:
             micro_batch = self.job.valid_batch * len(self.devices)
@@ -567,12 +567,12 @@ class Setup:
         return Validator(self.job, loader, self.precision, self.world, self.weighted(self.job.loss), self.loss_parts)
 
     def close_loaders(self) -> None:
-        """End their workers, however far the run came."""
+        """End the loaders' workers, however far the run came."""
         for loader in self._loaders:
             loader.close()
 
     def _num_workers(self, source: Source) -> int:
-        """The configuration's; else the handed-in DataLoader's; else by measuring; else by rule."""
+        """Return the configuration's number; else the handed-in DataLoader's; else the measured; else by rule."""
         if self.config.data.num_workers >= 0:
             return self.config.data.num_workers
         if source.wishes.num_workers is not None:
@@ -587,7 +587,7 @@ class Setup:
         return self.way.channels_last
 
     def model(self) -> tuple[nn.Module, Optimizer, Any]:
-        """The model as it is run, its optimizer, and what the loss function calls in its place if it is compiled."""
+        """Return the model as it is run, its optimizer, and what the loss function calls instead if it is compiled."""
         model, optimizer = self.dressed(self.build())
         if not self.shards:
             model = model.to(self.world.device)
@@ -597,7 +597,7 @@ class Setup:
         return model, optimizer, torch.compile(model, **how)
 
     def build(self) -> nn.Module:
-        """The model as the user made it, on its device unless it is going to be sharded."""
+        """Make the model as the user defines it, on its device unless it is going to be sharded."""
         torch.manual_seed(self.job.seed)  # the same weights on every rank, and in every run of this seed
         made, notes = unwrapped(self._made())
         for note in () if self.quiet else notes:
@@ -624,7 +624,7 @@ class Setup:
             ) from error
 
     def _offload_optimizer(self) -> None:
-        """Keep the optimizer in host memory, as `auto` takes DeepSpeed for. Several ranks divide the weights, too."""
+        """Keep the optimizer in host memory, for which `auto` takes DeepSpeed. Several ranks shard the weights, too."""
         wanted = {"offload_optimizer": True, "stage": 3 if self.world.size > 1 else 2}
         deepspeed = self.config.deepspeed.model_copy(update=wanted)
         self.config = self.config.model_copy(update={"deepspeed": deepspeed})
@@ -632,7 +632,7 @@ class Setup:
 
     @property
     def shards(self) -> bool:
-        """Whether ranks hold parts of the model. Known once it is built."""
+        """Whether ranks hold shards of the model. Known once it is built."""
         return self._cuts(self.strategy_choice.value)
 
     def _cuts(self, strategy: str) -> bool:
@@ -642,11 +642,11 @@ class Setup:
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Known once the model is built."""
+        """Whether DeepSpeed runs the steps. Known once the model is built."""
         return self.strategy_choice.value == DeepSpeedStrategy.name
 
     def deepspeed_config(self, num_weights: int | None = None) -> dict[str, Any]:
-        """The JSON that DeepSpeed gets, from what this run is."""
+        """Return the JSON that DeepSpeed gets, derived from this run."""
         facts = ZeroFacts(
             precision=self.way.precision,
             world_size=self.world.size,
@@ -661,7 +661,7 @@ class Setup:
         return derive(facts, self.zero.own, self.zero.file)
 
     def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
-        """A model that was built, made ready for the way that is followed."""
+        """Prepare a model that was built for the way that is followed."""
         if self.channels_last and not self.shards:  # shards are rows, one after the other
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.config.distributed.sync_batchnorm and self.world.size > 1:
@@ -697,7 +697,7 @@ class Setup:
         return model, optimizer
 
     def _refuse_meta(self, made: nn.Module) -> None:
-        """Where the model is cut, ranks other than the main one may make it without values, and get those later."""
+        """Refuse meta tensors, except on other ranks than the main one of a sharded model: they get values later."""
         if isinstance(self.job.model, nn.Module) or not self._cuts(self.config.distributed.strategy):
             refuse_meta(made)
             return
@@ -712,7 +712,7 @@ class Setup:
             raise DrivetrainError(problem["message"], remedy=problem["remedy"])
 
     def called_loss(self) -> LossFunction | None:
-        """What is called in place of the loss function where it is compiled, with the model inside."""
+        """Return what is called in place of the loss function where it is compiled, with the model inside."""
         # Of a sharded model, blocks are compiled.
         is_whole = self.way.compile_mode is not None and not self.shards and not self.config.compile.only
         if not is_whole:
@@ -721,7 +721,7 @@ class Setup:
 
     @property
     def weighting(self) -> Weighting:
-        """How scalar losses are weighted, once that is known."""
+        """The weighting of scalar losses, once it is known."""
         return self._rule.weighting
 
     @weighting.setter
@@ -766,11 +766,11 @@ class Setup:
 
     @property
     def num_devices(self) -> int:
-        """Of the whole run."""
+        """The number of devices of the whole run."""
         return self.world.size * len(self.devices)
 
     def make_strategy(self, **changes: bool) -> Strategy:
-        """The one that was chosen with the model, else by the number of processes. `changes` are to its options."""
+        """Make the strategy chosen with the model, else by the number of processes. `changes` are to its options."""
         strategy: Strategy = SingleStrategy(self.world)
         if self.sharded is not None:
             options = replace(self.sharded.options, **changes)  # type: ignore[arg-type]
@@ -806,7 +806,7 @@ class Setup:
         return strategy
 
     def close(self) -> None:
-        """However the run ended."""
+        """Close the run, however it ended."""
         if self._made_strategy is not None:
             self._made_strategy.close()
         if self.experts is not None:
@@ -814,7 +814,7 @@ class Setup:
         self.world.close()
 
     def _capability(self) -> float:
-        """Of this rank's device, in TFLOP/s; 0 where it is not known."""
+        """Return the peak bf16 rate of this rank's device, in TFLOP/s; 0 where it is not known."""
         index = self.world.device.index if self.world.device.type == "cuda" else None
         peaks = [gpu.peaks.get("bf16") for gpu in self.hardware.gpus if gpu.index == index]
         return next((peak.value for peak in peaks if peak is not None), 0.0)

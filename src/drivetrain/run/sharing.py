@@ -1,4 +1,4 @@
-"""Which strategy fits the processes, the devices and the model that there are."""
+"""Chooses the strategy that fits the processes, the devices and the model."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _LEAVE_OUT = f"leave {_FLAG} out"
 
 
 def refuse_strategy(config: Config, world: World, devices: Sequence[torch.device]) -> None:
-    """Raises what contradicts the launcher or the machine. `auto` never does."""
+    """Raise if a strategy contradicts the launcher or the machine. `auto` never does."""
     asked = config.distributed.strategy
     if asked == DeepSpeedStrategy.name:
         refuse_without_deepspeed()
@@ -48,7 +48,7 @@ def refuse_strategy(config: Config, world: World, devices: Sequence[torch.device
 
 
 def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice[str]:
-    """The one that was asked for; else by what model and optimizer take, and the least that is free on any rank."""
+    """Return the strategy asked for; else by what model and optimizer take, and the least that is free on any rank."""
     if asked != "auto":
         return Choice(value=asked, reason="asked for", pinned=True)
     if world.device.type != "cuda":
@@ -67,11 +67,11 @@ def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice
 
 
 class _NotMadeError(Exception):
-    """The job's optimizer was there before, so it cannot be tried out on other parameters."""
+    """Raised if the job's optimizer existed before, so that it cannot be tried on other parameters."""
 
 
 def _held(model: nn.Module, job: Job) -> Held | None:
-    """Weights, buffers, gradients and optimizer; None where that is not known."""
+    """Return the bytes of weights, buffers, gradients and optimizer; None where that is not known."""
 
     def make(ghost: nn.Module) -> Optimizer:
         optimizer, own = job.make_optimizer(ghost), set(ghost.parameters())

@@ -1,4 +1,4 @@
-"""`Job.init_from`: the weights that a new run starts with."""
+"""`Job.init_from`: loads the weights that a new run starts with."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -19,9 +19,9 @@ from drivetrain.strategies.shared_experts import Held
 def take_weights(
     source: str | Path, model: nn.Module, world: World, experts: SharedExperts | None = None
 ) -> WeightsTaken:
-    """Every rank reads for itself. What is wrong on one is raised on all: they would wait for it otherwise.
+    """Load the weights on every rank. An error on one is raised on all: the others would wait for it otherwise.
 
-    `experts`: those that were dealt out already, of which a rank reads its rows.
+    `experts`: those that are distributed already, of which a rank reads its rows.
     """
     taken, problem = None, None
     try:
@@ -37,7 +37,7 @@ def take_weights(
 
 
 def _taken(model: nn.Module, weights: Weights, held: Mapping[str, Held]) -> WeightsTaken:
-    """What is told of experts is of all of them, whatever this rank holds."""
+    """Load the weights, and report on all experts, not only on those that this rank holds."""
     wholes = {name: (found.num_slots, *found.parameter.shape[1:]) for name, found in held.items()}
     mixtures = {name: part for name, part in model.named_modules() if isinstance(part, MixtureOfExperts)}
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -65,10 +65,7 @@ def _taken(model: nn.Module, weights: Weights, held: Mapping[str, Held]) -> Weig
 def _differing(
     mixtures: Iterable[str], shapes: Mapping[str, tuple[int, ...]], weights: Weights
 ) -> dict[str, list[str]]:
-    """Mixtures of which something has another shape there, with the names of that.
-
-    None of their weights are taken: who is active, and what the active experts know, only make sense together.
-    """
+    """Return the mixtures that have another shape there, with the names of the tensors in question."""
     found = {
         layer: [
             name for name in shapes if _is_in(layer, name) and weights.shapes.get(name, shapes[name]) != shapes[name]
@@ -112,7 +109,7 @@ def _why_anew(
 
 
 def _held_here(weights: Weights, held: Mapping[str, Held], wholes: Mapping[str, tuple[int, ...]]) -> Weights:
-    """As this rank sees them: of experts, the rows that it holds. Those of a layer with other slots are not seen."""
+    """Return this rank's view of the weights: its own rows of experts, and none of a layer with other slots."""
     shared_out = {name: held[name] for name, whole in wholes.items() if weights.shapes.get(name) == whole}
 
     def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ class Switches(TypedDict):
 
 
 def switches_of(way: Way, cudnn_benchmark: bool) -> Switches:
-    """Returns the switches for a way, where the user allows cuDNN to choose by timing or not."""
+    """Return the switches for a way, where the user allows cuDNN to choose by timing or not."""
     return Switches(
         deterministic=way.repeat == "strict",
         cudnn_benchmark=cudnn_benchmark and way.repeat == "off",
