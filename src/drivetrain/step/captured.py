@@ -1,15 +1,15 @@
-"""Steps that the device was shown once and runs again by itself: a CUDA graph from forward to optimizer.
+"""CUDA-graph capture of the whole step, from forward to optimizer.
 
 The first steps of a run are the warm-up, and are real ones. They are watched: a step that waits for the device, or that
-changes something in Python, cannot be replayed, and the run goes on without, with the reason. Then one step of each
-shape that is not rare is recorded, and replayed from there on, and of the first two that are: an epoch's last step may
-take as long as a dozen replays otherwise. Others run as ever.
+changes something in Python, cannot be replayed, and the run goes on without capture and reports the reason. Then one
+step of each shape that is not rare is captured, and replayed from there on, and of the first two shapes that are rare:
+an epoch's last step may take as long as a dozen replays otherwise. Other steps run eagerly.
 
-All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be recorded. What changes from
+All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be captured. What changes from
 step to step reaches a replay through memory: the batch is copied into place, or is gathered by the replay itself from
 resident data, whose `Window` says which samples are next; the learning rate is on the device (`strategies.rates`); the
-generators' seeds are read when a replay begins. Of a step on resident data nothing is given to the device but the
-replay: what it came to is noted there, and fetched for many steps at once (`core.records.Noted`).
+generators' seeds are read when a replay begins. A step on resident data enqueues nothing but the replay: it writes its
+results into a table on the device, and the host copies many rows at once (`core.records.Noted`).
 """
 
 import threading
@@ -48,7 +48,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class _Passage(NamedTuple):
-    """A step that finds its samples in a window by itself. A recording does not keep what it reads: this does."""
+    """A step that finds its samples in a window by itself. It keeps the tensors that the graph only reads."""
 
     resident: Resident
     window: Window
@@ -63,13 +63,13 @@ class _Passage(NamedTuple):
         return outcome
 
     def begin(self, start: int, most: int) -> Note:
-        """Before replays, each of the samples behind those of the one before."""
+        """Prepare for up to `most` replays from sample `start` on, each on the samples after the previous one's."""
         note = self.noted.expect(start, most, self.num_samples)
         self.window.go_to(start)
         return note
 
     def end(self, note: Note, count: int) -> None:
-        """So many of them were given to the device."""
+        """Record that `count` of the replays were enqueued."""
         self.noted.cut(note, count)
         self.window.passed(count * self.num_samples)
 
@@ -83,11 +83,7 @@ def _passage_of(batch: Any, num_part_values: int) -> _Passage | None:
 
 
 class CapturedStep:
-    """One step, recorded. Its inputs are tensors that are written over before each replay; so are its results.
-
-    For a probe: inside `own_stream`, after `make_capturable` and `put_rates_on_device` and some ordinary steps,
-    `CapturedStep(CudaRecorder(device), strategy, objective, batch, samples)`; then `replay()`, as often as it takes.
-    """
+    """One captured step. Its inputs are tensors that are written over before each replay; so are its results."""
 
     def __init__(
         self,
@@ -126,7 +122,7 @@ class CapturedStep:
         self._gradients = [(parameter, parameter.grad) for parameter in strategy.parts.trained]
 
     def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
-        """`start`: where in their window its samples are, if they are in one."""
+        """Replay the step. `start`: where in their window its samples are, if they are in one."""
         if self._passage is not None:
             return self.go_on(start, 1, (None,))._replace(stop=stop)
         self._replay()
@@ -137,11 +133,11 @@ class CapturedStep:
 
     @property
     def finds_samples(self) -> bool:
-        """Whether it can be replayed again at once, for the samples that come next in their window."""
+        """Whether it can be replayed again at once, on the samples that come next in their window."""
         return self._passage is not None
 
     def go_on(self, start: int, most: int, begins: Iterable[Any]) -> StepOutcome:
-        """A replay for each that begins, `most` at most. The outcome is of all of them."""
+        """Replay once for each step that begins, `most` times at most. The outcome covers all of them."""
         passage, replay, follow, count = self._passage, self._replay, self._strategy.follow, 0
         assert passage is not None
         assert self._outcome is not None
@@ -159,7 +155,7 @@ class CapturedStep:
 
 
 def _on_device(outcome: StepOutcome) -> StepOutcome:
-    """With tensors only where the device makes them anew. A count on the host is a constant of this shape."""
+    """Keep tensors only where the device writes them in a replay. A count on the host is a constant of this shape."""
     count = outcome.num_items
     if isinstance(count, Tensor) and count.device != outcome.losses[0][0].device:
         return outcome._replace(num_items=count.item())
@@ -167,7 +163,7 @@ def _on_device(outcome: StepOutcome) -> StepOutcome:
 
 
 class CudaRecorder:
-    """Records as a CUDA graph. Graphs of one recorder share their memory: they never run at the same time."""
+    """Captures CUDA graphs. Graphs of one recorder share their memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -186,7 +182,7 @@ class CudaRecorder:
         return graph.replay
 
     def _mend(self) -> None:
-        """A recording that broke off leaves the allocator and the generator in the middle of it."""
+        """Reset the allocator and the generator, which a failed capture leaves in the middle of it."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with suppress(RuntimeError):  # it was ended properly
             torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -206,7 +202,7 @@ _Before = list[weakref.ref[Tensor]]  # the tensors of a batch, without keeping t
 
 
 class _Recorded:
-    """A step for one shape, and the tensors that its batches are copied into."""
+    """A captured step for one shape, and the tensors that its batches are copied into."""
 
     def __init__(self, make: Callable[[Any], CapturedStep], batch: Any, leaves: list[Tensor], before: "_Before"):
         # A tensor that came in the last step, too, belongs to whoever fills it: it is read where it is.
@@ -217,7 +213,7 @@ class _Recorded:
         self.step = make(with_tensors(batch, iter(self._inputs)))
 
     def take(self, leaves: list[Tensor]) -> bool:
-        """The batch into place; false if that is not where it belongs."""
+        """Copy the batch into place; false if it does not fit there."""
         for leaf, place, is_fixed in zip(leaves, self._inputs, self._is_fixed, strict=True):
             if is_fixed and leaf is not place:
                 return False
@@ -228,7 +224,7 @@ class _Recorded:
 
 
 class CapturedStepper(Stepper):
-    """Runs steps, and replays those that it can."""
+    """Runs steps, and replays those that are captured."""
 
     def __init__(
         self,
@@ -255,7 +251,7 @@ class CapturedStepper(Stepper):
         self._start()
 
     def _start(self) -> None:
-        """Begin with the warm-up, and let go of what was recorded."""
+        """Begin with the warm-up, and release the captured graphs."""
         self._num_starts += 1
         if self._num_replays and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the host waits: a graph must not go while it runs
@@ -271,7 +267,7 @@ class CapturedStepper(Stepper):
         self._looks_again = False
 
     def take_rows(self, *, channels_last: bool) -> None:
-        """Batches come as `Rows` of resident data, or from the host as they are; they are gathered or moved here."""
+        """Gather or move batches: they come as `Rows` of resident data, or from the host as they are."""
         self._takes_rows, self._channels_last, self._arrives = True, channels_last, DATA
 
     def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
@@ -386,7 +382,7 @@ class CapturedStepper(Stepper):
         return self._capture(key, batch, leaves, before, place, micro, stop, is_rare=is_rare)
 
     def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
-        """A step of the warm-up. What it does that a replay would not ends the attempt; the step itself is done."""
+        """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
         before = self._python_state() | generators_state(self._device)
         with noticed_waits(self._device) as waits:
             outcome = self._run_here(batch, place, micro, stop)
@@ -449,12 +445,12 @@ class CapturedStepper(Stepper):
         return outcome
 
     def _begin_again(self, place: Place, micro: MicroBatch) -> None:
-        """The generators as at the beginning of the step."""
+        """Restore the generators to the beginning of the step."""
         if self._seeds:
             self._seed_model(self._key_of(place.step, micro.number))
 
     def _compare(self) -> None:
-        """Hooks ran. What they changed in place is where a replay reads it; anything else needs a new recording."""
+        """Check state after hooks ran. Changes made in place reach a replay; anything else needs a new capture."""
         self._looks_again = False
         assert self._state is not None
         found = changes(self._state, self._python_state())
@@ -476,7 +472,7 @@ class CapturedStepper(Stepper):
 
 
 def _cause(error: BaseException) -> str:
-    """Of a broken recording: ending it raises an error of its own, over the one that broke it."""
+    """Return the root cause of a failed capture: ending it raises another error over the one that broke it."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()
@@ -485,9 +481,9 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU: all inside is on a stream that can be recorded. It begins behind what was given to the device before.
+    """Run everything inside on a stream that can be captured, ordered after the work enqueued before. Only on a GPU.
 
-    Of high priority, since streams are handed out in turn from a pool for each priority: nobody else gets this one.
+    The stream has high priority, since streams are taken in turn from a pool for each priority: no other user gets it.
     """
     if device.type != "cuda":
         yield
@@ -507,7 +503,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def noticed_waits(device: torch.device) -> Iterator[list[str]]:
-    """Collects where this thread makes the host wait for the device, as far as torch notices."""
+    """Collect where this thread makes the host wait for the device, as far as torch notices."""
     waits: list[str] = []
     if device.type != "cuda":
         yield waits

@@ -1,4 +1,4 @@
-"""What of a batch has to be the same for a recorded step: structure, shapes, types, and all that is no tensor."""
+"""Finds what has to be the same in each batch of a captured step: structure, shapes, types, and all non-tensors."""
 
 import copy
 import dataclasses
@@ -14,11 +14,11 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 class NotStaticError(Exception):
-    """Something in a batch that a recorded step cannot be given anew."""
+    """Raised for something in a batch that a captured step cannot take as a new input."""
 
 
 def signature(batch: Any, tensors: list[Tensor]) -> Hashable:
-    """Equal for batches that one recorded step fits. The tensors are appended in order."""
+    """Return a value that is equal for batches that fit one captured step. The tensors are appended in order."""
     if isinstance(batch, Tensor):
         if batch.layout is not torch.strided:
             raise NotStaticError(f"a batch holds a tensor of layout {batch.layout}")
@@ -41,7 +41,7 @@ def signature(batch: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same structure with these tensors in place of its own."""
+    """Return the same structure with these tensors in place of the batch's."""
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Rows):

@@ -1,8 +1,8 @@
-"""What a step could change in Python: a counter in the loss, an attribute of a module, a list that is appended to.
+"""Observes what a step could change in Python: a counter in the loss, a module's attribute, a list that is appended to.
 
 The device replays a captured step without Python, so such changes would silently stop. `python_state` looks at all that
 the model, the loss and the optimizer can reach, as far as it is plain; two looks, before and after a step, tell what it
-changes. Of tensors on the run's device only the address counts: what a step writes there, a replay writes, too.
+changes. For tensors on the run's device only the address counts: what a step writes there, a replay writes, too.
 """
 
 import collections
@@ -34,7 +34,7 @@ _FOREIGN = ("torch", "numpy", "builtins", "math", "collections", "functools", "i
 
 
 def python_state(model: nn.Module, loss: Callable[..., Any], optimizer: Optimizer, device: torch.device) -> State:
-    """By where it is: a value that is equal as long as nothing changed."""
+    """Return the state in Python, keyed by where it is; each value compares equal as long as nothing changed."""
     look = _Look(device)
     for name, module in model.named_modules():
         look.at_module(f"model.{name}" if name else "model", module)
@@ -49,7 +49,7 @@ def python_state(model: nn.Module, loss: Callable[..., Any], optimizer: Optimize
 
 
 def generators_state(device: torch.device) -> State:
-    """Of the global generators that are not the device's: a replay does not draw from them."""
+    """Return the states of the global generators that are not the device's: a replay does not draw from them."""
     states = {
         "Python's random generator": hash(random.getstate()),
         "numpy's random generator": _numpy_state(np.random.get_state()),
@@ -60,7 +60,7 @@ def generators_state(device: torch.device) -> State:
 
 
 def changes(before: State, after: State) -> list[str]:
-    """Where the two differ."""
+    """Return where the two differ."""
     return [
         where
         for where in dict.fromkeys((*before, *after))
@@ -124,7 +124,7 @@ class _Look:
         return id(value), address, value._version if elsewhere else 0, value.requires_grad
 
     def _at_class(self, kind: type, depth: int) -> None:
-        """Values of a class of the user's, and what its functions reach."""
+        """Look at the values of a user's class, and at what its functions reach."""
         for owner in kind.__mro__:
             if id(owner) in self._seen or _is_foreign(owner.__module__):
                 continue
@@ -151,7 +151,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _is_of_use(value: Any) -> bool:
-    """Something a library made for the user, such as a generator or a counter; not the library's function or class."""
+    """Return whether a library made it for the user, like a generator or counter; not so its functions or classes."""
     return not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType))
 
 
@@ -163,7 +163,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _whole(value: Any) -> Any:
-    """What can be told of a thing without looking into it."""
+    """Return what can be compared of an object without looking into it."""
     if isinstance(value, (list, tuple, dict, collections.deque)):
         return type(value), len(value)
     if isinstance(value, (set, frozenset)):
@@ -193,7 +193,7 @@ def _numpy_state(state: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a thing holds, each with how it is reached."""
+    """Yield what an object holds, each part with how it is reached."""
     if isinstance(value, (list, tuple, collections.deque)):
         ends = range(len(value)) if len(value) <= 2 * MOST_ENTRIES else (*range(MOST_ENTRIES), *range(-MOST_ENTRIES, 0))
         yield from ((f"[{number}]", value[number]) for number in ends)

@@ -1,4 +1,4 @@
-"""Why a run's steps cannot be captured, as far as that can be told before the first of them."""
+"""Finds why a run's steps cannot be captured, as far as that is known before the first of them."""
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ def why_not_captured(
     asserts: bool = False,
     draws: Draws | None = None,
 ) -> str:
-    """The reason in words; empty if nothing is known that stands in the way."""
+    """Return the reason in words; empty if nothing is known that prevents capture."""
     here = why_not_here(world, asserts=asserts)
     if here:
         return here
@@ -39,7 +39,7 @@ def why_not_captured(
 
 
 def why_not_here(world: World, *, asserts: bool) -> str:
-    """What is known before there is a model."""
+    """Return the reason that is known before there is a model."""
     if world.device.type != "cuda":
         return f"only CUDA devices replay a step, and this run is on {world.device.type}"
     if world.size > 1:
@@ -66,7 +66,7 @@ def _why_not_optimizer(optimizer: Optimizer, device: torch.device, precision: Pr
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Before its first step, and before a checkpoint is loaded: the step count, too, has to be on the device."""
+    """Keep the optimizer's step count on the device. Called before its first step and before a checkpoint is loaded."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True

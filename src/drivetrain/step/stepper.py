@@ -1,4 +1,4 @@
-"""One optimizer step over one global batch: forward and backward of each micro-batch, then the strategy's step."""
+"""Runs one optimizer step over one global batch: forward and backward of each micro-batch, then the strategy's step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -55,32 +55,32 @@ class Stepper:
         return self.end(stop)
 
     def end(self, stop: bool) -> StepOutcome:
-        """What follows the last micro-step."""
+        """Run the strategy's step after the last micro-step."""
         outcome = self._strategy.step(stop)
         self.clock.lap(OPTIMIZER)
         return outcome
 
     @property
     def may_go_on(self) -> bool:
-        """Whether steps alike can follow the last one without being handed their batches."""
+        """Whether similar steps can follow the last one without being handed their batches."""
         return False
 
     def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
-        """Run the steps that `begins` yields, of a stretch behind the last step. The outcome is of all of them."""
+        """Run the steps that `begins` yields, of the range after the last step. The outcome covers all of them."""
         raise NotImplementedError
 
     def look_again(self) -> None:
-        """Somebody may have changed the model in Python since the last step."""
+        """Check for changes: the model may have been modified in Python since the last step."""
 
     def start_over(self) -> None:
-        """Forget recorded steps: what they compute has changed."""
+        """Discard captured steps: what they compute has changed."""
 
     def in_words(self) -> str:
-        """Whether steps are captured, for the summary; empty if nobody asked for it."""
+        """Return whether steps are captured, for the summary; empty if capture was not asked for."""
         return f"not captured: {self.why_not}" if self.why_not else ""
 
     def begin(self, place: Place, micro: MicroBatch) -> Any:
-        """The data of a micro-step, which the feed brought to the device; the generators are set for it."""
+        """Return the data of a micro-step, which the feed copied to the device, with the generators set for it."""
         self.clock.lap(self._arrives)
         if self._seeds:
             self._seed_model(self._key_of(place.step, micro.number))
@@ -91,15 +91,15 @@ class Stepper:
         return micro.batch
 
     def last_batch(self) -> Any:
-        """Of this step, as the loss function got it; None where none counted, or none was to be kept."""
+        """Return the last batch of this step, as the loss function got it; None where none counted or was kept."""
         return self._last_batch
 
     def keep_batch(self, keep: bool) -> None:
-        """Of the step that begins."""
+        """Set whether the batch of the step that begins is kept."""
         self.keeps_batch, self._last_batch = keep, None
 
     def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         strategy, clock = self._strategy, self.clock
         if micro.is_last:
             objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
