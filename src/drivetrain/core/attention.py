@@ -39,7 +39,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Take torch's arguments. What flex attention cannot do, or does no faster, is left to torch."""
+    """Compute attention with torch's arguments; cases that flex attention cannot do, or does no faster, go to torch."""
     if not torch.compiler.is_compiling() or attn_mask is not None or dropout_p or not _fits(query, key, value):
         return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     mask = None

@@ -1,4 +1,4 @@
-"""Optimizers that want to compute the loss again inside their step, which a run's step does not do."""
+"""Detects optimizers that recompute the loss inside their step, which a run's step does not support."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from drivetrain.core.errors import DrivetrainError
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step takes a function that computes the loss, and does not do without; as far as it can be told."""
+    """Return whether the optimizer's step requires a closure that computes the loss, as far as can be detected."""
     if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
         return True  # SAM and its kin: two steps around a second backward
     try:
@@ -20,7 +20,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def closure_error(optimizer: Optimizer) -> DrivetrainError:
-    """To be raised before, or in place of, the first step."""
+    """Return the error to raise before, or in place of, the first step."""
     return DrivetrainError(
         f"{type(optimizer).__name__} computes the loss several times in a step (it needs a closure), and a step has "
         "one forward and backward for each micro-batch here",

@@ -1,8 +1,8 @@
-"""Fingerprints of functions and models: the same in every process, other ones when what they compute is written anew.
+"""Fingerprints of functions and models: equal in every process, and different once the computation is rewritten.
 
-A function's is made of its bytecode, its constants, its defaults, what it has closed over, and the functions, classes
-and constants of the user's own modules that it uses. File names, line numbers, names of local variables, addresses and
-the order of sets do not count. Code of installed packages counts by its name.
+A function's fingerprint covers its bytecode, its constants, its defaults, its closure, and the functions, classes and
+constants of the user's modules that it uses. File names, line numbers, names of local variables, addresses and the
+order of sets do not count. Code of installed packages counts by its name.
 """
 
 import dis
@@ -46,7 +46,7 @@ def _is_own_file(name: str) -> bool:
 
 
 def is_own(thing: Any) -> bool:
-    """Whether a function, class or module is the user's and not that of an installed package."""
+    """Return whether a function, class or module belongs to the user and not to an installed package."""
     if isinstance(thing, types.FunctionType):
         return _is_own_file(thing.__code__.co_filename)
     module = thing if isinstance(thing, types.ModuleType) else sys.modules.get(getattr(thing, "__module__", None) or "")
@@ -57,14 +57,14 @@ def is_own(thing: Any) -> bool:
 
 
 def function_fingerprint(function: Any) -> str:
-    """Of anything that can be called."""
+    """Return the fingerprint of any callable."""
     return _digest("".join(_Walk().value(function, 0)))
 
 
 def class_fingerprints(kind: type) -> dict[str, str]:
-    """Of the methods of a class of the user's own, by name, with those it inherits from others of them.
+    """Return the fingerprints of the methods of a user's class, by name, including those inherited from user classes.
 
-    How it is made is left out: what came of it shows in the object.
+    `__init__` and other special methods except `__call__` are left out: their effect shows in the object.
     """
     found: dict[str, str] = {}
     for each in kind.__mro__:
@@ -79,7 +79,7 @@ def class_fingerprints(kind: type) -> dict[str, str]:
 
 
 def module_fingerprints(model: nn.Module) -> dict[str, str]:
-    """Of each part of a model, by name: its class, what it says of itself, and its plain attributes."""
+    """Return the fingerprint of each submodule, by name: its class, its `extra_repr` and its plain attributes."""
     return {name: _digest("".join(_module(module))) for name, module in model.named_modules()}
 
 
@@ -98,14 +98,14 @@ def _digest(text: str) -> str:
 
 
 class _Walk:
-    """Goes through values and code, each function and object once."""
+    """Walks through values and code, visiting each function and object once."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # what was seen stays: an address could be given out again
 
     def value(self, value: Any, depth: int) -> Iterator[str]:
-        """In words that are the same in every process."""
+        """Yield a description of the value that is the same in every process."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             yield f"{type(value).__name__} {value!r};"
         elif isinstance(value, enum.Enum):
@@ -241,7 +241,10 @@ def _is_simple(value: Any) -> bool:
 
 
 def _array(value: Any) -> str:
-    """Its values, too, if there are few and they are in the host's memory: to ask a device would make it wait."""
+    """Describe an array by dtype and shape, plus a hash of its values if it is small and in host memory.
+
+    Reading the values of a tensor on a device would make the host wait.
+    """
     described = f"array {value.dtype} {tuple(value.shape)}"
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.layout is not torch.strided or value.nbytes > _MOST_BYTES:

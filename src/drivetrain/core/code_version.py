@@ -1,4 +1,4 @@
-"""What code this is: versions of the packages that matter, and a hash of the script and of this package."""
+"""Identifies the code of a run: versions of the packages that matter, and hashes of the script and of this package."""
 
 import hashlib
 import platform
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def code_version(script: str = "") -> dict[str, str]:
-    """By name, in the order in which a difference is worth telling."""
+    """Return the versions by name, ordered by how much a difference matters."""
     found = {"drivetrain": _package(), "python": platform.python_version(), "torch": _version("torch")}
     path = Path(script) if script else None
     if path is not None and path.is_file():
@@ -25,7 +25,7 @@ def _version(name: str) -> str:
 
 @cache
 def _package() -> str:
-    """Of the source itself: two checkouts of one version are two codes."""
+    """Return a hash of this package's source: two checkouts of one version may differ."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

@@ -1,8 +1,8 @@
-"""Python's collector of garbage, and how a long run keeps it from stopping the loop.
+"""Keeps Python's garbage collector from pausing the training loop during a long run.
 
-Now and then it looks through every object that there is: some 300,000 with torch loaded, 100 to 170 ms in which no
-thread runs Python. Whatever makes objects can set it off, a save beside training too. Objects that are there when a run
-has begun are there until it ends; set aside, they are not looked through again.
+A full collection visits every object: some 300,000 with torch loaded, 100 to 170 ms in which no thread runs Python. Any
+code that allocates objects can trigger it, including a background save. Objects that exist when a run has begun live
+until it ends; once frozen, they are not visited again.
 """
 
 import gc
@@ -12,12 +12,15 @@ from contextlib import contextmanager
 
 
 class SetAside:
-    """From `begin` to `end` the collector looks only at what was made since. One run at a time; twice is as once."""
+    """Freezes all objects from `begin` to `end`, so that collections visit only newer ones.
+
+    Only one run holds it at a time; a second `begin` does nothing.
+    """
 
     _held_by: "SetAside | None" = None
 
     def begin(self) -> None:
-        """Looks through everything once: garbage must not be kept for the time of the run."""
+        """Collect once, then freeze: garbage must not be kept for the duration of the run."""
         if SetAside._held_by is None:
             SetAside._held_by = self
             gc.collect()
@@ -34,11 +37,11 @@ _forks = [False, True]  # whether a process is being started; whether collecting
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Around the start of a process that may be forked: what there is by now is not for its collector.
+    """Keep existing objects out of the garbage collector of a process that may be forked inside this context.
 
-    The remains of an earlier run, such as a process group in a cycle, have threads that are not there in the child: to
-    destroy them there ends in a segmentation fault. Collecting is off from before the fork, as others' handlers run in
-    the child before the one here.
+    The remains of an earlier run, such as a process group in a cycle, have threads that do not exist in the child:
+    destroying them there ends in a segmentation fault. Collection is off from before the fork, because other at-fork
+    handlers run in the child before the one here.
     """
     _forks[:] = True, gc.isenabled()
     gc.disable()

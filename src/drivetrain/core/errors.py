@@ -1,11 +1,11 @@
-"""Errors a user sees. Each says what is wrong, what was found, what is allowed, and what to do about it."""
+"""Errors that a user sees. Each says what is wrong, what was found, what is allowed, and what to do about it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 class DrivetrainError(Exception):
-    """What went wrong, and the remedy. The command line prints both without a traceback and exits with `exit_code`."""
+    """An error with a remedy. The command line prints both without a traceback and exits with `exit_code`."""
 
     exit_code = 1
 
@@ -20,7 +20,7 @@ class DrivetrainError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with the configuration, in the words a user needs to mend it."""
+    """One problem of the configuration, with all that a user needs to fix it."""
 
     key: str  # as the user spelled it: `--epochs`, `batch.size`, `train.yaml`
     message: str
@@ -40,7 +40,7 @@ class Problem:
 
 
 class ConfigError(DrivetrainError):
-    """Every problem of a configuration at once."""
+    """All problems of a configuration at once."""
 
     exit_code = 2
 

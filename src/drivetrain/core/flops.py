@@ -1,4 +1,4 @@
-"""FLOPs of one operation, by torch's own formulas."""
+"""The FLOPs of one operation, by torch's formulas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> int:
-    """What a matrix product, a convolution or attention computes; 0 for everything else, and where no formula fits."""
+    """Return the FLOPs of a matrix product, convolution or attention; 0 for others, and where no formula fits."""
     formula = flop_registry.get(operation._overloadpacket)
     if formula is None:
         return 0

@@ -61,7 +61,7 @@ def as_parameters_lie(optimizer: Optimizer) -> None:
 
 
 class FusedGuard:
-    """Called in place of an optimizer's `_init_group`, which collects what a step moves, before anything moves."""
+    """Wraps an optimizer's `_init_group`, which collects the tensors of a step, before anything is updated."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._collect = optimizer, optimizer._init_group  # type: ignore[attr-defined]
@@ -102,17 +102,17 @@ class FusedGuard:
             say(self._why)
 
     def _begin_momentum(self, parameters: list[Tensor], buffers: list[Tensor | None]) -> None:
-        """Zeros, which the kernel turns into the first gradient, as the plain form begins.
+        """Fill missing momentum with zeros, which the kernel turns into the first gradient, as the plain form does.
 
-        Torch itself takes all parameters to begin in one step. And where that step is skipped for infinite gradients,
-        it keeps memory that nobody has written to.
+        Torch itself assumes that all parameters begin in one step. And where that step is skipped for infinite
+        gradients, it keeps uninitialized memory.
         """
         for number, buffer in enumerate(buffers):
             if buffer is None:
                 buffers[number] = torch.zeros_like(parameters[number])
 
     def _do_plainly(self, group: dict[str, Any], why: str, *collected: Any) -> None:
-        """Have this group's step done by the plain form, this time."""
+        """Run this group's step in the plain form, this time."""
         optimizer: Any = self._optimizer
         infinite = getattr(optimizer, "found_inf", None)
         if infinite is not None:  # of a loss scaler, which leaves skipping to fused optimizers

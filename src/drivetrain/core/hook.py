@@ -1,4 +1,4 @@
-"""Periodic work at step boundaries, on all ranks alike."""
+"""Periodic work at step boundaries, called on all ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +14,26 @@ from drivetrain.core.world import World
 
 
 class Samples(Protocol):
-    """The job's samples by their numbers, for hooks that look at some again. The same whichever rank asks."""
+    """The job's samples by number, for hooks that look at some of them again. All ranks get the same ones."""
 
     def of_step(self, step: int) -> Sequence[int]:
-        """The samples of a step, all ranks together; steps count from 0."""
+        """Return the numbers of a step's samples over all ranks; steps count from 0."""
 
     def items(self, numbers: Sequence[int]) -> list[Any]:
-        """As the data set gives them. What they draw at random is keyed, and no generator is left changed."""
+        """Return the samples as the dataset yields them.
+
+        Their random draws are keyed, and no generator is left changed.
+        """
 
     def batch(self, numbers: Sequence[int]) -> Any:
-        """Collated, and on this rank's device."""
+        """Return the samples collated, on this rank's device."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What it takes to train on samples again, outside of steps.
+    """Everything needed to train on earlier samples again, outside of steps.
 
-    Whoever does leaves the optimizer's state, its learning rates and all gradients as they were.
+    Its user must leave the optimizer's state, its learning rates and all gradients as they were.
     """
 
     samples: Samples
@@ -41,16 +44,16 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a hook sees after a step; it is called on every rank.
+    """The state that a hook sees after a step; hooks are called on every rank.
 
-    It must not change weights. What does, as experts that come and go, does it in place, on all ranks alike, and to
-    what goes with them: `companions` gives the optimizer's state of a parameter, and its moving average as `average`,
-    as far as they have its shape. `tell(kind, **facts)` writes an event into the run's books, `say(text)` a line to the
-    terminal. `batch()` is this rank's last micro-batch of the step that counted, as the loss function got it; None if
-    there was none. `measure()` validates the model as it is now, on all ranks together, without keeping books of it;
-    nothing where the job has no validation set. `rehearsal` is None where samples have no numbers (data that is only
-    iterated), and in loops of one's own, which know their loss alone. `loss` is that of the step just done, over all
-    ranks, as it is recorded; nan where nothing was counted.
+    A hook must not change weights. One that does, such as the expert lifecycle, changes them in place, on all ranks in
+    the same way, together with what belongs to them: `companions` gives the optimizer's state of a parameter, and its
+    moving average as `average`, as far as they have its shape. `tell(kind, **facts)` writes an event into the run's
+    event log, `say(text)` a line to the terminal. `batch()` is this rank's last micro-batch of the step that counted,
+    as the loss function got it; None if there was none. `measure()` validates the model as it is now, on all ranks
+    together, without recording the result; it returns nothing where the job has no validation set. `rehearsal` is None
+    where samples have no numbers (iterable datasets), and in custom loops, which alone know their loss. `loss` is that
+    of the step just done, over all ranks, as it is recorded; nan where nothing was counted.
     """
 
     step: int  # optimizer steps done
@@ -68,7 +71,7 @@ class StepContext:
 
 
 class Verdict(NamedTuple):
-    """What a hook may ask for. It must be the same on every rank: decide from facts that all ranks share."""
+    """A hook's request. It must be the same on every rank: decide from facts that all ranks share."""
 
     save: bool = False  # a checkpoint of this step, whether or not one is due
     stop: bool = False  # the job is done, before its last step
@@ -76,17 +79,17 @@ class Verdict(NamedTuple):
 
 @runtime_checkable
 class ChecksFirst(Protocol):
-    """A hook that can tell before the first step that it will not work: then nothing is lost."""
+    """A hook that can detect before the first step that it will not work, so that no work is lost."""
 
     def check(self, context: StepContext) -> None:
-        """On every rank alike, with the model as it is trained."""
+        """Raise if the hook cannot work; called on every rank with the model as it is trained."""
 
 
 PERIODS = "a whole number of steps from 1, or 'epoch'"
 
 
 def is_period(every: object) -> bool:
-    """Whether a hook can be called every so often: one of `PERIODS`."""
+    """Return whether `every` is a valid period of a hook: one of `PERIODS`."""
     return every == "epoch" or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run cleanly: the step is finished, a checkpoint is written, all ranks stop together."""
+"""Lets Ctrl-C and SIGTERM end a run cleanly: the step finishes, a checkpoint is written, all ranks stop together."""
 
 import signal
 import threading
@@ -15,7 +15,10 @@ _stops: list[Callable[[], None]] = []  # of the runs of this process that go on 
 
 
 def request_stop() -> bool:
-    """Ask the runs of this process to end cleanly, from any thread, as Ctrl-C does. False: none goes on yet."""
+    """Ask the runs of this process to end cleanly, from any thread, as Ctrl-C does.
+
+    Return False if none is running yet.
+    """
     for stop in list(_stops):
         stop()
     return bool(_stops)
@@ -23,7 +26,7 @@ def request_stop() -> bool:
 
 @contextmanager
 def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the first Ctrl-C or SIGTERM calls `stop`; a later Ctrl-C ends at once, as it does elsewhere."""
+    """Call `stop` on the first Ctrl-C or SIGTERM inside this context; a later Ctrl-C ends the process at once."""
     first: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -44,9 +47,9 @@ def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> It
 
 @contextmanager
 def written_first(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the first Ctrl-C or SIGTERM waits for the end, and is heeded then; a later one is heeded at once.
+    """Defer the first Ctrl-C or SIGTERM inside this context to its end; a later one takes effect at once.
 
-    For what is written when a run is over: whoever sends SIGTERM allows for some time.
+    Used for files that are written when a run is over: a sender of SIGTERM allows for some time.
     """
     waiting: list[tuple[int, float]] = []
 
@@ -66,7 +69,7 @@ def written_first(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
-    """Yields what puts the handlers back that were there; it is called at the end in any case."""
+    """Install the handlers and yield a function that restores the previous ones; it is called on exit in any case."""
     before: dict[int, Any] = {}
 
     def put_back() -> None:

@@ -1,7 +1,7 @@
-"""Who started this process, and its place among the others: read from the environment, without torch.
+"""Detects the launcher of this process and its ranks from the environment, without torch.
 
-Each launcher has variables of its own. The first whose mark is there is believed; what it says is checked, because a
-rank that is wrong about its place hangs all others.
+Each launcher sets its own variables. The first one whose mark is set is used; its values are checked, because a rank
+that is wrong about its place hangs all others.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The standard names, which torch and most scripts read."""
+        """Return the standard variables, which torch and most scripts read."""
         names = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Names:
-    """How a launcher calls the four numbers, and the variable by which it is known."""
+    """The names of a launcher's variables for the four numbers, and the variable that identifies it."""
 
     launcher: str
     mark: str
@@ -85,7 +85,7 @@ _ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_S
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place:
-    """This process's place; without a launcher, a world of one under plain `python`."""
+    """Return this process's place; without a launcher, a world of one under plain `python`."""
     environ = os.environ if environ is None else environ
     for names in _TABLE:
         if environ.get(names.mark):
@@ -98,7 +98,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is alone, whoever started this one."""
+    """Return the environment without any launcher's variables, for a process that runs alone."""
     meant = {"MASTER_ADDR", "MASTER_PORT"}
     for names in _TABLE:
         meant |= {names.mark, names.rank, names.size, names.local_rank, names.local_size}
@@ -135,7 +135,7 @@ def _read(names: _Names, environ: Mapping[str, str]) -> Place:
 
 
 def _tasks_on(names: _Names, environ: Mapping[str, str]) -> int | None:
-    """`2(x3),1` means: two tasks on each of three nodes, one on the fourth."""
+    """Return the number of this node's tasks. `2(x3),1` means two tasks on each of three nodes, one on the fourth."""
     counts = []
     for part in environ.get(names.local_size, "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -146,7 +146,7 @@ def _tasks_on(names: _Names, environ: Mapping[str, str]) -> int | None:
 
 
 def _with_main(place: Place, names: _Names, environ: Mapping[str, str]) -> Place:
-    """Where the ranks meet: as the environment says, or where this launcher lets it be known."""
+    """Add the rendezvous address and port: those of the environment, or those that this launcher implies."""
     if place.size == 1 and not environ.get("MASTER_ADDR"):
         return place
     address = environ.get("MASTER_ADDR") or _main_address(place, environ)
@@ -179,7 +179,7 @@ def _main_address(place: Place, environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of SLURM's compressed list: `n[08-10,12],gpu3` begins with n08."""
+    """Return the first name of SLURM's compressed list: `n[08-10,12],gpu3` begins with n08."""
     found = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
     return f"{found[1]}{found[2] or ''}{found[3] or ''}" if found else ""
 

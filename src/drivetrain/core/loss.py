@@ -1,4 +1,4 @@
-"""What a loss function may return besides a scalar: a sum with its count, or named parts of either kind."""
+"""Return types of loss functions besides a scalar: a sum with its count, or named parts of either kind."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor
 class LossSum:
     """A loss summed over items (tokens, pixels, pairs), and their number.
 
-    The loss of a step is the sum over all items of its global batch (all micro-batches, all ranks) by their number:
-    not a mean of means. What a plain scalar is a mean of is measured before the first step.
+    The loss of a step is the sum over all items of its global batch (all micro-batches, all ranks) divided by their
+    number: not a mean of means. The items that a plain scalar is a mean of are determined before the first step.
     """
 
     total: Tensor

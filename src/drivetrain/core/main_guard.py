@@ -1,4 +1,4 @@
-"""Scripts that train while they are imported: processes started by spawn import the script, and would train, too."""
+"""Detects scripts that train while being imported: processes started by spawn import the script and would train."""
 
 import ast
 import multiprocessing
@@ -12,7 +12,7 @@ REMEDY = 'put what starts the training below `if __name__ == "__main__":` at the
 
 
 def refuse_while_importing() -> None:
-    """Raises in a process that was started by spawn or forkserver and is just importing the script it belongs to."""
+    """Raise in a process that was started by spawn or forkserver and is just importing the script it belongs to."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DrivetrainError(
             "the training was started again by a child process: processes that are started by spawn (loader workers, "
@@ -22,7 +22,7 @@ def refuse_while_importing() -> None:
 
 
 def trains_when_imported() -> bool:
-    """Whether the running script got here by code that an import of it would run as well."""
+    """Return whether the running script called this from code that importing the script would run as well."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     line = _line_of_main()
     if path is None or line is None:
@@ -36,7 +36,7 @@ def trains_when_imported() -> bool:
 
 
 def _line_of_main() -> int | None:
-    """Where the script's own top level stands now; None if it is not being run, as in a notebook."""
+    """Return the line that the script's top level is executing; None if it is not being run, as in a notebook."""
     main = vars(sys.modules["__main__"])
     frame: FrameType | None = sys._getframe()
     while frame is not None:

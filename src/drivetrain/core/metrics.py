@@ -1,7 +1,7 @@
-"""What is counted over a validation set: sums and counts per metric, exact where they are whole numbers.
+"""Sums and counts per validation metric, exact where they are whole numbers.
 
-A rank counts what it saw; what all ranks saw is the sum over ranks. Nothing is averaged twice, so the result does not
-depend on how the samples were divided.
+Each rank counts its own samples; the global result is the sum over ranks. Nothing is averaged twice, so the result does
+not depend on how the samples were divided.
 """
 
 import math
@@ -20,7 +20,7 @@ MetricFunction = Callable[[Any, Any], Tensor | LossSum]
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """As torchmetrics has them: fed batch by batch, brings its own reduction over ranks."""
+    """A metric object as in torchmetrics: updated batch by batch, with its own reduction over ranks."""
 
     def update(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -30,14 +30,14 @@ class MetricObject(Protocol):
 
 
 class Counted(NamedTuple):
-    """A sum and what it is over, on the host. Whole numbers are `int`, however large."""
+    """A sum and the number of items it is over, on the host. Whole numbers are `int`, however large."""
 
     total: int | float
     num_items: int | float
 
 
 class Tally:
-    """One metric on one rank. Adds on the device, so that the host does not wait for each batch."""
+    """Accumulates one metric on one rank. Adds on the device, so that the host does not wait for each batch."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -46,7 +46,7 @@ class Tally:
         self._kind: Literal["whole", "real"] | None = None
 
     def add(self, value: Tensor | LossSum | UndividedLoss, num_samples: int) -> None:
-        """A mean over the batch's samples, a `LossSum`, or a tensor with an entry per item: numbers, true or false.
+        """Add a mean over the batch's samples, a `LossSum`, or a tensor with one entry (number or boolean) per item.
 
         An undivided loss is reported per sample: its sum over the whole set would depend on the size of the set.
         """
@@ -76,7 +76,7 @@ class Tally:
         self._counts.append(count.detach() if isinstance(count, Tensor) else count)
 
     def read(self) -> Counted | None:
-        """What was counted; None if nothing was. The host waits for the device here."""
+        """Return the sum and count, or None if nothing was added. The host waits for the device here."""
         if not self._totals:
             return None
         total = torch.stack(self._totals).sum().item()
@@ -92,7 +92,7 @@ class Tally:
 
 
 def over_all_ranks(counted: Mapping[str, Counted | None], world: World) -> dict[str, float]:
-    """Each metric over what all ranks saw. The same on every rank, to the bit: the sums are made in one order."""
+    """Return each metric over all ranks' samples; bitwise equal on every rank, as the sums are made in one order."""
     by_rank: list[dict[str, list[int | float] | None]] = world.gather(
         {name: None if found is None else list(found) for name, found in counted.items()}
     )
@@ -121,14 +121,14 @@ def _quotient(name: str, by_rank: Sequence[Sequence[int | float] | None]) -> flo
 
 
 def _sum(values: Sequence[int | float]) -> int | float:
-    """Whole numbers exactly; others as if added without rounding, unless one is not finite."""
+    """Sum whole numbers exactly; others as if added without rounding, unless one is not finite."""
     if all(isinstance(value, int) for value in values):
         return sum(values)
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def flattened(name: str, value: Any) -> dict[str, float]:
-    """What a metric object computed, as numbers with names: a number, a dictionary of them, or a few in a tensor."""
+    """Turn the result of a metric object into named numbers: a number, a dictionary of them, or a few in a tensor."""
     if isinstance(value, Mapping):
         return {
             key: number for inner, part in value.items() for key, number in flattened(f"{name}_{inner}", part).items()

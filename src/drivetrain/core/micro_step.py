@@ -1,4 +1,4 @@
-"""What code inside a model may have to know of the micro-step it runs in."""
+"""State of the current micro-step that code inside a model may need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ _uncounted = [0]
 
 
 def is_counted() -> bool:
-    """False while a rank that has nothing left runs a sample at weight 0, to stay in step with the others."""
+    """Return False while a rank without samples left runs one at weight 0, to stay in step with the others."""
     return not _uncounted[0]
 
 
 @contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
-    """Around a forward whose samples are not part of the step: what they did to the model's buffers is undone."""
+    """Run a forward whose samples are not part of the step: its changes to the model's buffers are undone."""
     _uncounted[0] += 1
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model's parts."""
+"""Training and evaluation mode of a model's submodules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards each part is in the mode it was in, which may differ between parts."""
+    """Put the model into evaluation mode; on exit each submodule gets back its mode, which may differ between them."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:

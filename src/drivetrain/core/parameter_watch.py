@@ -1,4 +1,4 @@
-"""Sees whether somebody changed which parameters a model has, or which of them are trained, while it is trained."""
+"""Detects changes of a model's parameters, or of which of them are trained, during training."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ _REMEDY = (
 
 
 class ParameterWatch:
-    """The parameters of a model as they are when this is made; `check` raises once they are others.
+    """Remembers a model's parameters when it is made; `check` raises once they have changed.
 
-    The optimizer, the reduction of gradients and checkpoints were made for these. One that is unfrozen later would not
-    train, one that is frozen or replaced would be waited for by other ranks, or be another after a resume.
+    The optimizer, gradient reduction and checkpoints were made for these. A parameter unfrozen later would not train;
+    one that is frozen or replaced would be waited for by other ranks, or would differ after a resume.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ class ParameterWatch:
         self._frozen = [parameter for parameter, is_trained in self._known.values() if not is_trained]
 
     def check_frozen(self) -> None:
-        """The part of `check` that a loop can afford in every step: it costs nothing where nothing is frozen."""
+        """Check frozen parameters only, which a loop can afford in every step: free where nothing is frozen."""
         for parameter in self._frozen:
             if parameter.requires_grad:
                 self.check()
@@ -67,7 +67,7 @@ class ParameterWatch:
 
 
 class _Known(tuple[Tensor, bool]):
-    """Equal if it is the same object: tensors compare element by element."""
+    """A parameter that compares by identity: tensors compare element by element."""
 
     __slots__ = ()
 

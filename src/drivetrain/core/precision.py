@@ -1,4 +1,4 @@
-"""What numbers a model computes with, and how strictly."""
+"""The number formats that a model computes in, and torch's switches for precision and determinism."""
 
 import os
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from drivetrain.core.precision_name import PrecisionName
 
 @dataclass(frozen=True)
 class Precision:
-    """Weights stay as the model has them; matrix products run in the named format."""
+    """The precision of a run. Weights keep the model's dtype; matrix products run in the named format."""
 
     name: PrecisionName
     device_type: str
 
     @property
     def scales_loss(self) -> bool:
-        """fp16 has too few exponents for small gradients: the loss is scaled up before backward."""
+        """Whether the loss is scaled up before backward: fp16 has too few exponents for small gradients."""
         return self.name == "fp16"
 
     @property
@@ -40,7 +40,7 @@ FP32_ON_CPU = Precision("fp32", "cpu")
 def numerics(
     precision: Precision, *, deterministic: bool, cudnn_benchmark: bool, cudnn_deterministic: bool = False
 ) -> Iterator[None]:
-    """The process-wide switches of torch, for the time of a run; afterwards they are as they were."""
+    """Set torch's process-wide numerics switches inside this context, and restore them on exit."""
     matmul = torch.get_float32_matmul_precision()
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
@@ -72,7 +72,7 @@ def numerics(
 
 @contextmanager
 def num_threads(number: int | None) -> Iterator[None]:
-    """How many threads a CPU computes with, for the time of a run; None leaves it as it is."""
+    """Set the number of CPU threads inside this context; None leaves it as it is."""
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

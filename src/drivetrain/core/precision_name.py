@@ -1,4 +1,4 @@
-"""The formats a model can compute in, by name. Apart from `precision`, so that a plan needs no torch."""
+"""The names of the number formats. Separate from `precision`, so that a plan needs no torch."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What is known of a step once it is done."""
+"""The result of a step: its tensors on the device, their read-back to the host, and the record that is logged."""
 
 import json
 import math
@@ -19,10 +19,10 @@ class PartLoss(NamedTuple):
 
 
 class PartReader(Protocol):
-    """Knows what the numbers of a step's named parts mean."""
+    """Interprets the numbers of a step's named loss parts."""
 
     def read(self, values: Sequence[float], step: int, num_samples: float) -> tuple[float, dict[str, PartLoss]]:
-        """The weighted loss and its parts; `step`: how many steps were done before this one."""
+        """Return the weighted loss and its parts; `step` is the number of steps done before this one."""
 
 
 class PartTotals(NamedTuple):
@@ -33,7 +33,7 @@ class PartTotals(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What a strategy's `step` hands back. Tensors may still be on their way; reading one waits for the device."""
+    """The result of a strategy's `step`. Its tensors may not be computed yet; reading one waits for the device."""
 
     losses: Sequence[tuple[Tensor, float]]  # the step's loss sum is the sum of the products
     num_items: Tensor | float
@@ -41,7 +41,7 @@ class StepOutcome(NamedTuple):
     grad_norm: Tensor | None
     skipped: Tensor | float = 0.0  # above 0 if the optimizer left the weights as they were (fp16, infinite gradients)
     packed: Tensor | None = None  # what `pack` gives, where the device has it already; overwritten by the next step
-    note: "Note | None" = None  # where the device has noted what `pack` gives, for as long as nobody has read it
+    note: "Note | None" = None  # the table row with what `pack` gives, until it is read
     named: PartTotals | None = None  # of a loss with named parts, which has no `losses`
 
     def parts(self) -> list[Tensor | float]:
@@ -49,7 +49,7 @@ class StepOutcome(NamedTuple):
         return [self.num_items, self.stop, norm, self.skipped, *(value for value, _ in self.losses)]
 
     def pack(self) -> Tensor:
-        """Its tensors as one of float64, in the order of `parts`; then what belongs to named parts of the loss."""
+        """Pack its tensors into one of float64, in the order of `parts`, followed by the values of named loss parts."""
         # Only what is on the device: to bring a number there for the way back would make the host wait.
         on_device = [part.double() for part in self.parts() if isinstance(part, Tensor)]
         if self.named is not None:
@@ -58,16 +58,16 @@ class StepOutcome(NamedTuple):
 
 
 class Noted:
-    """What replays of a recorded step came to: each leaves its numbers at its own place in a table on the device.
+    """A table on the device with the results of CUDA-graph replays of a step: each replay writes its own row.
 
-    The host fetches many with one copy. A copy behind every step would keep the device from beginning the next replay
-    at once, and takes the host as long as the replay itself.
+    The host copies many rows at once. A copy after every step would keep the device from starting the next replay at
+    once, and takes the host as long as the replay itself.
     """
 
     OWN_VALUES = 5  # count, stop, norm, skipped, loss
 
     def __init__(self, length: int, device: torch.device, num_part_values: int = 0) -> None:
-        # Made before anything is recorded: made in a recording, they would be filled anew by each replay.
+        # Allocated before any capture: inside one, each replay would fill them with zeros again.
         self._tables = [
             torch.zeros((length, width), dtype=dtype, device=device)
             for dtype, width in ((torch.float32, 1), (torch.float64, self.OWN_VALUES + num_part_values))
@@ -78,7 +78,7 @@ class Noted:
         self._free: list[_Slot] = []
 
     def keep(self, place: Tensor, outcome: StepOutcome) -> None:
-        """Part of what is recorded."""
+        """Write the outcome into row `place`. This is captured in the graph."""
         parts = [part for part in outcome.parts() if isinstance(part, Tensor)]
         is_single = (
             len(parts) == 1 and parts[0].dtype is torch.float32 and outcome.named is None
@@ -95,16 +95,16 @@ class Noted:
         return self._chosen
 
     def expect(self, place: int, count: int = 1, stride: int = 1) -> "Note":
-        """Of the replay that comes next, or of several whose places are so far apart: asked for before it begins."""
+        """Announce the next replay, or `count` replays `stride` rows apart. Call this before the first one starts."""
         if self._unsent and place <= self._unsent[-1].last:
-            self.send()  # the places are used anew: what is there is on its way before it is written over
+            self.send()  # the rows are reused: copy the old ones before they are overwritten
         note = Note(self, place, count, stride)
         self._unsent.append(note)
         self.num_unsent += count
         return note
 
     def cut(self, note: "Note", count: int) -> None:
-        """The last that was expected: only so many of its replays were begun."""
+        """Shorten the note that was expected last to `count` replays: the others were never started."""
         fewer = note.count - count
         note.count, note.last = count, note.last - fewer * note.stride
         self.num_unsent -= fewer
@@ -112,7 +112,7 @@ class Noted:
             self._unsent.pop()
 
     def send(self) -> None:
-        """Begin to copy what is not on its way yet, behind the replays before."""
+        """Start copying the rows that were not sent yet, ordered after their replays."""
         if not self._unsent:
             return
         notes, self._unsent, self.num_unsent = self._unsent, [], 0
@@ -142,7 +142,7 @@ class Noted:
 
 
 class _Sent:
-    """Rows of a table that are on their way to the host, or there. Its memory is used again once all were read."""
+    """Rows of the table that are in flight to the host or have arrived. Its memory is reused once all were read."""
 
     __slots__ = ("_first", "_noted", "_rows", "_slot", "_unread")
 
@@ -164,7 +164,7 @@ class _Sent:
 
 
 class Note:
-    """The numbers of one replay, or of some that follow each other. To be read once."""
+    """The results of one replay or of several consecutive ones. Can be read only once."""
 
     __slots__ = ("count", "last", "noted", "place", "sent", "stride")
 
@@ -174,7 +174,7 @@ class Note:
         self.sent: _Sent | None = None
 
     def take(self) -> list[list[float]]:
-        """A row for each replay."""
+        """Return one row per replay; blocks until the device has finished them."""
         return self._on_its_way().take(self)
 
     def is_there(self) -> bool:
@@ -193,7 +193,7 @@ class _Slot(NamedTuple):
 
 
 class PinnedSlots:
-    """Pinned memory and an event for each reading under way. Used again: making them costs more than the copy."""
+    """Pinned host memory and an event for each in-flight read-back. Reused: making them costs more than the copy."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Slot]] = {}
@@ -210,7 +210,7 @@ class PinnedSlots:
 
 
 class Values(NamedTuple):
-    """An outcome's numbers, once they are there."""
+    """The numbers of an outcome, on the host."""
 
     total: float  # the sum of the losses
     num_items: float
@@ -221,10 +221,10 @@ class Values(NamedTuple):
 
 
 class Reading:
-    """An outcome on its way to the host. `values` waits for that step alone, not for what the device was given since.
+    """The read-back of an outcome. `values` waits for that step alone, not for work enqueued after it.
 
     Asking a GPU tensor for its value would wait for everything before it in the stream, the next step too; so the
-    numbers are copied to pinned memory right behind the step, with an event behind the copy.
+    numbers are copied to pinned memory right after the step, with an event after the copy.
     """
 
     __slots__ = ("_outcome", "_slot", "_slots", "_values")
@@ -245,12 +245,12 @@ class Reading:
         return self._outcome.note
 
     def values(self) -> Values:
-        """Of one step."""
+        """Return the values of one step; blocks until they are on the host."""
         (found,) = self.all_values()
         return found
 
     def all_values(self) -> list[Values]:
-        """Of each of the steps that a note is of."""
+        """Return the values of each step that the outcome's note covers; blocks until they are on the host."""
         if self._values is None:
             self._values = self._read()
         return self._values
@@ -272,7 +272,7 @@ class Reading:
         return [Values(*own, parts)]
 
     def _from(self, rows: list[list[float]]) -> list[Values]:
-        """Each row has what `pack` gives: the parts that are on the device, in order."""
+        """Unpack rows as `pack` lays them out: the parts that are on the device, in order."""
         parts: list[Any] = self._outcome.parts()
         places = [number for number, part in enumerate(parts) if isinstance(part, Tensor)]
         factors, has_norm = [factor for _, factor in self._outcome.losses], self._outcome.grad_norm is not None
@@ -288,7 +288,10 @@ class Reading:
         return found
 
     def is_there(self, within_seconds: float) -> bool:
-        """Whether `values` does not have to wait. For whoever leaves after an error, when a step may never be done."""
+        """Wait up to `within_seconds` and return whether `values` will not block.
+
+        Used after an error, when a step may never finish.
+        """
         deadline = time.monotonic() + within_seconds
         while not self._has_come():
             if time.monotonic() > deadline:
@@ -303,7 +306,7 @@ class Reading:
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step, as it is logged. `loss` is over the whole global batch, all ranks."""
+    """The record of one optimizer step, as it is logged. `loss` is over the whole global batch, all ranks."""
 
     step: int  # how many optimizer steps are done
     epoch: int  # how many epochs were done when it began
@@ -317,7 +320,7 @@ class StepRecord(NamedTuple):
     parts: Mapping[str, PartLoss] | None = None  # of a loss with named parts: `loss` is their weighted sum
 
     def as_json(self) -> str:
-        """As `json.dumps` writes it, in a third of the time: it is part of every step."""
+        """Return the JSON that `json.dumps` would write, in a third of the time: this runs in every step."""
         norm = self.grad_norm
         line = (
             f'{{"step": {self.step}, "epoch": {self.epoch}, "samples": {self.samples}, "loss": {_json(self.loss)}, '
@@ -328,7 +331,7 @@ class StepRecord(NamedTuple):
         return line if self.parts is None else f"{line[:-1]}{self._parts_json(self.parts)}}}"
 
     def _parts_json(self, parts: Mapping[str, PartLoss]) -> str:
-        """`loss_NAME` for each part, and `num_items_NAME` where it has a count of its own."""
+        """Return `loss_NAME` for each part, and `num_items_NAME` where its count differs from the step's."""
         values: dict[str, float | None] = {}
         for name, part in parts.items():
             values[f"loss_{name}"] = None if math.isnan(part.loss) else part.loss

@@ -1,4 +1,4 @@
-"""The folder that everything of one run lands in. Only one process writes to it, and never over another run."""
+"""The folder that holds all files of one run. Only one process writes to it, and never over another run."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ CERTIFICATE = "certificate.json"  # of `drivetrain prove`; it may be there befor
 
 
 def problem_with_name(name: object) -> str:
-    """Why a run cannot have this name, which is that of its folder as well; empty if it can."""
+    """Return why a run cannot have this name, which is that of its folder as well; empty if it can."""
     if not isinstance(name, str) or not name.strip():
         return "it is empty" if isinstance(name, str) else f"it is a {type(name).__name__}, not text"
     if "/" in name or "\\" in name or name in (".", ".."):
@@ -41,7 +41,7 @@ class RunFolder:
 
     @classmethod
     def claim(cls, output_dir: Path, name: str, identity: Mapping[str, Any]) -> "RunFolder":
-        """A new folder, or the one that holds an unfinished run of the same job.
+        """Lock and return a new folder, or the one that holds an unfinished run of the same job.
 
         Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken. Another job's unfinished
         run is left as it is, and so is a run that another process is working on.
@@ -107,7 +107,7 @@ class RunFolder:
             )
 
     def write(self, name: str, content: str | bytes) -> Path:
-        """A whole file, or the one before it: never a half."""
+        """Write a file atomically: a crash leaves either the whole new file or the old one."""
         path = self.path / name
         temporary = path.with_name(f".{name}.tmp")
         data = content.encode() if isinstance(content, str) else content
@@ -132,7 +132,7 @@ class RunFolder:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """The identity of the job whose run a folder holds; empty where there is none."""
+    """Return the identity of the job whose run a folder holds; empty where there is none."""
     try:
         found = yaml.safe_load((path / _JOB).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -147,16 +147,16 @@ def is_finished(path: Path) -> bool:
 
 
 class Record(Protocol):
-    """What can be written as a line."""
+    """A record that can be written as a line of JSON."""
 
     def as_json(self) -> str: ...
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file of JSON lines, and how many of its lines were damaged and are left out.
+    """Return the rows of a JSON-lines file, and the number of damaged lines that were left out.
 
-    A missing file has no rows. What follows the last end of a line is no line yet: a crash, or a power cut that leaves
-    zeros behind, can tear it.
+    A missing file has no rows. Text after the last newline does not count as a line: a crash, or a power cut that
+    leaves zeros behind, can tear it.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -167,7 +167,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def as_row(line: bytes) -> dict[str, Any] | None:
-    """A line of such a file; None if it is damaged: not UTF-8, no JSON, or no object."""
+    """Parse one line of a JSON-lines file; None if it is damaged: not UTF-8, no JSON, or no object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -176,10 +176,11 @@ def as_row(line: bytes) -> dict[str, Any] | None:
 
 
 class JsonLines:
-    """A file of JSON lines. Lines are written whole, together with those of the second before.
+    """A JSON-lines file. Lines are written whole, buffered for up to one second.
 
-    Turning a record into text costs a step more than making it; in one go over many it costs a fraction. `flush` before
-    anything that counts on them, such as a checkpoint: what a crash takes is then done again, and written again.
+    Turning a record into text costs a step more than making it; in one go over many it costs a fraction. Call `flush`
+    before anything that relies on the lines, such as a checkpoint: steps lost in a crash are then repeated, and their
+    lines written again.
     """
 
     FLUSH_SECONDS = 1.0
@@ -209,11 +210,11 @@ class JsonLines:
         self._flushed = time.monotonic()
 
     def hold(self, record: "Mapping[str, Any] | Record") -> None:
-        """For the next `flush`, whenever that is: where the disk is full, it is not tried with every record."""
+        """Buffer a record for the next `flush` without triggering one: a full disk is not retried for every record."""
         self._waiting.append(record)
 
     def _write(self, data: bytes) -> None:
-        """All of it or nothing: a full disk takes what fits, and half a line would spoil the next."""
+        """Write all of the data or nothing: a full disk takes what fits, and half a line would spoil the next."""
         size = os.fstat(self._file).st_size
         try:
             while data:
@@ -223,7 +224,7 @@ class JsonLines:
             raise
 
     def keep_up_to(self, step: int) -> int:
-        """Drop the lines of steps that are going to be done again, and damaged ones. Returns the number of these."""
+        """Drop the lines of steps that will be repeated, and damaged lines. Return the number of damaged ones."""
         self.flush()
         kept, num_damaged = list[bytes](), 0
         for line in self._path.read_bytes().split(b"\n")[:-1]:

@@ -1,4 +1,4 @@
-"""What travels between a strategy and a checkpoint: named parts of tensors, and whatever can read them back."""
+"""The interface between a strategy and a checkpoint: named shards of tensors, and sources to read them from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,26 +25,29 @@ class Shard:
 
     @classmethod
     def of(cls, key: str, tensor: Tensor, owner: Tensor) -> "Shard":
-        """Of a tensor that lies where `owner` does: whole, or this rank's part if that is distributed."""
+        """Return the shard of a tensor laid out like `owner`: whole, or this rank's part if `owner` is distributed."""
         if not is_distributed(owner):
             return cls.whole(key, tensor)
         return cls(key, tensor, tuple(owner.shape), offsets_of(owner), is_part=True)
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether ranks hold parts of it. Asked of any tensor; what makes distributed ones is slow to import."""
+    """Return whether the tensor is sharded over ranks. Works without importing DTensor, which is slow."""
     return hasattr(tensor, "to_local")
 
 
 @torch.no_grad()
 def local_part(tensor: Any) -> Tensor:
-    """This rank's part, which shares its memory; a plain tensor is its own."""
+    """Return this rank's part, which shares memory with the tensor; for a plain tensor, the tensor itself, detached."""
     part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
     return part.detach()
 
 
 def offsets_of(tensor: Any) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole. Rows are dealt out as `torch.chunk` does: the last get fewer."""
+    """Return the offsets of this rank's part in the whole.
+
+    Rows are split as by `torch.chunk`: the last ranks get fewer.
+    """
     if not is_distributed(tensor):
         return (0,) * int(tensor.dim())
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -70,7 +73,7 @@ class TensorSource(Protocol):
 
 
 def put_value(tensor: Tensor, value: Tensor) -> None:
-    """Another value, perhaps of another shape or in another place, for the same tensor: whoever holds it still does."""
+    """Replace a tensor's value, perhaps by another shape or device, keeping references to the tensor valid."""
     if tensor.is_meta and not value.is_meta:
         is_parameter = isinstance(tensor, nn.Parameter)
         made = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
@@ -80,10 +83,10 @@ def put_value(tensor: Tensor, value: Tensor) -> None:
 
 
 def put_away(model: nn.Module) -> None:
-    """Makes a sharded model forget what it has gathered: its parameters are shards, and the next forward gathers anew.
+    """Reshard a sharded model: its parameters become shards again, and the next forward gathers them anew.
 
-    A forward without gradients leaves some of them whole. Whoever changes or reads weights outside a forward calls this
-    first. Nothing happens to other models.
+    A forward without gradients leaves some of them unsharded. Code that changes or reads weights outside a forward
+    calls this first. Other models are left untouched.
     """
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
@@ -91,7 +94,7 @@ def put_away(model: nn.Module) -> None:
 
 
 def read_for(owner: Any, source: TensorSource, key: str) -> Tensor:
-    """What of a stored tensor belongs where `owner` lies: all of it, or this rank's part."""
+    """Read the part of a stored tensor that belongs to `owner`: all of it, or this rank's shard."""
     if not is_distributed(owner):
         return source.read(key)
     return source.read(key, offsets_of(owner), tuple(local_part(owner).shape))

@@ -1,7 +1,7 @@
-"""What a worker tells the supervisor that started it: where its run is, how far it came, how it ended.
+"""Reports of a worker to the supervisor that started it: its run folder, its progress, how it ended.
 
-Lines of JSON over a pipe that is there only under `drivetrain launch`; elsewhere every call does nothing. A supervisor
-that went away ends nothing here: it takes its workers with it by other means.
+The reports are lines of JSON over a pipe that exists only under `drivetrain launch`; elsewhere every call does nothing.
+A supervisor that has gone away ends nothing here: it takes its workers with it by other means.
 """
 
 import json
@@ -14,7 +14,7 @@ _LEAST_SECONDS = 0.2  # between two words on steps: telling costs more than a sh
 
 
 class Supervision:
-    """The way to the supervisor. `step` and `tell` never raise."""
+    """The channel to the supervisor. `step` and `tell` never raise."""
 
     def __init__(self, channel: int | None) -> None:
         self._channel = channel

@@ -1,7 +1,7 @@
-"""Who works together: rank, size, device, and the few collectives that decisions need.
+"""The process group of a run: rank, size, device, and the few collectives that decisions need.
 
-One process is a world of one, not a special case: the same calls work and cost nothing. What travels is JSON or
-tensors, never pickled objects.
+One process is a world of one, not a special case: the same calls work and cost nothing. Only JSON and tensors are sent,
+never pickled objects.
 """
 
 import json
@@ -50,7 +50,7 @@ class World:
     ) -> "World":
         """Join the world that the launcher's environment describes; without a launcher, a world of one.
 
-        Local ranks take the devices in turn. A process group that is there already is used as it is.
+        Local ranks take the devices in turn. A process group that exists already is used as it is.
         """
         place = cls.detect()
         rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
@@ -79,7 +79,7 @@ class World:
 
     @staticmethod
     def detect(environ: Mapping[str, str] | None = None) -> Place:
-        """Who started this process, and its place among the others. Joins nothing."""
+        """Return the launcher of this process, and its ranks. Joins nothing."""
         return find_place(environ)
 
     @property
@@ -91,19 +91,19 @@ class World:
             dist.barrier(self.group)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduced in place, on all ranks."""
+        """All-reduce the tensor in place and return it."""
         if self.group is not None:
             dist.all_reduce(tensor, op, self.group)
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """True on all ranks if it is true on one."""
+        """Return True on all ranks if the flag is true on any rank."""
         if self.group is None:
             return flag
         return bool(self.all_reduce(torch.tensor(int(flag), device=self.collective_device), dist.ReduceOp.MAX).item())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in the order of ranks. The value must survive JSON."""
+        """Return every rank's value, on every rank, in rank order. The value must survive JSON."""
         text = json.dumps(value).encode()
         if self.group is None:
             return [json.loads(text)]
@@ -121,11 +121,11 @@ class World:
         ]
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         return self.gather(value if self.is_main else None)[0]
 
     def aside(self) -> "World":
-        """The same ranks over a gloo group of their own, for one thread beside training.
+        """Return a world of the same ranks over a separate gloo group, for one thread in the background of training.
 
         Collectives of two threads in one group would mix. Made at the first call, by all ranks together and in the
         thread that trains; belongs to this world, which closes it.
@@ -144,7 +144,7 @@ class World:
         return self._aside
 
     def own_group(self) -> dist.ProcessGroup:
-        """The processes' group; in a world of one, for what cannot do without, one that is made and closed with it."""
+        """Return the process group; a world of one creates a group on demand and closes it together with itself."""
         if self.group is not None:
             return self.group
         if not dist.is_initialized():
@@ -165,7 +165,7 @@ class World:
 
     @property
     def collective_device(self) -> torch.device:
-        """Where tensors for collectives live: gloo takes CPU tensors with any device."""
+        """The device for tensors of collectives: gloo takes CPU tensors with any device."""
         return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
 
 
@@ -173,10 +173,10 @@ _stores: dict[tuple[Any, ...], tuple[Any, Iterator[int]]] = {}  # each with the 
 
 
 def _next_store(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Where the ranks of the next group find each other: a part of its own of one store that lives as long as we do.
+    """Return the store for the next process group: a separate prefix of one store that lives as long as this process.
 
-    A script may train several times, and groups come and go. A store of its own for each would be made anew on the
-    same port while other ranks still use the one before, and so find addresses where nobody listens any more.
+    A script may train several times, and groups come and go. A separate store for each would be made again on the same
+    port while other ranks still use the one before, and so find addresses that no process listens on any more.
     """
     # Not that of a parent this process was forked from, nor of a launcher whose address has changed.
     key = (init_method, rank, size, os.getpid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
