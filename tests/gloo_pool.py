@@ -156,10 +156,12 @@ class GlooPool:
         """The Python lines at which a rank is, asked for by a signal that works while it computes, too."""
         process, traces = self._ranks[rank][0], Path(self._folder.name) / f"rank-{rank}.traces"
         if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-            deadline = time.monotonic() + 10
-            while not traces.stat().st_size and time.monotonic() < deadline:
+            for number in range(600):
+                if number % 50 == 0:  # again: a thread that is not Python's may have got it, and has nothing to say
+                    os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.02)
+                if traces.stat().st_size:
+                    break
             time.sleep(0.1)  # the rest of it
         return traces.read_text(encoding="utf-8") if traces.exists() else "(unknown)"
 
