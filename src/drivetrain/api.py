@@ -79,7 +79,7 @@ __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
 
 def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Result:
-    """Train a job to its end. A run of the same job under the same name that was cut short is continued, exactly.
+    """Train a job to its end. An interrupted run of the same job under the same name is continued, exactly.
 
     If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch.
     """
@@ -138,7 +138,7 @@ class _Run(Setup):
                 folder.close()
 
     def can_try_again(self, error: Exception) -> bool:
-        """Have the next start use smaller micro-batches. Returns whether this process can be the one."""
+        """Have the next start use smaller micro-batches. Return whether this process can do it."""
         lower_cap(self, error)
         is_here = can_go_on_here(self)
         words = f"out of memory with micro-batches of {self.way.micro_batch} samples"
@@ -320,7 +320,7 @@ class _Run(Setup):
         )
 
     def _before_step(self, others: Callable[[int], None] | None, loader: Loader) -> Callable[[int], None] | None:
-        """What is called before each step, with its number from 1: parts of the loss that were counted are added up."""
+        """Return the function to call before each step, numbered from 1; it reduces the counts of the loss's parts."""
         if loader.count_ahead is None:
             return others
 

@@ -1,7 +1,7 @@
-"""`dt.benchmark_performance(job)`: what a step of a job takes here, and of what. Nothing is trained or written.
+"""`dt.benchmark_performance(job)`: measures the time of a job's step and of its phases. Trains and writes nothing.
 
-Steps run as in training, on a model of their own, over and over on the batches of the first step, which are on the
-device already: what is measured is the step, not the data.
+Steps run as in training, on a separate model, again and again on the batches of the first step, which are on the device
+already: the step is measured, not the data.
 """
 
 import copy
@@ -34,7 +34,7 @@ WARM_STEPS = 3
 
 
 class Performance(Value):
-    """Means over the steps that were measured; the phases are the main process's."""
+    """Means over the measured steps; the phases are those of the main process."""
 
     job: str
     device: str
@@ -59,13 +59,16 @@ class Performance(Value):
 
     @property
     def other_seconds(self) -> float:
-        """Between the phases: reading outcomes, setting generators."""
+        """The seconds per step outside the phases: reading outcomes, setting generators."""
         phases = self.forward_seconds + self.backward_seconds + self.communication_seconds + self.optimizer_seconds
         return max(0.0, self.step_seconds - phases)
 
 
 def benchmark_performance(job: Job, config: Config | None = None, *, num_iterations: int = 20) -> Performance:
-    """Under a launcher all processes take part, and all get the main one's figures."""
+    """Measure the mean time of a job's step over `num_iterations` steps.
+
+    Under a launcher all processes take part, and all get the main one's figures.
+    """
     if num_iterations < 1:
         raise DrivetrainError(f"num_iterations is {num_iterations}", remedy="measure one step at least")
     if isinstance(job.model, nn.Module):
@@ -117,7 +120,10 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     stepper = Stepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
 
     def run(num_steps: int) -> float:
-        """As the loop does it: how a step went is read when the next one is under way. Returns what was counted."""
+        """Run steps as the loop does, reading each outcome while the next step is in flight.
+
+        Returns the number of items that the last step counted.
+        """
         ahead, items = None, 0.0
         for _ in range(num_steps):
             reading = Reading(stepper.run(place, batches, False), device)
@@ -166,7 +172,10 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
 
 
 def _on_device(setup: Setup, loader: Loader, place: Place) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of a step. Only the last may differ from the first in size: no others are fetched."""
+    """Yield this rank's micro-batches of a step.
+
+    Only the last may differ from the first in size: no others are fetched.
+    """
     count = len(loader.division.micro_steps(place, loader.rank))
     first = _moved(loader.micro_batch(place, 0), setup)
     for number in range(count - 1):

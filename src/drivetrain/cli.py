@@ -1,4 +1,4 @@
-"""The `drivetrain` command: finds the command, parses its flags, runs it, and turns errors into plain words.
+"""The `drivetrain` command: finds the command, parses its flags, runs it, and turns errors into plain messages.
 
 Exit codes: 0 done, 1 failed, 2 wrong input, 130 stopped with Ctrl-C.
 """
@@ -22,7 +22,7 @@ from drivetrain.hardware import detect
 
 @dataclass(frozen=True)
 class Command:
-    """A command's module is loaded when it is called. It has `Options`, `EXAMPLES` and `run(options, resolved)`."""
+    """A command. Its module is loaded when it is called and has `Options`, `EXAMPLES` and `run(options, resolved)`."""
 
     module: str
     summary: str
@@ -125,7 +125,10 @@ COMMANDS = {
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """For a terminal or pipe that is not UTF-8: the nearest plain letter, so that no output ends in a traceback."""
+    """Replace letters by the nearest ASCII ones, so that no output ends in a traceback.
+
+    Used for a terminal or pipe that is not UTF-8.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     plain = {"×": "x", "·": "|", "–": "-", "✓": "+", "✗": "x", "µ": "u", "…": "...", "→": "->", "↔": "<->"}
@@ -136,7 +139,7 @@ codecs.register_error("in_plain_letters", _in_plain_letters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code; only a bug in drivetrain itself shows a traceback."""
+    """Run one command and return the exit code; only a bug in drivetrain itself shows a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""`dt.drive(...)`: a loop of one's own, with the same parts as `dt.train`.
+"""`dt.drive(...)`: a custom training loop, with the same parts as `dt.train`.
 
     run = dt.drive(model, optimizer, data, global_batch=64, epochs=3, name="mine")
     for batch in run:
@@ -86,9 +86,9 @@ def drive(
     config: Config | None = None,
     quiet: bool = False,
 ) -> "Drive":
-    """A run to iterate over. One of the same job under the same name that was cut short is continued, exactly.
+    """Return a run to iterate over. An interrupted run of the same job under the same name is continued, exactly.
 
-    The loss that `run.backward` gets is taken at its word: a scalar is a mean over the batch's samples, and a mean over
+    The loss that `run.backward` gets is not examined: a scalar is a mean over the batch's samples, and a mean over
     tokens has to be a `LossSum`. Only `dt.train` can find out what a scalar is a mean of.
 
     Model and optimizer are used as they are: the model is moved to its device in place, modes stay as they were set.
@@ -120,7 +120,7 @@ def drive(
 
 
 class Drive:
-    """What `dt.drive` returns. Iterated over once; `backward` and `step` are called once for each batch."""
+    """The run that `dt.drive` returns. It is iterated over once; call `backward` and `step` once for each batch."""
 
     def __init__(self, setup: Setup, stack: ExitStack) -> None:
         config, job, world = setup.config, setup.job, setup.world
@@ -233,7 +233,7 @@ class Drive:
 
     @property
     def epoch(self) -> int:
-        """Of the batch in hand, from 0."""
+        """The epoch of the current batch, from 0."""
         return self._begun.place.epoch if self._begun else 0
 
     @property
@@ -243,16 +243,19 @@ class Drive:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether an epoch ends with the batch in hand."""
+        """Whether an epoch ends with the current batch."""
         return self._begun is not None and self._begun.place.ends_epoch and not self.accumulating
 
     @property
     def num_samples(self) -> int:
-        """Of the batch in hand, that count: none where a sample only keeps this process in step with the others."""
+        """The number of samples in the current batch that count: 0 where one only keeps the processes in step."""
         return 0 if self._micro is None else self._micro.num_samples * self._micro.weight
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The run's precision, for code such as a validation. From batch to `backward` it is on by itself."""
+        """Return the run's autocast context, for code such as a validation.
+
+        It is on by itself from batch to `backward`.
+        """
         return self._precision.around_forward() or nullcontext()
 
     def __iter__(self) -> Iterator[Any]:
@@ -266,10 +269,11 @@ class Drive:
         return batches
 
     def backward(self, loss: Tensor | LossSum | NamedLosses) -> None:
-        """Once for each batch, with a mean over its samples, a `LossSum`, or a dictionary of named parts.
+        """Run the backward of a batch's loss: a mean over its samples, a `LossSum`, or a dictionary of named parts.
 
-        Parts that are a `LossSum` have a count of their own each, which has to be known before the first backward of
-        a step: with several batches per step they are refused. Parts that are means may be accumulated.
+        Call it once for each batch. Parts that are a `LossSum` each have a separate count, which has to be known before
+        the first backward of a step: with several batches per step they are refused. Parts that are means may be
+        accumulated.
         """
         micro, begun = self._micro, self._begun
         if micro is None or begun is None or self._is_learnt:
@@ -289,7 +293,10 @@ class Drive:
         self._is_learnt = True
 
     def step(self) -> None:
-        """Once for each batch. The optimizer steps with the last one of a global batch; until then nothing happens."""
+        """Step the optimizer with the last batch of a global batch; do nothing for the others.
+
+        Call it once for each batch.
+        """
         micro, begun = self._micro, self._begun
         if micro is None or begun is None or self._is_stepped:
             raise DrivetrainError(
@@ -312,11 +319,11 @@ class Drive:
             self._is_whole = True
 
     def stop(self) -> None:
-        """End after the next step or two, on all processes at the same step, with a checkpoint."""
+        """Stop after the next step or two, on all processes at the same step, with a checkpoint."""
         self._trainer.stop()
 
     def close(self) -> None:
-        """Where something still holds the iterator of a loop that was left. Otherwise it happens by itself."""
+        """End the run. Only needed where something still holds the iterator of a loop that was left."""
         iterator = self._iterator() if self._iterator is not None else None
         if iterator is not None:
             iterator.close()
@@ -349,7 +356,7 @@ class Drive:
 
     @property
     def _holds_parts(self) -> bool:
-        """Whether a process has only some of the weights, so that one alone cannot write them."""
+        """Whether a process holds only some of the weights, so that one alone cannot write them."""
         return self._setup.sharded is not None or self._setup.strategy == ExpertParallelStrategy.name
 
     # The loop
@@ -448,7 +455,10 @@ class Drive:
         self._books.say(text)
 
     def _remember(self) -> None:
-        """Where the state is that of `steps` steps. The next forward may change buffers; it does not change weights."""
+        """Remember the position at which the state is that of `steps` steps.
+
+        The next forward may change buffers; it does not change weights.
+        """
         self._versions = [buffer._version for buffer in self._buffers]
         self._position = self._loader.position
 
@@ -460,7 +470,10 @@ class Drive:
         return shards, meta | {"data": None if is_keyed else self._position.to_json()}
 
     def _left_early(self, error: BaseException) -> None:
-        """Keep what was done. What goes wrong with that does not hide the error that ended the loop."""
+        """Write the outstanding records and a checkpoint.
+
+        A failure in this does not hide the error that ended the loop.
+        """
         self._leave_forward()
         try:
             for record in self._trainer.outstanding(leaving=True) if self._is_whole else self._trainer.last_words():
@@ -474,7 +487,7 @@ class Drive:
             error.add_note(f"and step {self.steps} could not be saved: {failure}")
 
     def _save_alone(self) -> None:
-        """The main process has the whole state, and does not ask the others: they may be gone, or still looping."""
+        """Save on the main process, which has the whole state; the others may be gone, or still looping."""
         if not self.world.is_main or not self._is_whole or self.steps == self.resumed_from:
             return
         saved = self._checkpointer.steps()
@@ -499,7 +512,7 @@ class Drive:
 
 
 def _as_computed(model: Any, loss: Any) -> Any:
-    """The loss function of the job: the loop has computed it already, and the trial is computed here."""
+    """Return the loss that the loop computed already, or compute that of the trial; this is the job's loss function."""
     return loss() if callable(loss) else loss
 
 
@@ -523,7 +536,7 @@ def _refuse(config: Config, num_devices: int) -> None:
 
 
 def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
-    """The user's model and optimizer, on the device. Parameters stay the same objects, modules in their mode."""
+    """Return the user's model and optimizer on the device. Parameters stay the same objects, modules in their mode."""
     given = setup.job.model
     modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
     model, optimizer, called = setup.model()
@@ -537,7 +550,7 @@ def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
 
 
 def _touching_all(model: nn.Module) -> Tensor:
-    """Zero, with a gradient for every parameter, the last ones first, as in a model's backward.
+    """Return zero, with a gradient for every parameter, the last ones first, as in a model's backward.
 
     DDP settles its buckets by the first backward it sees. With this one, a resumed run reduces in the same order as one
     that was never stopped.

@@ -1,4 +1,4 @@
-"""What the user wants: a model, data, a loss, an optimizer, how much of it. Nothing about devices."""
+"""The job as the user defines it: model, data, loss, optimizer and length. Nothing about devices."""
 
 import math
 import operator
@@ -28,7 +28,7 @@ ParameterGroups = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Learning rate as a factor: up over `warmup_steps`, then down along a cosine to `floor` at the job's last step."""
+    """A learning-rate factor: up over `warmup_steps`, then down along a cosine to `floor` at the job's last step."""
 
     warmup_steps: int = 0
     floor: float = 0.0
@@ -43,7 +43,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Constant:
-    """The learning rate as the optimizer has it, after `warmup_steps`."""
+    """A constant factor: the learning rate as the optimizer has it, after `warmup_steps`."""
 
     warmup_steps: int = 0
 
@@ -59,7 +59,7 @@ _MORE_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "iou", "dice", "bl
 
 @dataclass(frozen=True)
 class Aim:
-    """A metric, and which way is better. `auto` takes names like accuracy, f1 or auc as better when higher."""
+    """A metric, and its better direction. `auto` takes names like accuracy, f1 or auc as better when higher."""
 
     metric: str = "valid_loss"
     mode: Mode = "auto"
@@ -69,7 +69,10 @@ class Aim:
         return self.mode == "max" or (self.mode == "auto" and any(word in self.metric for word in _MORE_IS_BETTER))
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Whether it is, by more than `by`. Anything is better than nothing (nan), and nan is never better."""
+        """Return whether `value` is better by more than `by`.
+
+        Any number is better than nan, and nan is never better.
+        """
         if math.isnan(value) or math.isnan(than):
             return not math.isnan(value)
         return value > than + by if self.wants_more else value < than - by
@@ -90,9 +93,9 @@ class Job:
     """Everything that determines what is learnt. The same job means the same on any number of devices.
 
     `model` is a factory, so that it can be built where it is needed; an instance is taken as it is. `loss` returns a
-    `LossSum`, or a scalar: what that is (a mean over samples or over tokens, a sum) is measured before the first step;
-    or a dictionary of named parts, each of them a scalar or a `LossSum`, whose weighted sum is trained.
-    `optimizer` gets the parameters that train, in groups.
+    `LossSum`, or a scalar: its kind (a mean over samples or over tokens, a sum) is measured before the first step; or a
+    dictionary of named parts, each of them a scalar or a `LossSum`, whose weighted sum is trained. `optimizer` gets the
+    parameters that train, in groups.
     """
 
     name: str
@@ -144,7 +147,7 @@ class Job:
         self._take_from_data()
 
     def _take_from_data(self) -> None:
-        """What a DataLoader says, where the job does not."""
+        """Take settings from a DataLoader where the job does not set them."""
         source = self.source
         taken: dict[str, Any] = {}
         if self.global_batch is None:
@@ -158,23 +161,29 @@ class Job:
 
     @cached_property
     def source(self) -> Source:
-        """What the data turned out to be."""
+        """The source of samples that the job's data amounts to."""
         return source_of(self.data)
 
     @property
     def num_samples(self) -> int | None:
-        """Of an epoch; None if it is not known beforehand."""
+        """The number of samples of an epoch; None if it is not known beforehand."""
         return self.source.samples_per_epoch(self.global_batch)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None if it is not known beforehand. Epochs end where the data does: each step's `Place` says so."""
+        """The number of steps of an epoch; None if it is not known beforehand.
+
+        Epochs end where the data does: each step's `Place` says so.
+        """
         assert self.global_batch is not None, "the global batch is settled before anything counts steps"
         return self.source.steps_per_epoch(self.global_batch)
 
     @property
     def num_steps(self) -> int | None:
-        """None if it is not known beforehand. The job ends by `epochs` or `max_steps`, not by this."""
+        """The number of steps of the job; None if it is not known beforehand.
+
+        The job ends by `epochs` or `max_steps`, not by this.
+        """
         per_epoch = self.steps_per_epoch
         by_epochs = self.epochs * per_epoch if self.epochs is not None and per_epoch is not None else None
         return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
@@ -194,7 +203,7 @@ class Job:
         return float(schedule(step))
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The user's optimizer over the parameters that train; fused where it can be, unless the user said how."""
+        """Make the user's optimizer over the parameters that train; fused where possible, unless the user chose."""
         optimizer = self.optimizer(self._groups(model))
         if isinstance(optimizer, (list, tuple, dict)):
             raise DrivetrainError(
@@ -225,7 +234,7 @@ class Job:
         return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be continued."""
+        """Return the values that must be equal for a run to be continued."""
         others_order = {} if self.source.is_keyed else {"order": self.source.order_name, "epochs": self.epochs}
         weights = {name: "a function" if callable(it) else it for name, it in (self.loss_weights or {}).items()}
         return {

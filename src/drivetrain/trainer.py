@@ -1,13 +1,13 @@
-"""The loop, and nothing else: it yields a record per optimizer step.
+"""The training loop, and nothing else: it yields a record per optimizer step.
 
-Record n is read after step n+1 was given to the device, so the host does not wait for the device in the loop. It waits
-where somebody needs to know: before a hook, at the end. A checkpoint's state is copied at the end of its step, and it
+Record n is read after step n+1 was enqueued, so the host does not wait for the device in the loop. It waits only where
+a result is needed: before a hook, at the end. A checkpoint's state is copied at the end of its step, and the checkpoint
 counts once the record of that step was read.
 
-Where the device itself notes what short steps came to, the records of some milliseconds are read at once, after steps
-for some more were given to it. Then each has their mean for its seconds. Of these steps, those that nobody waits for
-and that find their samples by themselves are given to the device one after the other, as a stretch: all that the host
-has to do for a step would take it as long as the device needs to run it.
+Where CUDA-graph replays write their results into a table on the device, the records of some milliseconds are read at
+once, while steps for some more are in flight. Each record then has their mean as its seconds. Steps that need no hook
+or checkpoint and whose sample numbers are on the device already are enqueued one after the other, as a stretch: the
+host's per-step work would take as long as the device needs to run the step.
 """
 
 import math
@@ -40,11 +40,11 @@ class NormCadence(Protocol):
     every: int
 
     def begin(self, step: int) -> bool:
-        """Prepare the step that begins, after so many. Returns whether there is nothing left to decide or to do."""
+        """Prepare the step that follows `step` steps. Return whether nothing is left to decide or to do."""
 
 
 class Begun(NamedTuple):
-    """A step whose learning rate is set, and what is to follow it."""
+    """A step whose learning rate is set, with the work that is due after it."""
 
     place: Place
     lr: float
@@ -54,7 +54,7 @@ class Begun(NamedTuple):
 
 
 class _Enqueued:
-    """A step, or a stretch of them, that the device was given; its outcome may not be there yet."""
+    """A step, or a stretch of them, in flight on the device; its outcome may not be on the host yet."""
 
     __slots__ = ("began", "ended", "num_steps", "place", "rates", "reading")
 
@@ -64,15 +64,15 @@ class _Enqueued:
         self.ended = math.nan  # for the host: when it began the next one, if it did
 
     def travels_with(self, other: "_Enqueued") -> bool:
-        """Whether what they came to reaches the host at once: then whoever reads the one waits for the other, too."""
+        """Return whether both results reach the host in one copy: reading one then waits for the other, too."""
         note, beside = self.reading.note, other.reading.note
         return note is not None and beside is not None and note.sent is not None and note.sent is beside.sent
 
 
-# On the way out after an error, for the record of a step whose state was copied: a device that hangs says nothing.
+# How long to wait, after an error, for the record of a step whose state was copied: the device may hang.
 LAST_WAIT_SECONDS = 10.0
-# Of noted steps, for how long and how many at most are read at once, and are under way meanwhile: so long may the host
-# be busy with something else, such as a line for the terminal, or held up by others, without the device noticing.
+# The read-back batch and the in-flight window of steps with a result table, in seconds and in steps at most. The host
+# may be busy with something else, such as a line for the terminal, or held up, for as long without idling the device.
 TOGETHER_SECONDS, MOST_TOGETHER = 8e-3, 64
 UNDER_WAY_SECONDS, MOST_UNDER_WAY = 32e-3, 256
 
@@ -131,7 +131,7 @@ class Trainer:
         self.snapshot: Callable[[int], Callable[[bool], None]] | None = None
 
     def stop(self) -> None:
-        """End after the next step or two, on all ranks at the same step, with a checkpoint."""
+        """Stop after the next step or two, on all ranks at the same step, with a checkpoint."""
         self.wants_stop = True
 
     def run(self) -> Iterator[StepRecord]:
@@ -148,9 +148,9 @@ class Trainer:
             raise
 
     def steps(self) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
-        """What is left of the job: the place of each step, and this rank's micro-batches.
+        """Return the job's remaining steps: the place of each, and this rank's micro-batches.
 
-        Hooks are asked first: what cannot work is an error while nothing is lost.
+        Hooks are checked first: one that cannot work raises while no work can be lost.
         """
         self._check_hooks()
         self._stepper.clock.start()
@@ -173,7 +173,10 @@ class Trainer:
         return Begun(place, self._set_lr(place.step, self._num_steps), began, is_last, hooks)
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> Iterator[StepRecord]:
-        """All that follows a step: records that are due, hooks, a checkpoint. To be exhausted before the next step."""
+        """Do all that follows a step: yield due records, call hooks, save a checkpoint.
+
+        Exhaust it before the next step.
+        """
         place, ahead, clock = begun.place, self._ahead, self._stepper.clock
         reading = Reading(outcome, self._world.device, self._slots)
         self._enqueue(_Enqueued(place, (begun.lr,), begun.began, reading))
@@ -211,7 +214,7 @@ class Trainer:
         clock.next_step()
 
     def _go_on(self) -> Iterator[StepRecord]:
-        """Steps behind the last one that nobody waits for: the device gets them one after the other."""
+        """Enqueue the steps after the last one that neither hook nor checkpoint waits for, and yield due records."""
         stepper, found = self._stepper, self._undisturbed()
         if found is None or self.wants_stop or stepper.clock.measures_next:
             return
@@ -236,7 +239,7 @@ class Trainer:
         stepper.clock.next_steps(len(rates))
 
     def _undisturbed(self) -> Stretch | None:
-        """What comes next without a hook, a checkpoint, the job's end or anybody else that waits for a step."""
+        """Return the next steps that no hook, checkpoint, norm or end of the job waits for; None if too few."""
         if self.before_step is not None or self._commit is not None:
             return None
         stretch = self._loader.alike()
@@ -258,7 +261,7 @@ class Trainer:
         self._steps_ahead += enqueued.num_steps
 
     def outstanding(self, *, leaving: bool = False) -> Iterator[StepRecord]:
-        """The records of the last steps, if they were not read yet. The host waits for them.
+        """Yield the records of the last steps that were not read yet; blocks until the device has finished them.
 
         `leaving` says that the loop was left before its end, perhaps by this rank alone.
         """
@@ -270,15 +273,15 @@ class Trainer:
             commit(leaving)
 
     def _num_due(self) -> int:
-        """How many of those ahead to read now where nobody waits: all but the last, or some of those that were noted.
+        """Return how many in-flight entries to read now where no result is needed: all but the last.
 
-        Of these some stay, for the device to go on with. One step among them that was not noted, or elsewhere, such as
-        an epoch's last, changes nothing.
+        Of results in a device table only some are read, so that the device keeps work. One step among them without a
+        row there, or in another table, such as an epoch's last, changes nothing.
         """
         ahead = self._ahead
         note, before = ahead[-1].reading.note, ahead[-2].reading.note if len(ahead) > 1 else None
         if before is not None and note is not None and before.noted is not note.noted:
-            before.noted.send()  # now, behind that step: whoever reads it would wait for all that came after it, too
+            before.noted.send()  # now, right after that step: later, reading it would wait for all steps after it, too
         note = note or before
         if note is None:
             return len(ahead) - 1
@@ -300,11 +303,11 @@ class Trainer:
 
     @property
     def _num_together(self) -> int:
-        """How many noted steps are read at once."""
+        """The number of steps whose table rows are read back at once."""
         return _num_within(TOGETHER_SECONDS, self._seconds, MOST_TOGETHER)
 
     def _records(self, count: int) -> Iterator[StepRecord]:
-        """Of what was given to the device first."""
+        """Yield the records of the oldest `count` in-flight entries; blocks until the device has finished them."""
         # Plain loops: this is part of every step, and each function costs a microsecond that the step put out of cache.
         ahead, taken, found, num_steps, are_noted = self._ahead, [], [], 0, False
         asked = time.perf_counter()
@@ -317,7 +320,7 @@ class Trainer:
         now = time.perf_counter()
         self._stepper.clock.waited(now - asked)
         self._steps_ahead -= num_steps
-        # Where the host is far ahead, when it gave a step to the device says nothing of how long the step took.
+        # Where the host is far ahead, the time when it enqueued a step says nothing about how long the step took.
         began, ended = max(taken[0].began, self._read_until), taken[-1].ended
         if are_noted or not ended > began:
             ended = now
@@ -333,7 +336,7 @@ class Trainer:
                 yield self._record(enqueued, number, step_values, seconds)
 
     def last_words(self) -> Iterator[StepRecord]:
-        """After an error: the record of the step before, if its state was copied and only its judgement is missing."""
+        """Yield the last step's record after an error, if its state was copied and only its judgement is missing."""
         ahead, commit = [*self._ahead], self._commit
         self._ahead.clear()
         self._commit = None
@@ -351,11 +354,14 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Before the job's last step: somebody asked for it, or a hook did."""
+        """Whether the run ends before the job's last step, because a stop was requested or a hook asked for it."""
         return self.stopped_early or self.ended_by_hook
 
     def _is_last(self, place: Place) -> bool:
-        """Whether the job ends with this step. Where epochs end, the loader knows; not every length is known before."""
+        """Return whether the job ends with this step.
+
+        The loader knows where epochs end; not every length is known beforehand.
+        """
         return place.step + 1 == self._job.max_steps or (place.ends_epoch and place.epoch + 1 == self._job.epochs)
 
     def _set_lr(self, step: int, num_steps: int | None) -> float:
@@ -368,7 +374,7 @@ class Trainer:
         return float(lr)
 
     def _record(self, enqueued: _Enqueued, number: int, values: Values, seconds: float) -> StepRecord:
-        """Of one of its steps, from 0."""
+        """Build the record of step `number`, from 0, of this entry."""
         place = enqueued.place
         step = place.step + 1 + number
         total, count, stop, norm, skipped, named = values
@@ -387,7 +393,7 @@ class Trainer:
         return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0, parts)
 
     def refuse_unmoved(self, steps: int) -> None:
-        """Raises for a job that is done without a single step that moved the weights: nothing was trained."""
+        """Raise for a job that ended without a single step that moved the weights: nothing was trained."""
         if steps and not self.has_moved:
             raise DrivetrainError(
                 f"all {steps} steps were skipped, since their gradients were not finite: nothing was trained, and the "
@@ -447,7 +453,7 @@ class Trainer:
         return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
 
     def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept for a parameter, element by element."""
+        """Return the tensors kept for a parameter element by element: optimizer state and moving average."""
         state = {**self._optimizer.state.get(parameter, {}), "average": self.average_of(parameter)}
         return {
             name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -455,10 +461,10 @@ class Trainer:
 
 
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:
-    """Whether something that happens every so often happens after this step."""
+    """Return whether something with this period is due after this step."""
     return place.ends_epoch if every == "epoch" else (place.step + 1) % every == 0
 
 
 def _num_within(span: float, seconds: float, most: int) -> int:
-    """How many steps of so many seconds go into a span of time: one at least."""
+    """Return how many steps of `seconds` each fit into a span of time: at least one, at most `most`."""
     return max(1, min(most, int(span / seconds))) if seconds > 0 else most

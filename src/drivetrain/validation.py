@@ -1,7 +1,7 @@
 """Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
 
-The set is divided like a single large step: every rank a slice, nothing padded, nothing twice. It is a hook: after it
-ran, all ranks know the same numbers, and so agree on what is best and when to stop.
+The set is divided like a single large step: every rank takes a slice, without padding or duplicates. It is a hook:
+afterwards all ranks know the same numbers, and so agree on which checkpoint is best and when to stop.
 """
 
 import math
@@ -57,7 +57,10 @@ class Validator:
         }
 
     def measure(self, model: nn.Module, called: Callable[..., Any] | None = None) -> dict[str, float]:
-        """Loss and metrics over the whole set, the same on every rank. `called` is the model, or it compiled."""
+        """Return loss and metrics over the whole set, the same on every rank.
+
+        `called` is the model, perhaps compiled.
+        """
         counted: dict[str, Counted | None] = {}
         failure: Exception | None = None
         try:
@@ -86,7 +89,7 @@ class Validator:
         return {f"{PREFIX}{name}": value for name, value in values.items()}
 
     def _with_total(self, values: dict[str, float], parts: Sequence[str]) -> dict[str, float]:
-        """The parts' weighted sum as the loss. A part that the set has no item of is left out."""
+        """Add the parts' weighted sum as the loss. A part without items in the set is left out."""
         weights = self._loss_parts.weights_now([name.removeprefix(_PART) for name in parts])
         found = [(values[name], weight) for name, weight in zip(parts, weights, strict=True)]
         total = sum(value * weight for value, weight in found if not math.isnan(value))
@@ -147,7 +150,10 @@ class Validator:
         return outputs[-1]
 
     def _computed(self, name: str, found: Any) -> Any:
-        """torchmetrics reduces over ranks in `compute`; states that differ in shape would hang or mix there."""
+        """Compute a metric object after comparing its states between ranks.
+
+        torchmetrics reduces over ranks in `compute`; states that differ in shape would hang or mix there.
+        """
         shapes = {
             state: list(value.shape)
             for state in getattr(found, "_defaults", {})
@@ -166,7 +172,7 @@ class Validator:
 
 
 class Validation:
-    """The hook: validates when due, keeps what was best, and says when to stop."""
+    """The validation hook: validates when due, keeps the best result, and asks to stop."""
 
     def __init__(
         self,
@@ -200,7 +206,7 @@ class Validation:
         return Verdict(save=is_best or stop, stop=stop)
 
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """As validation does, with the average where there is one; nothing is kept of it."""
+        """Measure as validation does, with the EMA weights where there are some, without recording the result."""
         with self._average.in_place() if self._average else nullcontext():
             return self._validator.measure(model)
 
@@ -252,7 +258,7 @@ class _Patience:
 
 
 def _or_none(value: float) -> float | None:
-    """JSON does not know nan and infinity."""
+    """Return the value, or None for nan and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -276,7 +282,7 @@ def _picked(metrics: Mapping[str, float], aim: Aim) -> float:
 
 
 def _target(batch: Any) -> Any:
-    """What a metric object compares with: the second of a pair, or the entry that is called a target or label."""
+    """Return the target of a metric object: the second of a pair, or the batch's entry called target or label."""
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         return batch[1]
     if isinstance(batch, Mapping):
@@ -291,7 +297,7 @@ def _target(batch: Any) -> Any:
 
 @contextmanager
 def _recording(called: Any) -> Iterator[list[Any]]:
-    """The model's outputs as the loss function computes them, so that metrics need no forward of their own."""
+    """Collect the model's outputs while the loss function computes them, so that metrics need no second forward."""
     outputs: list[Any] = []
     if not isinstance(called, nn.Module):
         yield outputs
