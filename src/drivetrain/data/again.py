@@ -14,7 +14,7 @@ _AGAIN = 2**48  # an epoch that no run reaches: what items draw at random when t
 
 
 class SamplesAgain:
-    """Of a run whose order is our own. Reads in this process, and leaves the run's own reading and generators alone."""
+    """Reads samples of a run in its keyed order again, in this process, leaving its loader and generators untouched."""
 
     def __init__(self, loader: Loader, collate: Collated, device: torch.device, *, channels_last: bool = False) -> None:
         assert loader.items is not None, "data that is only iterated has no numbers"

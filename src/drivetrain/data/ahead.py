@@ -1,8 +1,8 @@
-"""The numbers of the samples of many steps at once, on the device that gathers by them.
+"""Prefetches the sample numbers of many steps to the device that gathers by them.
 
-Each is still what the sample stream says. But a step of resident data takes some hundred microseconds, and the stream's
-arithmetic for one step alone would take as long: so a thread computes the numbers of the steps that come next, and they
-travel in one piece.
+The numbers are those of the sample stream. But a step of resident data takes some hundred microseconds, and the
+stream's arithmetic for one step alone would take as long: so a thread computes the numbers of the next steps, and they
+are copied in one piece.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ FIRST, FOLLOWING = 8192, 65536
 
 
 class NumbersAhead:
-    """One rank's samples, micro-step by micro-step, from `first_step` up to `last_step`, which is not included."""
+    """One rank's sample numbers, micro-step by micro-step, from `first_step` up to, excluding, `last_step`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class NumbersAhead:
         self._taken = self._length = 0
 
     def take(self, parts: list[MicroStep]) -> list[Rows]:
-        """For the micro-steps of the step that comes next. Good until the step after it is taken."""
+        """Return the rows for the micro-steps of the next step. They are valid until the step after it is taken."""
         if self._taken == self._length:
             self._turn()
         window, taken, found = self._window, self._taken, []
@@ -53,18 +53,18 @@ class NumbersAhead:
         return found
 
     def at_hand(self) -> tuple[int, int]:
-        """Where in the window the samples behind those that were taken last begin, and how many there are."""
+        """Return where the samples after those taken last begin in the window, and how many there are."""
         return self._taken, self._length - self._taken
 
     def pass_over(self, num_samples: int) -> None:
-        """They are at hand, and were found where they are."""
+        """Skip samples that are in the window: a stretch of replays read them there."""
         self._taken += num_samples
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self) -> None:
-        """To the next piece; the thread goes on to the one behind it."""
+        """Switch to the next piece, and have the thread compute the one after it."""
         coming = self._coming or self._begin(FIRST)
         assert coming is not None
         numbers = coming.result()
@@ -76,7 +76,7 @@ class NumbersAhead:
         self._taken, self._length = 0, len(numbers)
 
     def _most_numbers(self) -> int:
-        """Of a piece: this rank's samples of its steps, and those that are repeated at weight 0."""
+        """Return the size of a piece: this rank's samples of its steps, and those that are repeated at weight 0."""
         division = self._division
         place = division.place(0)
         in_a_step = division.largest_slice(place) + division.least * division.num_micro_steps(place)

@@ -1,8 +1,8 @@
-"""Whether ranks have the same samples under the same numbers, as far as a few of them tell.
+"""Checks whether ranks have the same samples under the same numbers, by comparing a few of them.
 
-Files that are listed in another order on another machine make a data set of the same length whose samples are trained
-on twice or never, and nothing shows it. So a few items are compared. Nothing that may rightly differ counts: what
-rounds differently on another processor, where files lie, items that are other ones each time they are read.
+Files that are listed in another order on another machine make a dataset of the same length whose samples are trained on
+twice or never, and nothing shows it. So a few items are compared. Legitimate differences do not count: rounding on
+another processor, file locations, items that differ each time they are read.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ FRACTION, WHOLE, TEXT = "numbers", "whole numbers", "texts"
 
 
 class Glance(NamedTuple):
-    """A few samples by their numbers, as this rank has them. What holds nothing to compare is left out."""
+    """A few samples by their numbers, as this rank has them. Items without anything to compare are left out."""
 
     length: int
     digests: dict[int, str]  # to the bit
@@ -38,11 +38,10 @@ class Glance(NamedTuple):
 
 
 def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float | None = None) -> Glance:
-    """Reads a few items, in the same order on every rank. An item that raises is left to the loader, which says where.
+    """Read a few items, in the same order on every rank: `numbers`, or some from everywhere.
 
-    These `numbers`, or some from everywhere; as many as can be read in so many seconds.
-
-    Generators, global ones and those of the data set, are afterwards where they were.
+    Stops after `seconds`. An item that raises is left to the loader, which reports where. Global generators and those
+    of the dataset are afterwards in the state they were in.
     """
     found = Glance(len(items), {}, {})
     generators = Generators([items.dataset])
@@ -61,7 +60,7 @@ def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float | None
 
 
 def are_steady(items: KeyedItems, seen: Mapping[int, str]) -> bool:
-    """Whether items are the same ones however often they are read. Where that takes too long to tell: no."""
+    """Return whether items are the same each time they are read; False where checking takes too long."""
     generators = Generators([items.dataset])
     began = time.monotonic()
     with global_generators_kept(), generators.kept():
@@ -74,7 +73,7 @@ def are_steady(items: KeyedItems, seen: Mapping[int, str]) -> bool:
 
 
 def _in_turn(length: int) -> list[int]:
-    """Both ends first: where time is short, no more than these are read."""
+    """Return the numbers to read, both ends first: where time is short, only these are read."""
     numbers = spread_over(length, MOST_ITEMS)
     return list(dict.fromkeys([*numbers[:1], *numbers[-1:], *numbers]))
 
@@ -88,7 +87,7 @@ def _look(items: KeyedItems, sample: int) -> tuple[str, list[Any]]:
 
 
 def _parts(item: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Numbers and texts of an item by where they are in it; things of other kinds are left out."""
+    """Yield the numbers and texts of an item with their paths in it; other kinds are left out."""
     if isinstance(item, (list, tuple)) and item and all(type(entry) in (int, float) for entry in item):
         yield name, np.asarray(item)
     elif isinstance(item, Mapping):
@@ -129,10 +128,10 @@ def _digest(parts: Sequence[tuple[str, Any]]) -> str:
 
 
 def _sketch(parts: Sequence[tuple[str, Any]]) -> Iterator[list[Any]]:
-    """What is compared between machines, as JSON: of every part its place, kind, shape, some values and some means.
+    """Yield what is compared between machines, as JSON: each part's path, kind, shape, some values and some means.
 
-    Texts beside numbers are mostly the names of files, and those may lie elsewhere: they count where there is nothing
-    but texts, and then without the folder.
+    Texts beside numbers are mostly file names, and those may lie elsewhere: they count only in items that are all
+    texts, and then without the folder.
     """
     parts = sorted(parts, key=lambda part: part[0])
     numbers = [(name, part) for name, part in parts if isinstance(part, (Tensor, np.ndarray))]
@@ -151,7 +150,7 @@ Numbers = Tensor | np.ndarray[Any, Any]
 
 
 def _flat(part: Numbers) -> Numbers:
-    """Its numbers in a row, as they are: an item may be large, and many ranks look at one."""
+    """Return its numbers as one row, without copying: an item may be large, and many ranks read it."""
     if isinstance(part, Tensor):
         return (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
     if part.dtype.kind == "c":
@@ -160,7 +159,7 @@ def _flat(part: Numbers) -> Numbers:
 
 
 def _doubles(values: Numbers) -> np.ndarray[Any, Any]:
-    """Whole numbers as they are, others in double precision."""
+    """Return whole numbers unchanged, others in double precision."""
     if isinstance(values, Tensor):
         return (values.to(torch.float64) if values.is_floating_point() else values).cpu().numpy()
     return values.astype(np.float64) if values.dtype.kind == "f" else values
@@ -174,7 +173,7 @@ def _some(values: Numbers) -> list[Any]:
 
 
 def _means(values: Numbers) -> list[Any]:
-    """Of stretches: what is mostly zeros has nothing else to tell it by."""
+    """Return the means of stretches: data that is mostly zeros has nothing else to identify it."""
     if len(values) <= MOST_VALUES:
         return []
     split: Any = torch.tensor_split if isinstance(values, Tensor) else np.array_split
@@ -191,7 +190,7 @@ def _without_folder(text: str) -> str:
 
 
 def difference(one: Sequence[list[Any]], other: Sequence[list[Any]]) -> str:
-    """Where two sketches are of different samples, in words; empty if they may be of one."""
+    """Describe where two sketches are of different samples; empty if they may be of the same one."""
     for mine, yours in zip_longest(one, other):
         if mine is None or yours is None or mine[:2] != yours[:2] or len(mine[2]) != len(yours[2]):
             return "it holds other things"

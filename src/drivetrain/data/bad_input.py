@@ -1,4 +1,4 @@
-"""Collects what is wrong with the user's files, so that it is reported all at once, before anything is written."""
+"""Collects problems with the user's files, so that they are reported all at once, before anything is written."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a batch may be made of: tensors in any nesting of containers, and objects that know how to move themselves."""
+"""The contents of a batch: tensors in any nesting of containers, and objects with a `to` method."""
 
 import copy
 import dataclasses
@@ -20,9 +20,9 @@ class MicroBatch(NamedTuple):
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
-    """The same structure with every leaf changed.
+    """Return the same structure with `change` applied to every leaf.
 
-    Dictionaries, lists, tuples, named tuples and dataclasses are structure. What has a `to` of its own is a leaf,
+    Dictionaries, lists, tuples, named tuples and dataclasses are structure. An object with a `to` method is a leaf,
     whatever it is besides: a packed sequence is a named tuple, parts of which must stay on the host.
     """
     if isinstance(batch, Tensor) or (hasattr(batch, "to") and not isinstance(batch, type)):
@@ -45,17 +45,17 @@ def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The same structure with every tensor changed."""
+    """Return the same structure with `change` applied to every tensor."""
     return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def pinned(batch: Any) -> Any:
-    """The same batch in page-locked memory, as far as its parts can be."""
+    """Return the same batch in page-locked memory, as far as its parts can be."""
     return map_leaves(lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf, batch)
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """A leaf on the device. The copy of pinned memory does not wait."""
+    """Move a leaf to the device. The copy from pinned memory does not wait."""
     if isinstance(leaf, Tensor):
         return leaf.to(device, non_blocking=True)
     if not hasattr(leaf, "to"):
@@ -67,21 +67,21 @@ def moved(leaf: Any, device: torch.device) -> Any:
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """The same batch on the device, copied by the stream that computes."""
+    """Copy a batch to the device on the current stream."""
     if device.type == "cpu" and not channels_last:
         return batch
     return map_leaves(lambda leaf: in_format(moved(leaf, device), channels_last), batch)
 
 
 def in_format(leaf: Any, channels_last: bool) -> Any:
-    """Images (floating, four dimensions) with their channels innermost, if so wanted. The values stay."""
+    """Put images (floating, four dimensions) into channels-last layout, if asked to. The values stay."""
     if channels_last and isinstance(leaf, Tensor) and leaf.dim() == 4 and leaf.is_floating_point():
         return leaf.contiguous(memory_format=torch.channels_last)
     return leaf
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Every leaf of a batch or an item, in order."""
+    """Yield every leaf of a batch or an item, in order."""
     if isinstance(batch, Mapping):
         for value in batch.values():
             yield from leaves(value)

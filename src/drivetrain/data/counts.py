@@ -1,4 +1,4 @@
-"""Counts of what a batch holds: labels that are not ignored, mask entries, lengths, elements.
+"""Counts of a batch's items: labels that are not ignored, mask entries, lengths, elements.
 
 A loss that is a mean over tokens divides by one of these. `candidates` lists those that a batch offers; a `Count` is a
 value that survives JSON, so that a run can record by which one it weights its loss.
@@ -22,7 +22,7 @@ Path = tuple[str | int, ...]
 
 
 class Count(Value):
-    """How many items of a batch's tensor a loss may average over."""
+    """The number of items of a batch's tensor that a loss may average over."""
 
     path: Path  # to the tensor: keys, positions, field names
     kind: Literal["unequal", "sum", "numel"]
@@ -30,7 +30,7 @@ class Count(Value):
     part: Part = "all"  # along the second dimension: next-token losses leave out the first label of each sample
 
     def of(self, batch: Any) -> Tensor:
-        """Count the items of a batch, as a tensor where the batch is: nobody waits for the device."""
+        """Count the items of a batch, as a tensor on its device, without waiting for the device."""
         tensor = _at(batch, self.path)
         if self.kind == "sum":
             total = tensor.sum(dtype=torch.float64 if tensor.is_floating_point() else torch.int64)
@@ -55,7 +55,7 @@ class Count(Value):
         return True
 
     def by_sample(self, batch: Any) -> Tensor:
-        """Count the items of each sample of a batch whose tensor has a row for each."""
+        """Count the items of each sample of a batch whose tensor has one row per sample."""
         tensor = _cut(_at(batch, self.path), "all" if self.kind == "sum" else self.part)
         rows = tensor.reshape(len(tensor), -1)
         if self.kind == "sum":
@@ -89,14 +89,14 @@ def candidates(batch: Any) -> list[Count]:
 
 
 def _rank(count: Count) -> tuple[int, int]:
-    """Labels before masks, masks before lengths, lengths before shapes; named labels before other tensors."""
+    """Rank labels before masks, masks before lengths, lengths before shapes; named labels before other tensors."""
     kind = {"unequal": 0 if count.ignored == IGNORE_INDEX else 1, "sum": 2, "numel": 3}[count.kind]
     is_label = any(isinstance(key, str) and ("label" in key or "target" in key) for key in count.path)
     return kind, 0 if is_label else 1
 
 
 def _ignored_values(tensor: Tensor) -> list[int]:
-    """Values that may mark positions to leave out."""
+    """Return the values that may mark positions to leave out."""
     if tensor.is_floating_point():
         return [0, 1] if tensor.dim() <= 2 and bool(((tensor == 0) | (tensor == 1)).all()) else []
     if tensor.dtype is torch.bool:
@@ -109,7 +109,7 @@ def _ignored_values(tensor: Tensor) -> list[int]:
 
 
 def _may_be_lengths(tensor: Tensor) -> bool:
-    """Lengths and sample weights: numbers from 0 on, one or a row of them for each sample."""
+    """Return whether it may hold lengths or sample weights: numbers from 0 on, one or a row of them per sample."""
     return tensor.dim() <= 2 and tensor.dtype is not torch.bool and bool((tensor >= 0).all())
 
 
@@ -148,7 +148,7 @@ def _at(batch: Any, path: Path) -> Tensor:
 
 
 def _in_words(path: Path) -> str:
-    """The tensor's name in the batch, as Python spells it."""
+    """Return the tensor's name in the batch, as Python spells it."""
     if not path:
         return "the batch"
     first, rest = path[0], path[1:]

@@ -1,9 +1,9 @@
-"""How a global batch is divided: over ranks, then into micro-steps. Only work is divided; what a step means is not.
+"""Divides a global batch over ranks, then into micro-steps. Only work is divided; what a step means is not.
 
 A step takes the next `global_batch` samples of the stream, the last of an epoch what is left. Each rank takes one
-contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. (A division
-that is fixed is cut first and shared out then: any number of ranks sees the same micro-batches.) All ranks run
-equally many micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
+contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. (A fixed
+division is cut first and then distributed: any number of ranks sees the same micro-batches.) All ranks run equally many
+micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
 
 A model that normalises over a batch cannot train on one sample. For it no slice and no micro-step has less than `least`
 samples, as long as the step has as many: a step that is too small for all ranks goes to the first ones.
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Steps that follow each other in one epoch, each of as many samples as its first, and none the epoch's last."""
+    """Consecutive steps of one epoch, each of as many samples as the first, and none the epoch's last."""
 
     first: Place
     num_steps: int
@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a run stands between two steps: what is done, and so what comes next."""
+    """The state of a run between two steps: the work that is done, and so what comes next."""
 
     step: int = 0
     epoch: int = 0
@@ -71,11 +71,11 @@ class Position(NamedTuple):
         return cls(step, found["epoch"], found["start"], found["state"]) if found else cls(step)
 
     def to_json(self) -> dict[str, Any]:
-        """The step aside, which a checkpoint knows by itself."""
+        """Return the fields except the step, which a checkpoint stores itself."""
         return {"epoch": self.epoch, "start": self.start, "state": self.state}
 
     def is_over(self, last_step: int | None, last_epoch: int | None) -> bool:
-        """Whether nothing comes next, if steps or epochs end here."""
+        """Return whether no step is left, if steps or epochs end here."""
         return (last_step is not None and self.step >= last_step) or (
             last_epoch is not None and self.epoch >= last_epoch
         )
@@ -83,7 +83,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """How `num_samples` per epoch are divided into steps, and steps over `world_size` ranks and micro-steps."""
+    """The division of `num_samples` per epoch into steps, and of steps over `world_size` ranks and micro-steps."""
 
     num_samples: int
     global_batch: int
@@ -105,7 +105,7 @@ class Division:
         return Place(step, epoch, start, self.num_samples, True)
 
     def rank_slice(self, place: Place, rank: int) -> tuple[int, int]:
-        """This rank's positions: contiguous, and together with the others' exactly the step's."""
+        """Return this rank's positions: contiguous, and together with the others' exactly the step's."""
         if self.is_fixed:
             parts = self._share(place, rank)
             return (parts[0].start, parts[-1].stop) if parts else (place.stop, place.stop)
@@ -115,18 +115,18 @@ class Division:
         return place.start + count * rank // num_ranks, place.start + count * last // num_ranks
 
     def _num_ranks(self, place: Place) -> int:
-        """How many have samples of this step, or may have."""
+        """Return the number of ranks that have samples of this step, or may have."""
         return self.world_size if self.least == 1 else max(1, min(self.world_size, place.num_samples // self.least))
 
     def largest_slice(self, place: Place) -> int:
-        """Of a step's slices."""
+        """Return the size of the largest of a step's slices."""
         if self.is_fixed:
             slices = (self.rank_slice(place, rank) for rank in range(self.world_size))
             return max(stop - start for start, stop in slices)
         return -(-place.num_samples // self._num_ranks(place))
 
     def num_micro_steps(self, place: Place) -> int:
-        """The same on every rank: as many as the largest slice needs."""
+        """Return the number of micro-steps, the same on every rank: as many as the largest slice needs."""
         if self.is_fixed:
             return max(1, -(-len(self._cut(place.start, place.stop)) // self.world_size))
         largest = self.largest_slice(place)
@@ -135,7 +135,7 @@ class Division:
         return max(1, -(-largest // self.micro_batch))
 
     def _cut(self, start: int, stop: int) -> list[MicroStep]:
-        """The micro-steps of a slice."""
+        """Cut a slice into micro-steps."""
         size, least = self.micro_batch, self.least
         found = [MicroStep(first, min(first + size, stop), 1) for first in range(start, stop, size)]
         if least > 1 and len(found) > 1 and found[-1].num_samples < least <= size:
@@ -148,9 +148,9 @@ class Division:
         return found
 
     def _share(self, place: Place, rank: int) -> list[MicroStep]:
-        """This rank's micro-steps where the step is cut before it is shared out.
+        """Return this rank's micro-steps where the step is cut before it is distributed.
 
-        The first rank always has some: what its samples leave in buffers, such as statistics, is everybody's.
+        The first rank always has some: the buffers that its samples update, such as statistics, are used by all ranks.
         """
         parts = self._cut(place.start, place.stop)
         return parts[-(-len(parts) * rank // self.world_size) : -(-len(parts) * (rank + 1) // self.world_size)]

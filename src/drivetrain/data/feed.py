@@ -1,10 +1,10 @@
-"""From the host to the device: the next micro-batch is copied while this one computes.
+"""Copies micro-batches from the host to the device: the next one is copied while the current one computes.
 
-Copies run on a stream of their own. The training stream waits for the copy it needs (an event, not the host), and the
+Copies run on a separate stream. The training stream waits for the copy it needs (an event, not the host), and the
 allocator is told that the training stream uses the memory, so that it is not given to a later copy too early.
 
-The next micro-batch is fetched before this one is handed out, over the ends of steps and epochs. So all that fetching
-draws at random is drawn before the model's generators are set for the step, as it is without a feed.
+The next micro-batch is fetched before the current one is yielded, across the ends of steps and epochs. So all random
+draws of fetching happen before the model's generators are set for the step, as they do without a feed.
 """
 
 import itertools
@@ -22,20 +22,20 @@ Steps = Iterator[tuple[Step, Iterable[MicroBatch]]]
 
 
 class Feed(Protocol):
-    """Gets steps, each with its micro-batches, and yields the same with their data where it is needed."""
+    """Takes steps, each with its micro-batches, and yields the same with their data where it is needed."""
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]: ...
 
 
 class NoFeed:
-    """The data is where it is needed."""
+    """Passes steps through: the data is where it is needed."""
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
         return steps
 
 
 class HostFeed:
-    """On a CPU, images with their channels innermost."""
+    """Puts images on a CPU into channels-last layout."""
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
         for step, micro_batches in steps:
@@ -47,7 +47,7 @@ class HostFeed:
 
 
 class _Copied(NamedTuple):
-    """A micro-batch whose copy has begun."""
+    """A micro-batch whose copy has been enqueued."""
 
     micro: MicroBatch
     tensors: list[Tensor]  # on the device, filled by the side stream
@@ -56,7 +56,7 @@ class _Copied(NamedTuple):
 
 
 class DeviceFeed:
-    """To a GPU, on a side stream."""
+    """Copies micro-batches to a GPU on a side stream."""
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
@@ -97,7 +97,7 @@ class DeviceFeed:
 
 
 class ResidentFeed:
-    """From columns on the device: each micro-batch is gathered when its turn comes, by the stream that computes."""
+    """Gathers each micro-batch from columns on the device when its turn comes, on the training stream."""
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
@@ -126,7 +126,7 @@ Begun = TypeVar("Begun")
 
 
 class _Failure(NamedTuple):
-    """What fetching the next micro-batch raised."""
+    """The error that fetching the next micro-batch raised."""
 
     error: Exception
 
@@ -134,9 +134,9 @@ class _Failure(NamedTuple):
 def one_ahead(
     steps: Steps[Step], begin: Callable[[MicroBatch], Begun], finish: Callable[[Begun], MicroBatch]
 ) -> Steps[Step]:
-    """The same steps; each micro-batch is begun before the one before it is handed out.
+    """Yield the same steps; each micro-batch is begun before the previous one is yielded.
 
-    What fetching the next one raises is raised when its turn comes: the steps before it are not lost.
+    An error in fetching the next one is raised when its turn comes: the steps before it are not lost.
     """
     begun = ((step, begin(micro), micro.is_last) for step, micro_batches in steps for micro in micro_batches)
     waiting: list[tuple[Step, Begun, bool] | _Failure] = []  # one, or none at the end

@@ -1,4 +1,4 @@
-"""The random generators that a data set holds, and whether something drew from them."""
+"""Finds the random generators that a dataset holds, and detects whether something drew from them."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Reading plants states in the global generators; afterwards they are where they were."""
+    """Restore the global generators on exit: reading plants states in them."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -26,10 +26,10 @@ def global_generators_kept() -> Iterator[None]:
 
 
 class Generators:
-    """The generators that objects hold: in attributes, containers, closures, and in what their functions name.
+    """The generators that objects hold: in attributes, containers, closures, and in the globals their functions name.
 
-    Not all that there may be; but an augmentation with a generator of its own, used for a few items only, is found
-    here where reading some items twice would not.
+    The search is not complete; but an augmentation with a private generator, used for a few items only, is found here
+    where reading some items twice would not show it.
     """
 
     MOST_OBJECTS = 5000
@@ -58,7 +58,7 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Whoever draws from them inside: afterwards they are where they were."""
+        """Restore the generators on exit, whatever draws from them inside."""
         setters = [_setter(generator) for generator in self._found]
         try:
             yield
@@ -93,7 +93,7 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 def _named_by(function: Any) -> list[Any]:
-    """What a function closes over, and the generators and functions among the globals that it names."""
+    """Return a function's closure, and the generators and functions among the globals that it names."""
     found = []
     for cell in function.__closure__ or ():
         try:
@@ -122,7 +122,7 @@ def _state(generator: Any) -> Any:
 
 
 def _setter(generator: Any) -> Callable[[], None]:
-    """Puts a generator back to where it is now."""
+    """Return a function that restores a generator to its present state."""
     if isinstance(generator, random.SystemRandom):
         return lambda: None
     if isinstance(generator, np.random.Generator):

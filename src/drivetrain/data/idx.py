@@ -1,4 +1,4 @@
-"""Files of arrays in the IDX format, as the handwritten digits of MNIST come, compressed or not."""
+"""Reads arrays in the IDX format, as the handwritten digits of MNIST come, compressed or not."""
 
 import gzip
 import math
@@ -15,7 +15,7 @@ _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E:
 
 
 def read_idx(path: Path) -> Tensor:
-    """The array of a file: two zero bytes, its type, how many dimensions, each of them, then its elements."""
+    """Read the array of a file: two zero bytes, its type, the number of dimensions, each of them, then its elements."""
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":

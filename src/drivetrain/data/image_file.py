@@ -1,4 +1,4 @@
-"""Decodes image files of the user's. One that does not decode is collected, not replaced."""
+"""Decodes the user's image files. One that does not decode is collected, not replaced."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,8 +1,8 @@
-"""Items of a data set, with their randomness keyed by (seed, epoch, sample).
+"""Items of a dataset, with their randomness keyed by (seed, epoch, sample).
 
 An item that draws from Python's, numpy's or torch's global generator gets the same numbers whichever process fetches
 it, in whatever order, before or after a restart. Items that do not draw are not reseeded one by one: a planted state
-tells after each batch whether anything was drawn, and only then is the batch fetched again, keyed.
+shows after each batch whether anything was drawn, and only then is the batch fetched again, keyed.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _PLANT = 0x5EED
 
 
 def seed_all(key: int) -> None:
-    """Set all three global generators. About 9 µs, against 170 µs for `torch.manual_seed`, which also visits GPUs."""
+    """Seed all three global generators. About 9 µs, against 170 µs for `torch.manual_seed`, which also visits GPUs."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key >> 1)
@@ -49,7 +49,7 @@ _UNTOUCHED = _after_plant()
 
 
 def draws_anything(action: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether an action draws from a global generator, and what it returned."""
+    """Return whether an action draws from a global generator, and its result."""
     seed_all(_PLANT)
     result = action()
     return _next_draws() != _UNTOUCHED, result
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 
 class Draws(NamedTuple):
-    """Which global generators something was seen to draw from."""
+    """The global generators that an action was seen to draw from."""
 
     python: bool  # or numpy's
     torch: bool  # the CPU's or the device's
@@ -69,7 +69,7 @@ DRAWS_FROM_ALL = Draws(python=True, torch=True)
 
 
 def what_draws(action: Callable[[], Result], device: torch.device) -> tuple[Draws, Result]:
-    """Which generators an action draws from, and what it returned."""
+    """Return the generators that an action draws from, and its result."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     seed_all(_PLANT)
     before = generator.get_state()
@@ -84,7 +84,7 @@ class ItemError(DrivetrainError):
 
 
 class KeyedItems(Dataset[Any]):
-    """A map-style data set whose items are fetched in batches of (epoch, sample)."""
+    """A map-style dataset whose items are fetched in batches of (epoch, sample)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -109,7 +109,7 @@ class KeyedItems(Dataset[Any]):
         return self._fetch(sample)
 
     def _fetch_all(self, samples: list[Any]) -> list[Any]:
-        """At once where the data set has a way to; one by one after an error, to name the item that raised it."""
+        """Fetch all at once where the dataset can; one by one after an error, to name the item that raised it."""
         if self._fetches_many:
             try:
                 items = list(self.dataset.__getitems__(samples))
@@ -135,7 +135,7 @@ class KeyedItems(Dataset[Any]):
 
 
 def spread_over(num_samples: int, at_most: int) -> list[int]:
-    """Numbers of a few samples: the first, the last, and some between."""
+    """Return the numbers of a few samples: the first, the last, and some between."""
     count = min(at_most, num_samples)
     return [round(number * (num_samples - 1) / max(1, count - 1)) for number in range(count)]
 
@@ -145,7 +145,7 @@ def _number_of(sample: Any) -> int:
 
 
 class Collated:
-    """A collate function whose errors say what they are about."""
+    """A collate function whose errors tell what they are about."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
@@ -189,7 +189,7 @@ GATHERED = {
 
 
 def gathers(dataset: Any, collate: Collate) -> bool:
-    """Whether batches can be taken from tensors at once: the same bits as fetching item by item, without the loop."""
+    """Return whether batches can be gathered from tensors: bitwise as fetching item by item, without the loop."""
     if type(dataset) not in (TensorDataset, Columns) or collate is not default_collate:
         return False
     tensors = dataset.tensors.values() if isinstance(dataset, Columns) else dataset.tensors
@@ -197,7 +197,10 @@ def gathers(dataset: Any, collate: Collate) -> bool:
 
 
 def gather(dataset: TensorDataset | Columns, samples: Tensor, *, pin_memory: bool = False) -> Any:
-    """`tensor[samples]` would wake all threads for a small batch: 0.2 to 17 ms of a step on a machine with 16 cores."""
+    """Gather a batch without indexing by `tensor[samples]`, which wakes all threads even for a small batch.
+
+    That takes 0.2 to 17 ms of a step on a machine with 16 cores.
+    """
     rows = _pinned_rows if pin_memory else _rows
     if isinstance(dataset, Columns):
         return {name: rows(tensor, samples) for name, tensor in dataset.tensors.items()}
@@ -216,7 +219,7 @@ def _pinned_rows(tensor: Tensor, samples: Tensor) -> Tensor:
 
 
 def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
-    """What stands in the way of exact repetition, found by fetching two items twice."""
+    """Return what prevents exact repetition, found by fetching two items twice."""
     found = []
     samples = range(min(2, len(items)))
     first, second = ([items.keyed(0, sample) for sample in samples] for _ in range(2))
@@ -236,7 +239,7 @@ def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two items hold the same numbers. Things that cannot be compared count as the same."""
+    """Return whether two items hold the same numbers. Things that cannot be compared count as the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):

@@ -1,8 +1,8 @@
-"""From an order to batches: each rank's micro-batches of each step, from any step on.
+"""Turns an order into batches: each rank's micro-batches of each step, from any step on.
 
-There is one pass for the whole job: workers live until its end and fetch ahead over the ends of epochs. Where our own
-order starts is a step's number, so resuming it needs no state and no replay. Every strategy gets its data here; there
-is no way round it.
+There is one pass for the whole job: workers live until its end and prefetch across the ends of epochs. The keyed order
+starts at a step's number, so resuming it needs no state and no replay. Every strategy gets its data here, without
+exception.
 """
 
 import multiprocessing
@@ -54,7 +54,7 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The steps of one rank, up to a last step or epoch. Travels to a worker where items are read there."""
+    """The steps of one rank, up to a last step or epoch. Sent to a worker where items are read there."""
 
     order: SampleStream | ReadOrder
     division: Division
@@ -70,12 +70,12 @@ class RankSteps:
 
     @property
     def end(self) -> int | None:
-        """Of our own order: the step that is not done any more."""
+        """The step at which the keyed order ends, not included; None without an end."""
         by_epochs = None if self.last_epoch is None else self.last_epoch * self.division.steps_per_epoch
         return min((end for end in (self.last_step, by_epochs) if end is not None), default=None)
 
     def without_contents(self, following: Callable[[], int] | None = None) -> Iterator[RankStep]:
-        """Of our own order. `following` says which step comes next, where some may have been passed over."""
+        """Yield the steps of the keyed order. `following` returns the next step, where some may have been skipped."""
         division, rank, end, step = self.division, self.rank, self.end, self.start.step
         while end is None or step < end:
             place = division.place(step)
@@ -106,9 +106,9 @@ CountAhead = Callable[[int, list[MicroBatch]], None]
 
 
 class Loader:
-    """The batches of one rank. `batches(first_step, last_step)` yields each step's place and its micro-batches.
+    """Yields the batches of one rank: `batches(first_step, last_step)` yields each step's place and its micro-batches.
 
-    `position` is where the run stands behind the step that was yielded last, whatever was fetched ahead.
+    `position` is that of the run after the step that was yielded last, whatever was prefetched.
     """
 
     def __init__(
@@ -169,13 +169,13 @@ class Loader:
 
     @property
     def path_in_words(self) -> str:
-        """How samples reach the device."""
+        """A description of how samples reach the device."""
         if self.resident is not None:
             return f"resident on {self.resident.device}: {in_words(self.resident.num_bytes)}, gathered there"
         return f"{self._num_workers} worker processes" if self._num_workers else "in the training process"
 
     def warn_if_inexact(self) -> list[str]:
-        """Say once what stands in the way of exact repetition."""
+        """Warn once of what prevents exact repetition."""
         if self.items is None or gathers(self.source.dataset, self._collate):
             return []
         try:
@@ -198,7 +198,7 @@ class Loader:
         )
 
     def alike(self) -> Stretch | None:
-        """Steps behind the one that was yielded last that find their samples where its own end, if there are any."""
+        """Return the next steps whose samples follow those of the last step in the window; None if there are none."""
         numbers, behind, division = self._numbers, self._behind, self.division
         if numbers is None or behind is None or behind.place.ends_epoch or division.world_size > 1:
             return None
@@ -212,26 +212,26 @@ class Loader:
         return Stretch(first, count, start) if count > 0 else None
 
     def pass_over(self, stretch: Stretch) -> None:
-        """Of `alike`: these steps are under way, and are not yielded."""
+        """Skip the steps of a stretch from `alike`: they are in flight, and are not yielded."""
         assert self._numbers is not None
         place = stretch.last
         self._numbers.pass_over(stretch.num_steps * place.num_samples)
         self._behind = RankStep(place, self.division.micro_steps(place, self.rank), [])
 
     def samples_of(self, place: Place) -> list[int]:
-        """The samples of a whole step of our own order, all ranks together."""
+        """Return the samples of a whole step of the keyed order, all ranks together."""
         found: list[int] = self._stream.samples(place.epoch, place.start, place.stop).tolist()
         return found
 
     def micro_batch(self, place: Place, number: int) -> MicroBatch:
-        """One micro-batch of our own order by itself, fetched in this process."""
+        """Fetch one micro-batch of the keyed order by itself, in this process."""
         part = (parts := self.division.micro_steps(place, self.rank))[number]
         content = self._stream.samples(place.epoch, part.start, part.stop)
         return _micro_batch(self._fetch(place, content), parts, number)
 
     @property
     def from_memory(self) -> Callable[[torch.Tensor], Any] | None:
-        """A function from sample numbers to their batch, where all samples are in memory as tensors."""
+        """Return a function from sample numbers to their batch, where all samples are in memory as tensors."""
         dataset, resident = self.source.dataset, self.resident
         if resident is not None:
             return lambda numbers: resident.gather(numbers.to(resident.device))
@@ -244,9 +244,9 @@ class Loader:
         return self._order
 
     def first(self, last_step: int | None = None, last_epoch: int | None = None) -> MicroBatch:
-        """A micro-batch to try a model out on.
+        """Return a micro-batch to try a model out on.
 
-        What has to be read is read once: the first step gets it again, and so the trial gets a copy.
+        Data that has to be read is read once: the first step gets it again, and so the trial gets a copy.
         """
         if self.source.is_keyed:
             return self.micro_batch(self.division.place(0), 0)
@@ -266,7 +266,7 @@ class Loader:
     def batches(
         self, first_step: int, last_step: int | None, last_epoch: int | None = None
     ) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
-        """Every step from `first_step` up to `last_step` or `last_epoch`, which are not included."""
+        """Yield every step from `first_step` up to `last_step` or `last_epoch`, which are not included."""
         if self.source.is_keyed:
             self._position, self._behind = Position(first_step, self.division.place(first_step).epoch), None
         elif self.position.step != first_step:
@@ -316,7 +316,7 @@ class Loader:
                 yield step, self._one_by_one(step)
 
     def _of_resident(self, steps: RankSteps, resident: Resident) -> Fetched:
-        """Nothing is fetched: each micro-batch says which rows it is, and is gathered when its turn comes."""
+        """Yield steps without fetching: each micro-batch refers to its rows, and is gathered when its turn comes."""
         if not isinstance(steps.order, SampleStream):
             yield from ((step, self._read_rows(step, resident)) for step in steps)
             return
@@ -350,7 +350,7 @@ class Loader:
 
     @staticmethod
     def _taken_from(workers: Iterator[Any], keys: "_Keys") -> Fetched:
-        """Workers give micro-batches in order; where items are read by a worker, it says which step each belongs to."""
+        """Yield what workers deliver, in order; where a worker reads the items, it says which step each belongs to."""
         for first in workers:
             step = first.step if isinstance(first, _Read) else keys.given.popleft()
             following = chain([first], islice(workers, len(step.parts) - 1))
@@ -403,7 +403,7 @@ class Loader:
         """End the workers now.
 
         Left to the garbage collector after an error, they would outlive the run for a while, and Python 3.12 would
-        close their pipes twice and say so in a traceback.
+        close their pipes twice and print a traceback.
         """
         workers, self._workers, self._begun = self._workers, None, None
         if self._numbers is not None:
@@ -419,7 +419,10 @@ def _micro_batch(batch: Any, parts: list[MicroStep], number: int) -> MicroBatch:
 
 
 def _are_rows(content: Content, num_rows: int) -> bool:
-    """A sampler may hand out keys of any kind, even numbers from the end: those only the data set understands."""
+    """Return whether the content is row numbers.
+
+    A sampler may yield keys of any kind, even negative numbers: those only the dataset understands.
+    """
     if isinstance(content, np.ndarray):
         return True  # of our own order
     return all(isinstance(sample, int) and 0 <= sample < num_rows for sample in content)
@@ -430,7 +433,7 @@ def _as_list(content: Content) -> list[Any]:
 
 
 class _Keys:
-    """The (epoch, sample) keys of each micro-batch of this rank, for torch's loader; and which steps were given out."""
+    """The (epoch, sample) keys of each micro-batch of this rank, for torch's DataLoader; and the steps handed out."""
 
     def __init__(self, steps: RankSteps) -> None:
         self._steps = steps
@@ -451,7 +454,7 @@ class _Read(NamedTuple):
 
 
 class _ReadByWorker(IterableDataset[Any]):
-    """Reads in the one worker of a rank what can only be iterated."""
+    """Reads iterable data in the one worker of a rank."""
 
     def __init__(self, steps: RankSteps, collate: Callable[[list[Any]], Any]) -> None:
         self._steps, self._collate = steps, collate
@@ -472,7 +475,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _in_own_words(workers: Iterator[Any]) -> Iterator[Any]:
-    """An error of ours from a worker as it was raised there, without torch's words around it."""
+    """Raise a worker's DrivetrainError as it was raised there, without torch's text around it."""
     try:
         yield from workers
     except DrivetrainError as error:
@@ -488,7 +491,10 @@ def _start_method(source: Source) -> str:
 
 
 def _cannot_be_found_by_workers(source: Source, collate: Collate) -> str:
-    """In a notebook, what is defined there exists only there: workers that are not forked would die looking for it."""
+    """Return why workers cannot find the dataset or the collate function; empty if they can.
+
+    Definitions of a notebook exist only there: workers that are not forked would die looking for them.
+    """
     method = _start_method(source)
     if method == "fork" or hasattr(sys.modules["__main__"], "__file__"):
         return ""

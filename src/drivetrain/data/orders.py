@@ -1,7 +1,7 @@
-"""Orders that somebody else makes, and that have to be read: a sampler's, or that of data which can only be iterated.
+"""Orders from elsewhere, which have to be read: a sampler's, or that of iterable data.
 
-As with our own, which is a formula (`stream`), there is one order for the whole world. Every rank reads all of it and
-takes its slices, so nothing comes twice and nothing is missed, for any number of ranks and workers.
+As with the keyed order, which is a formula (`stream`), there is one order for the whole world. Every rank reads all of
+it and takes its slices, so nothing comes twice and nothing is missed, for any number of ranks and workers.
 """
 
 import hashlib
@@ -33,28 +33,28 @@ Content = Indices | Sequence[Any]  # samples by number, or by whatever key a sam
 
 
 class Portion(NamedTuple):
-    """One step of an order: its place, what stands there for all ranks, and where the run is after it."""
+    """One step of an order: its place, its entries for all ranks, and the position of the run after it."""
 
     place: Place
     entries: Sequence[Any]
     after: Position
 
     def cut(self, start: int, stop: int) -> Sequence[Any]:
-        """What stands at some positions of the epoch, all of this step."""
+        """Return the entries at some positions of the epoch, all of this step."""
         return self.entries[start - self.place.start : stop - self.place.start]
 
 
 class Entries(Protocol):
-    """What is read one by one: a sampler's samples, its batches of them, or the items themselves."""
+    """The entries that are read one by one: a sampler's samples, its batches of them, or the items themselves."""
 
     def begin(self, epoch: int, start: int, state: Any) -> Iterator[Any]:
-        """An epoch, from `start` samples on."""
+        """Begin an epoch, from `start` samples on."""
 
     def state(self) -> Any:
-        """What `begin` needs to go on behind the entry that was read last; None if it reads from the beginning."""
+        """Return what `begin` needs to continue after the entry read last; None if it reads from the beginning."""
 
     def nothing(self, epoch: int) -> DrivetrainError:
-        """For an epoch without entries."""
+        """Return the error for an epoch without entries."""
 
 
 class ReadOrder:
@@ -66,7 +66,7 @@ class ReadOrder:
         self._least = self._global_batch if drop_last else 1
 
     def steps(self, position: Position) -> Iterator[Portion]:
-        """From a position on, without end."""
+        """Yield the steps from a position on, without end."""
         step, epoch, start, state = position
         while True:
             ahead = _Ahead(self._entries.begin(epoch, start, state))
@@ -91,7 +91,7 @@ class ReadOrder:
 
 
 class _Ahead:
-    """Looks ahead in an iterator. What it raises while one looks is raised when its turn comes, not before."""
+    """Looks ahead in an iterator. An error raised while looking ahead is raised when its turn comes, not before."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -110,7 +110,7 @@ class _Ahead:
         return len(self._seen) >= count or self._error is not None
 
     def take(self, count: int) -> list[Any]:
-        """That many, or as many as there are."""
+        """Return the next `count` entries, or as many as are left."""
         self.has(count)
         if len(self._seen) < count and self._error is not None:
             raise self._error
@@ -118,9 +118,9 @@ class _Ahead:
 
 
 class SamplerEntries:
-    """A sampler of somebody's own, with everything that it draws keyed by (seed, epoch): alike on every rank.
+    """A user's sampler, with all its random draws keyed by (seed, epoch): equal on every rank.
 
-    It is read some way ahead, and what it draws is kept apart from what everything else draws.
+    It is read some way ahead, and its draws are kept apart from all others.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int, *, in_batches: bool = False) -> None:
@@ -156,7 +156,10 @@ class SamplerEntries:
             torch.set_rng_state(drawn[2])
 
     def largest_batch(self) -> int | None:
-        """Of the first batches of an epoch, drawn by a key: the same in every process. None if there is none."""
+        """Return the size of the largest of an epoch's first batches; None if there is none.
+
+        The batches are drawn by a key: the same in every process.
+        """
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             return max(map(len, itertools.islice(self._read(0), _READ_AHEAD)), default=None)
@@ -176,7 +179,7 @@ class SamplerEntries:
 
 
 def _plain(sample: Any) -> Any:
-    """A whole number as Python's own, whatever it came as; a key of another kind as it is."""
+    """Return a whole number of any type as an int; a key of another kind unchanged."""
     return operator.index(sample) if hasattr(sample, "__index__") else sample
 
 
@@ -185,7 +188,7 @@ def _plain_batch(samples: Iterable[Any]) -> list[Any]:
 
 
 class ItemEntries:
-    """A data set that can only be iterated, with what each item draws keyed by (seed, epoch, position)."""
+    """An iterable dataset, with each item's random draws keyed by (seed, epoch, position)."""
 
     def __init__(self, dataset: Iterable[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -249,7 +252,7 @@ def has_state(dataset: Any) -> bool:
 
 
 def is_iterator(data: Any) -> bool:
-    """Whether it is used up by reading it: a generator, a file, a map."""
+    """Return whether reading uses it up: a generator, a file, a map."""
     return hasattr(data, "__next__")
 
 
@@ -262,7 +265,10 @@ def _item_error(position: int, epoch: int, error: Exception) -> ItemError:
 
 
 def refuse_unequal_orders(mark: str, world: World) -> None:
-    """Collective. Ranks that read different data would train on parts of it, some twice and some never."""
+    """Raise unless all ranks read the same order; a collective call.
+
+    Ranks that read different data would train on parts of it, some twice and some never.
+    """
     marks = world.gather(mark)
     if len(set(marks)) > 1:
         raise DrivetrainError(
@@ -274,7 +280,7 @@ def refuse_unequal_orders(mark: str, world: World) -> None:
 
 
 def fingerprint(entries: Sequence[Any]) -> str:
-    """The same for the same entries: a check that all ranks read the same order."""
+    """Return a mark that is equal for equal entries: a check that all ranks read the same order."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in leaves(entries):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":

@@ -1,7 +1,7 @@
-"""From a map-style data set to its resident form, or the reason why there is none.
+"""Turns a map-style dataset into its resident form, or gives the reason why it cannot be.
 
-Being resident is only right for items that are the same every time. So every item is read under the eyes of the
-generators, some are read twice more, and what speaks against it is said in words.
+Only items that are the same every time may be resident. So every item is read while the generators are watched, some
+are read twice more, and any obstacle is reported as text.
 """
 
 import time
@@ -41,7 +41,7 @@ class NotResidentError(DrivetrainError):
 
 
 class Probed(NamedTuple):
-    """What a few items tell of a data set."""
+    """The findings of reading a few items of a dataset."""
 
     why_not: str  # it cannot be resident; empty if nothing speaks against it
     num_bytes: int | None  # that it takes; None if it cannot be
@@ -56,7 +56,7 @@ def probed(source: Source, collate: Collate, limit_bytes: float) -> Probed:
 
 
 def why_not_resident(source: Source, collate: Collate, limit_bytes: float) -> str:
-    """The reason why a data set cannot be resident, as far as a few items tell; empty if nothing speaks against it."""
+    """Return why a dataset cannot be resident, as far as a few items show; empty if there is no obstacle."""
     return probed(source, collate, limit_bytes).why_not
 
 
@@ -70,7 +70,7 @@ def make_resident(
     num_workers: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Resident:
-    """Every item is read once, by worker processes if so wanted. Raises a NotResidentError with the reason."""
+    """Read every item once, by worker processes if asked to. Raises a NotResidentError with the reason."""
     with global_generators_kept():
         probes = _Probes(source, collate, limit_bytes)
         try:
@@ -85,7 +85,7 @@ def make_resident(
 
 
 class _Probes:
-    """What a few items tell. Raises a NotResidentError with what speaks against it."""
+    """Reads a few items to find obstacles. Raises a NotResidentError with the reason."""
 
     def __init__(self, source: Source, collate: Collate, limit_bytes: float) -> None:
         dataset = source.dataset
@@ -140,7 +140,10 @@ class _Probes:
         return item
 
     def _read_twice(self) -> Any:
-        """The probes as a batch. Each is stacked by itself when first read, so that memory used again shows as well."""
+        """Return the probes as a batch.
+
+        Each is stacked by itself when first read, so that reused memory shows as well.
+        """
         before = self.generators.states()
         alone = [_stacked([self._read(sample)]) for sample in self.samples]
         items = [self._read(sample) for sample in self.samples]
@@ -159,7 +162,7 @@ class _Probes:
         return batch
 
     def _compare(self, collate: Collate) -> None:
-        """A collate function of one's own may do nothing but stack."""
+        """Check that a user's collate function does nothing but stack."""
         name = getattr(collate, "__name__", type(collate).__name__)
         items = [self._read(sample) for sample in self.samples]
         for count in sorted({1, 2, len(items)}):
@@ -204,7 +207,7 @@ def _problem_with(leaf: Any) -> str:
 
 
 def signature_of(item: Any) -> Any:
-    """Kinds, types and shapes of an item: what has to be alike for a batch of them to be rows of one tensor."""
+    """Return kinds, dtypes and shapes of an item, which must be equal for a batch to be rows of one tensor."""
     if isinstance(item, Tensor):
         return (type(item), item.dtype, tuple(item.shape))
     if isinstance(item, np.ndarray):
@@ -243,7 +246,7 @@ def _shape_words(signature: Any) -> str:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two batches are the same to the bit: structure, types, shapes, layout in memory, and every number."""
+    """Return whether two batches are bitwise equal: structure, types, shapes, memory layout, and every number."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -260,7 +263,7 @@ def identical(one: Any, other: Any) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A NaN is equal to itself here, and 0 is not -0."""
+    """View a tensor as bits, so that a NaN equals itself and 0 differs from -0."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
@@ -268,14 +271,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """Items that follow each other, stacked; or why there are none."""
+    """Consecutive items, stacked; or the reason why there are none."""
 
     batch: Any
     problem: str = ""
 
 
 class _Chunks(Dataset[_Chunk]):
-    """The data set in pieces. What is wrong is returned, not raised: it comes back from a worker as it is."""
+    """The dataset in chunks. Problems are returned, not raised: so they come back from a worker unchanged."""
 
     def __init__(self, dataset: Any, num_samples: int, size: int, signature: Any, first: int) -> None:
         self._items, self._num_samples, self._size = KeyedItems(dataset, 0), num_samples, size

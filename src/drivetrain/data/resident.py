@@ -1,7 +1,7 @@
-"""A map-style data set as columns: one tensor per leaf of its items, a row per sample, on the device.
+"""A map-style dataset as columns: one tensor per leaf of its items, a row per sample, on the device.
 
 Batches are gathered there, in the order of the sample stream, with the same bits as fetching items and stacking them.
-`reading` makes one, and says of a data set why it cannot.
+`reading` makes one, or says why a dataset cannot be one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _CHANNELS_INNERMOST, _AND_BACK = (0, 2, 3, 1), (0, 3, 1, 2)
 
 @dataclass(frozen=True)
 class Column:
-    """One leaf of all items. `rows` is how it lies in memory: images perhaps with their channels innermost."""
+    """One leaf of all items. `rows` is its memory layout: images are perhaps channels-last."""
 
     rows: Tensor
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class Column:
 
     @classmethod
     def empty(cls, num_rows: int, like: Tensor, device: torch.device, *, channels_last: bool) -> "Column":
-        """For rows like those of a batch."""
+        """Allocate a column for rows like those of the batch `like`."""
         is_permuted = _turns(like, channels_last)
         shape = (like.permute(_CHANNELS_INNERMOST) if is_permuted else like).shape
         rows = torch.empty((num_rows, *shape[1:]), dtype=_stored(like.dtype), device=device)
@@ -39,7 +39,7 @@ class Column:
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device, *, channels_last: bool) -> "Column":
-        """A tensor as it is, if it is there already."""
+        """Make a column of a tensor, without a copy if it is on the device and in the right layout already."""
         is_permuted = _turns(tensor, channels_last)
         rows = tensor.detach().to(device)
         rows = rows.permute(_CHANNELS_INNERMOST).contiguous() if is_permuted else rows
@@ -58,7 +58,7 @@ class Column:
         return in_format(found, True) if self.turns_late else found
 
     def turned(self, channels_last: bool) -> "Column":
-        """The same, as it lies with channels innermost or not."""
+        """Return the same column in channels-last layout or not."""
         if not self.is_permuted and not _turns(self.rows.view(self.dtype), channels_last):
             return replace(self, turns_late=False)
         if self.is_permuted == channels_last:
@@ -87,7 +87,10 @@ def _stored(dtype: torch.dtype) -> torch.dtype:
 
 
 def _turns(batch: Tensor, channels_last: bool) -> bool:
-    """Whether the feed would turn such a batch; one channel, or one pixel, lies both ways at once, and stays."""
+    """Return whether the feed would change a batch's layout.
+
+    One channel, or one pixel, has both layouts at once, and stays.
+    """
     if batch.dim() != 4 or not batch.is_floating_point() or not channels_last:
         return False
     plain = torch.empty((1, *batch.shape[1:]), device="meta")
@@ -95,7 +98,7 @@ def _turns(batch: Tensor, channels_last: bool) -> bool:
 
 
 class Resident:
-    """The columns of a data set on a device."""
+    """The columns of a dataset on a device."""
 
     def __init__(
         self, columns: Sequence[Column], template: Any, device: torch.device, *, channels_last: bool = False
@@ -105,7 +108,7 @@ class Resident:
         self._plain = self._plain_rows()
 
     def _plain_rows(self) -> list[Tensor] | None:
-        """Where a gathered row is what is wanted as it is."""
+        """Return the columns' rows where a gathered row needs no conversion."""
         is_plain = all(
             column.rows.dtype is column.dtype and not (column.is_permuted or column.turns_late)
             for column in self.columns
@@ -113,7 +116,7 @@ class Resident:
         return [column.rows for column in self.columns] if is_plain else None
 
     def turn(self, channels_last: bool) -> None:
-        """Have batches with channels innermost, or not, from now on; one column after the other, to spare memory."""
+        """Have batches in channels-last layout, or not, from now on; one column after the other, to save memory."""
         if channels_last == self.channels_last:
             return
         self._plain = None
@@ -130,7 +133,7 @@ class Resident:
         return sum(column.rows.nbytes for column in self.columns)
 
     def gather(self, samples: Tensor, out: Any = None) -> Any:
-        """The batch of some samples, whose numbers are on the device: a kernel per column; the host does not wait.
+        """Gather the batch of samples whose numbers are on the device: one kernel per column; the host does not wait.
 
         With `out`, a batch of the same structure, shapes and layout, its tensors are filled and returned.
         """
@@ -142,29 +145,29 @@ class Resident:
         return map_leaves(lambda leaf: next(columns).gather_into(leaf, samples), out)
 
     def numbers(self, samples: Any) -> Tensor:
-        """Numbers of samples on the device. The copy does not make the host wait."""
+        """Copy sample numbers to the device. The copy does not make the host wait."""
         return self.on_host(samples).to(self.device, non_blocking=True)
 
     def on_host(self, samples: Any) -> Tensor:
-        """Numbers of samples, from where a copy to the device does not make the host wait."""
+        """Put sample numbers into memory from which a copy to the device does not make the host wait."""
         found = torch.as_tensor(samples, dtype=torch.int64)
         return found.pin_memory() if self.device.type == "cuda" else found
 
 
 class Window:
-    """The numbers of the samples of the steps that come next, on the device, and a place in them.
+    """The sample numbers of the next steps, on the device, and a place in them.
 
-    A recorded step reads from its place on and moves it by itself, so nothing has to be told to a replay that follows
-    another: what is given to the device between two of them would keep it from beginning the second at once.
+    A captured step reads from its place on and advances it by itself, so replays can follow each other without anything
+    enqueued between them, which would keep the device from starting the second at once.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.numbers = torch.zeros(length, dtype=torch.int64, device=device)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._place: int | None = 0  # what is on the device once it has done all that was given to it; None: who knows
+        self._place: int | None = 0  # its value once all enqueued work is done; None: unknown
 
     def fill(self, numbers: Tensor) -> None:
-        """With others; what was given to the device before still gets the old ones."""
+        """Fill the window with other numbers; work enqueued before still reads the old ones."""
         self.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def go_to(self, start: int) -> None:
@@ -173,7 +176,7 @@ class Window:
             self._place = start
 
     def passed(self, count: int) -> None:
-        """A replay was begun that moves the place so far."""
+        """Note that a replay was enqueued that advances the place by `count`."""
         assert self._place is not None
         self._place += count
 
@@ -181,14 +184,14 @@ class Window:
         self._place = None
 
     def chosen(self, offsets: Tensor) -> Tensor:
-        """The numbers at these distances from the place; part of what is recorded."""
+        """Return the numbers at these offsets from the place; captured in the graph."""
         return self.numbers.index_select(0, self.place + offsets)
 
 
 class Rows:
-    """Some samples of resident data that were not gathered yet: whoever needs the batch does it, where it needs it.
+    """Samples of resident data that were not gathered yet: the consumer gathers them where it needs the batch.
 
-    They are given by their numbers, or by where those are in a window.
+    They are given by their numbers, or by their place in a window.
     """
 
     __slots__ = ("_samples", "count", "resident", "start", "window")
@@ -216,7 +219,7 @@ class Rows:
 
 
 def _maker(template: Any) -> Callable[[list[Tensor]], Any]:
-    """From tensors to a batch, in the order of leaves; the usual structures without a walk through them."""
+    """Return a function that builds a batch from tensors, in leaf order; common structures need no traversal."""
     if isinstance(template, Tensor):
         return lambda tensors: tensors[0]
     if type(template) is list and all(isinstance(part, Tensor) for part in template):
@@ -236,7 +239,7 @@ def _maker(template: Any) -> Callable[[list[Tensor]], Any]:
 
 
 def in_memory(dataset: Any) -> Any:
-    """The columns of a data set that is made of tensors, as a batch of all its samples; None for any other."""
+    """Return the columns of a dataset made of tensors, as a batch of all its samples; None for any other."""
     if type(dataset) is TensorDataset:
         return list(dataset.tensors)
     if type(dataset) is Columns:
@@ -252,7 +255,7 @@ def in_memory(dataset: Any) -> Any:
 
 
 def num_bytes_in_memory(dataset: Any) -> int | None:
-    """Of a data set that is made of tensors; nothing is copied to find out."""
+    """Return the bytes of a dataset made of tensors, without copying it; None for any other."""
     if type(dataset) is Subset:
         inner = num_bytes_in_memory(dataset.dataset)
         return None if inner is None else inner * len(dataset) // max(1, len(dataset.dataset))  # type: ignore[arg-type]
@@ -261,7 +264,7 @@ def num_bytes_in_memory(dataset: Any) -> int | None:
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """In the order in which a batch is put together."""
+    """Return the leaves in the order in which a batch is built from them."""
     found: list[Any] = []
     map_leaves(found.append, batch)
     return found

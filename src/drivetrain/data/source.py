@@ -1,6 +1,6 @@
-"""What a job's data is: a data set, tensors, a list, something to iterate, or a DataLoader; and what was taken from it.
+"""Identifies a job's data: a dataset, tensors, a list, an iterable, or a DataLoader; and what was taken from it.
 
-Nothing is taken in silence: `notes` says it in sentences, which a run prints and records.
+Nothing is taken silently: `notes` lists it in sentences, which a run prints and records.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ from drivetrain.data.stream import SampleStream
 
 @dataclass(frozen=True)
 class WorkerWishes:
-    """What a handed-in DataLoader says of its workers. None: nothing."""
+    """The worker settings of a handed-in DataLoader. None: not set."""
 
     num_workers: int | None = None
     prefetch_factor: int | None = None
@@ -39,7 +39,7 @@ class WorkerWishes:
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from and in whose order. What is None is for the job to say."""
+    """The source of samples, and of their order. Fields that are None are for the job to set."""
 
     dataset: Any
     is_iterable: bool = False
@@ -55,17 +55,17 @@ class Source:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether the order is our own: a formula, whose length is known."""
+        """Whether the order is keyed: a formula, whose length is known."""
         return not self.is_iterable and self.sampler is None and self.batch_sampler is None
 
     @property
     def order_name(self) -> str:
-        """Whose order it is, for the record."""
+        """The name of the order, for the record."""
         maker = self.batch_sampler if self.batch_sampler is not None else self.sampler
         return type(self.dataset if maker is None else maker).__name__
 
     def samples_per_epoch(self, global_batch: int | None) -> int | None:
-        """As far as it is known beforehand. Only our own order is sure to keep to it."""
+        """Return the samples of an epoch as far as known beforehand. Only the keyed order is sure to keep to it."""
         if self.batch_sampler is not None:
             return None
         length = _length(self.sampler if self.sampler is not None else self.dataset)
@@ -90,7 +90,7 @@ class Source:
 
 
 def source_of(data: Any) -> Source:
-    """What the data is. Raises a DrivetrainError where it cannot be trained on."""
+    """Identify the data. Raises a DrivetrainError where it cannot be trained on."""
     if isinstance(data, Source):
         return data
     if isinstance(data, DataLoader):
@@ -148,7 +148,7 @@ def _columns(data: Mapping[Any, Any]) -> Columns:
 
 
 def _refuse_separate_tensors(data: Any) -> None:
-    """(images, labels) is not two items, though it could be read so."""
+    """Refuse (images, labels), which is not two items, though it could be read so."""
     if not isinstance(data, (list, tuple)) or not 2 <= len(data) <= 8:
         return
     if not all(isinstance(part, (Tensor, np.ndarray)) and part.ndim for part in data):
@@ -231,7 +231,7 @@ def _whole_batches() -> DrivetrainError:
 
 
 def _on_sampler(sampler: Any) -> tuple[bool | None, Any, str]:
-    """Whether it means shuffling, itself if it is used, and the sentence about it."""
+    """Return whether a sampler means shuffling, the sampler itself if it is used, and the note about it."""
     kind = type(sampler).__name__
     if type(sampler) is SequentialSampler:
         return False, None, "its order is the data set's own (SequentialSampler): shuffle=False"
@@ -244,9 +244,9 @@ def _on_sampler(sampler: Any) -> tuple[bool | None, Any, str]:
 
 
 def _nominal(batch_sampler: Any) -> tuple[int | None, bool]:
-    """How large its batches are, and whether it says so itself. Otherwise that of the largest among many is taken.
+    """Return the batch size, and whether the sampler states it. Otherwise that of the largest of many batches is taken.
 
-    It only says how much memory a step takes: steps are the sampler's batches, whatever their sizes.
+    It only determines how much memory a step takes: steps are the sampler's batches, whatever their sizes.
     """
     size = getattr(batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:

@@ -22,13 +22,13 @@ _BLOCK = 8192
 
 
 def key_of(*parts: int) -> int:
-    """One 64-bit key from several numbers, in this order. The same on every machine and in every version."""
+    """Return a 64-bit key of several numbers, in this order. The same on every machine and in every version."""
     packed = struct.pack(f"<{len(parts)}Q", *(part & 0xFFFFFFFFFFFFFFFF for part in parts))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def mix(value: int) -> int:
-    """A 64-bit number in which every bit depends on every bit of the given one (the finaliser of splitmix64)."""
+    """Return a 64-bit number of which every bit depends on every bit of the input (the finaliser of splitmix64)."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -36,7 +36,7 @@ def mix(value: int) -> int:
 
 
 def _mix_all(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`mix`, for many at once."""
+    """Apply `mix` to many numbers at once."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -78,7 +78,7 @@ class Permutation:
 
 
 class SampleStream:
-    """Which sample stands at which position of which epoch."""
+    """The sample at each position of each epoch."""
 
     def __init__(self, num_samples: int, seed: int, *, shuffle: bool = True) -> None:
         self.num_samples = num_samples
@@ -88,7 +88,7 @@ class SampleStream:
         self._block: Indices = np.zeros(0, np.int64)
 
     def samples(self, epoch: int, start: int, stop: int) -> Indices:
-        """The samples at positions `start` to `stop` of an epoch, all within it."""
+        """Return the samples at positions `start` to `stop` of an epoch, all within it."""
         if not 0 <= start <= stop <= self.num_samples:
             raise ValueError(f"positions {start} to {stop} are not within an epoch of {self.num_samples} samples")
         if not self.shuffle:
@@ -99,7 +99,7 @@ class SampleStream:
         return self._permuted(epoch, start, stop)
 
     def _cached_block(self, epoch: int, first: int) -> Indices:
-        """Blocks are computed whole: numpy's cost per call is then spread over thousands of samples."""
+        """Compute a whole block: numpy's cost per call is then spread over thousands of samples."""
         if self._block_at != (epoch, first):
             self._block = self._permuted(epoch, first, min(first + _BLOCK, self.num_samples))
             self._block_at = (epoch, first)

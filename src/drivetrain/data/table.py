@@ -1,4 +1,4 @@
-"""Reads tables of the user's: CSV, TSV, and JSON lines. What does not fit is collected with its line."""
+"""Reads the user's tables: CSV, TSV, and JSON lines. Rows that do not fit are collected with their line."""
 
 import csv
 import json
