@@ -165,7 +165,10 @@ def tell_deepspeed(run: Setup, books: Books | NoBooks) -> None:
 
 
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
-    """Return this rank's GPU; those of all ranks on this machine; and how many ranks those are."""
+    """Return this rank's GPU; those of all ranks on this machine; and how many ranks those are.
+
+    Ranks may count GPUs differently; UUIDs are the same.
+    """
     indices = [device.index for device in run.devices if device.type == "cuda"]
     own = [gpu for index in indices for gpu in run.hardware.gpus if gpu.index == index]
     told = run.world.gather([socket.gethostname(), [gpu.model_dump(mode="json") for gpu in own]])

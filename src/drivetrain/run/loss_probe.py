@@ -236,7 +236,11 @@ _DRAWS_NOTHING = ("aten._cudnn_rnn", "aten._scaled_dot_product", "aten.miopen_rn
 
 
 def _samples_of(drawn: Tensor, shape: torch.Size, first: int, count: int, num_samples: int) -> Tensor | None:
-    """Return the entries, of what the whole batch drew, that belong to some samples; None if none can be told apart."""
+    """Return the entries, of what the whole batch drew, that belong to some samples; None if none can be told apart.
+
+    The dimension of samples is the one whose length is a multiple of their number, as here. A part that is padded to a
+    shorter length gets the draws of its positions.
+    """
     if drawn.shape == shape and num_samples != count:
         return drawn  # one draw for all samples
     if drawn.dim() != len(shape):

@@ -1,4 +1,8 @@
-"""Finds out before the first step how a job's scalar loss is to be weighted, and looks again while that is open."""
+"""Finds out before the first step how a job's scalar loss is to be weighted, and looks again while that is open.
+
+Rank 0 measures (`loss_probe`) and all ranks follow. The samples are taken by their place in the global order, so the
+answer does not depend on the number of ranks. A run records the answer in its checkpoints and never asks twice.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

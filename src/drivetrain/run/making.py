@@ -19,7 +19,11 @@ MOST = 0.95  # of the memory: the process itself needs some, too
 
 
 def make_model(factory: Callable[[], Any], total_bytes: int) -> nn.Module:
-    """Make the model. `total_bytes` is all that the process may use of the host's memory; 0: not known."""
+    """Make the model. `total_bytes` is all that the process may use of the host's memory; 0: not known.
+
+    The limit is not the free memory: the kernel frees more on demand than it reports as free, and only a model that is
+    sure not to fit is refused.
+    """
     with _within(total_bytes):
         return checked(factory())
 
@@ -31,7 +35,11 @@ def checked(made: Any) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Return the model itself without the wrappers of others, and what is to be reported about that."""
+    """Return the model itself without the wrappers of others, and what is to be reported about that.
+
+    Wrappers add prefixes to the names of weights. A compiled model stays compiled: the module is called as the wrapper
+    would have called it. Wrappers that copy a model or reduce its gradients are left out: a run does that itself.
+    """
     notes = list[str]()
     while _is_compiled(model) or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         if _is_compiled(model):

@@ -1,4 +1,9 @@
-"""Runs a way of doing a step on a throw-away copy of the model, and returns what it took."""
+"""Runs a way of doing a step on a throw-away copy of the model, and returns what it took.
+
+The run is not touched: weights, buffers, optimizer, randomness and the place in the data are afterwards what they were
+before, also when a probe ran out of memory. Before each probe a line is written to a journal on the disk: after a crash
+that takes the process with it, the next start finds the line and leaves that way out.
+"""
 
 import copy
 import gc

@@ -1,4 +1,8 @@
-"""Makes the plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; with reasons."""
+"""Makes the plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; with reasons.
+
+Everything is measured on throw-away copies (`measure`). Nothing here can change the global batch, the order of samples,
+the weighting of the loss or the learning rate: a way only divides the same work differently.
+"""
 
 import inspect
 import math
@@ -511,7 +515,10 @@ def described(
     *,
     is_closed: bool = False,
 ) -> Plan:
-    """Return the plan that is followed, each choice with its reason."""
+    """Return the plan that is followed, each choice with its reason.
+
+    `is_closed`: though nothing was measured now, it is known that nothing else would pay.
+    """
     job, settings, way = run.job, run.settings, run.way
     reasons = tuned.reasons if tuned else {}
     share = run.rank_samples

@@ -16,7 +16,11 @@ MOST = 0.9  # of the free memory, where it was asked for or measured
 
 
 class Residency:
-    """Decides for each data set of a run, makes its resident form, and collects the notes to report about it."""
+    """Decides for each data set of a run, makes its resident form, and collects the notes to report about it.
+
+    By itself it takes only data that is made of tensors already, and fits comfortably: that costs no reading, and
+    cannot lose. The rest is for the planner (`planned`), which knows what reading costs and what a step takes.
+    """
 
     def __init__(self, config: Config, device: torch.device, free_host_bytes: int, *, quiet: bool) -> None:
         self._wanted, self._num_workers = config.data.resident, config.data.num_workers

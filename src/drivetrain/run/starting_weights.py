@@ -65,7 +65,10 @@ def _taken(model: nn.Module, weights: Weights, held: Mapping[str, Held]) -> Weig
 def _differing(
     mixtures: Iterable[str], shapes: Mapping[str, tuple[int, ...]], weights: Weights
 ) -> dict[str, list[str]]:
-    """Return the mixtures that have another shape there, with the names of the tensors in question."""
+    """Return the mixtures that have another shape there, with the names of the tensors in question.
+
+    None of their weights are taken: which experts are active, and what these have learnt, only make sense together.
+    """
     found = {
         layer: [
             name for name in shapes if _is_in(layer, name) and weights.shapes.get(name, shapes[name]) != shapes[name]

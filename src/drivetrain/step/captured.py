@@ -83,7 +83,11 @@ def _passage_of(batch: Any, num_part_values: int) -> _Passage | None:
 
 
 class CapturedStep:
-    """One captured step. Its inputs are tensors that are written over before each replay; so are its results."""
+    """One captured step. Its inputs are tensors that are written over before each replay; so are its results.
+
+    In a probe: inside `own_stream`, after `make_capturable` and `put_rates_on_device` and some ordinary steps,
+    `CapturedStep(CudaRecorder(device), strategy, objective, batch, samples)`; then `replay()`, as often as it takes.
+    """
 
     def __init__(
         self,
