@@ -1,4 +1,4 @@
-"""How devices share the work of a step. One contract suite holds for all of them (`tests/strategies`)."""
+"""Strategies: how devices share the work of a step. One contract suite holds for all of them (`tests/strategies`)."""
 
 from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial

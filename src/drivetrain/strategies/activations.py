@@ -1,4 +1,4 @@
-"""Less memory for activations: recompute them in backward, block by block, or keep them in host memory."""
+"""Saves activation memory: recomputes activations in backward, block by block, or keeps them in host memory."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks a model is a stack of: two or more of one class in a list, each of several parts, outermost only."""
+    """Return the blocks a model is a stack of: two or more of one class in a list, of several parts, outermost only."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_inside(name, found):
@@ -27,7 +27,7 @@ def _is_inside(name: str, blocks: dict[str, nn.Module]) -> bool:
 
 
 def recompute(model: nn.Module) -> list[str]:
-    """Makes each repeated block forget its activations and compute them again in backward; returns the blocks' names.
+    """Make each repeated block drop its activations and compute them again in backward; returns the blocks' names.
 
     The values are the same, dropout too. Names stay as they are: only the `forward` of each block is wrapped.
     """
@@ -40,6 +40,6 @@ def recompute(model: nn.Module) -> list[str]:
 
 
 def offload(pin_memory: bool) -> AbstractContextManager[Any]:
-    """Around forward: what backward needs waits in host memory."""
+    """Return the context for forward in which the activations that backward needs are kept in host memory."""
     context: AbstractContextManager[Any] = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
     return context

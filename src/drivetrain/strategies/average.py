@@ -1,4 +1,4 @@
-"""A moving average of the weights: often better than the weights, and what is then validated and exported."""
+"""An exponential moving average (EMA) of the weights: often better than the weights; it is validated and exported."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class Average:
         return next((a for p, a in zip(self._trained, self._averaged, strict=True) if p is parameter), None)
 
     def cut(self, parameter: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
-        """This rank holds other rows of a parameter now: so of its average."""
+        """Take other rows of a parameter that this rank holds now: the average gets the same rows."""
         for number, trained in enumerate(self._trained):
             if trained is parameter:
                 self._live[number] = local_part(parameter)
@@ -42,7 +42,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights. They are copied, so that every address stays what it was."""
+        """Give the model the averaged weights inside the context. They are copied, so that addresses stay the same."""
         put_away(self._model)  # what was gathered of the others is not to be used any more
         with torch.no_grad():
             live = [part.clone() for part in self._live]
@@ -55,7 +55,7 @@ class Average:
                 torch._foreach_copy_(self._live, live)
 
     def named(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By the model's own names: the average, and what it is of. Those of tied weights under each of their names."""
+        """Return the averages and their parameters, by the model's own names; tied weights under each of theirs."""
         averages = {id(parameter): average for parameter, average in zip(self._trained, self._averaged, strict=True)}
         named = self._model.state_dict(keep_vars=True)
         return {name: (averages[id(value)], value) for name, value in named.items() if id(value) in averages}

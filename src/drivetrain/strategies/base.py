@@ -32,7 +32,7 @@ ObjectiveCall = Callable[[Any, int, int, int], Tensor]
 
 
 class NormDue:
-    """Whether the step that is under way computes the gradient norm, where nothing is clipped by it."""
+    """Whether the current step computes the gradient norm, where nothing is clipped by it."""
 
     __slots__ = ("is_apart", "is_due")
 
@@ -43,7 +43,7 @@ class NormDue:
 
 @dataclass(frozen=True)
 class StrategyParts:
-    """What a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
+    """The parts that a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
 
     model: nn.Module
     loss: LossFunction
@@ -84,7 +84,7 @@ class StrategyParts:
         return torch.ones((), device=self.trained[0].device)
 
     def scale(self) -> Tensor:
-        """The factor of the loss, where it is: to ask the scaler for a number would make the host wait."""
+        """The factor of the loss, on its device: to ask the scaler for a number would make the host wait."""
         return self.scaler.scale(self._one)
 
     def update(
@@ -96,7 +96,7 @@ class StrategyParts:
         return moved
 
     def follow(self) -> None:
-        """Apart from the rest: how far the average moves depends on how many steps there were; loads are shared."""
+        """Update the EMA and the experts' loads. Separate from `move`: the EMA's decay depends on the step number."""
         if self.average is not None:
             self.average.update()
         if self.mixtures.layers:
@@ -156,7 +156,7 @@ class StrategyParts:
 
 
 class Together(Protocol):
-    """What gradients come to of which every rank has a part. All ranks call these together."""
+    """Collectives over sharded gradients. All ranks call these together."""
 
     def norm(self, parts: list[Tensor]) -> Tensor: ...
 
@@ -164,7 +164,7 @@ class Together(Protocol):
 
 
 def rescaling(num_samples: int, count: Tensor | float) -> Tensor | float:
-    """From a sum over samples to a mean over what the loss counted. A step that counted nothing moves nothing."""
+    """Return the factor from a sum over samples to a mean over the counted items. It is 0 if nothing was counted."""
     if isinstance(count, Tensor):
         return (num_samples / count).nan_to_num(posinf=0.0)
     return num_samples / count if count else 0.0
@@ -172,25 +172,25 @@ def rescaling(num_samples: int, count: Tensor | float) -> Tensor | float:
 
 @dataclass(frozen=True)
 class Trial:
-    """A batch to try a model out on."""
+    """A batch to try a model on."""
 
     batch: Any
     num_samples: int
 
 
 class Strategy(Protocol):
-    """How devices share the work of a step."""
+    """Shares the work of a step between devices."""
 
     name: str
 
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
-        """Take the parts over, and try them out once on a batch, with everything restored afterwards.
+        """Take the parts over, and try them once on a batch, with everything restored afterwards.
 
         Returns the objective: (batch, its samples, the step's samples, weight) -> scalar.
         """
 
     def accumulate(self) -> AbstractContextManager[Any]:
-        """Around every micro-step of a step but the last: only the last communicates."""
+        """Return the context for every micro-step of a step but the last: only the last communicates."""
 
     def backward(self, objective: Tensor) -> None: ...
 
@@ -201,7 +201,7 @@ class Strategy(Protocol):
         """
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        """This rank's parts of the state, and what of it is not tensors."""
+        """Return this rank's parts of the state, and the state that is not tensors."""
 
     def load(self, source: TensorSource) -> None: ...
 
@@ -209,24 +209,24 @@ class Strategy(Protocol):
 
 
 class CapturableStrategy(Strategy, Protocol):
-    """One whose step a device can record and run again by itself: nothing in it asks the host."""
+    """A strategy whose step can be captured as a CUDA graph and replayed: nothing in it asks the host."""
 
     parts: StrategyParts
 
     def move(self) -> StepOutcome:
-        """What of `step` is recorded."""
+        """Run the part of `step` that is captured."""
 
     def follow(self) -> None:
-        """The rest of it, which depends on how many steps there were."""
+        """Run the rest of the step, which depends on how many steps there were."""
 
     def abandon(self) -> None:
-        """Forget a step that was begun and will not be ended."""
+        """Discard a step that was begun and will not be ended."""
 
 
 class Objective(nn.Module):
-    """The user's loss as one forward. Its value is sum ÷ the step's samples: what a step's gradient is the sum of.
+    """The user's loss as one forward. Its value is sum ÷ the step's samples: the terms of a step add up to its loss.
 
-    Auxiliary losses of mixtures of experts, where the user's function has left them, are added to what is
+    Auxiliary losses of mixtures of experts, if the user's function did not add them, are added to what is
     differentiated and not to what is recorded.
     """
 
@@ -289,7 +289,7 @@ class Objective(nn.Module):
     def _of_parts(
         self, result: NamedLosses, auxiliary: Tensor | None, batch: Any, samples: int, step_samples: int, weight: int
     ) -> Tensor:
-        """Named parts, of which each is divided by its own count or by the step's samples."""
+        """Return the objective of named parts, of which each is divided by its own count or by the step's samples."""
         value = self.loss_parts.objective(result, batch, samples, step_samples, weight)
         if weight:
             self.counts.append(samples)
@@ -304,7 +304,7 @@ class Objective(nn.Module):
             return self._loss(self._called[0], batch)
 
     def take_tallies(self) -> tuple[list[tuple[Tensor, float]], Tensor | float]:
-        """The losses of this process since the last call, and how many items they are over."""
+        """Return the losses of this process since the last call, and how many items they are over."""
         losses, counts = self.losses, self.counts
         own = self.__dict__  # a module's own way of setting attributes takes microseconds
         own["losses"], own["counts"] = [], []
@@ -314,7 +314,7 @@ class Objective(nn.Module):
 
 
 class _Both:
-    """Two contexts as one that can be entered again and again, once per forward."""
+    """Joins two contexts into one that can be entered again and again, once per forward."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner
@@ -329,7 +329,7 @@ class _Both:
 
 
 def around_forward(parts: StrategyParts) -> AbstractContextManager[Any] | None:
-    """What the model and the loss are computed in: precision, and where activations are kept."""
+    """Return the context that the model and the loss run in: precision, and where activations are kept."""
     casting = parts.precision.around_forward()
     if not parts.offloads_activations:
         return casting
@@ -344,7 +344,7 @@ def _backward(objective: Tensor) -> None:
 def try_out(
     objective: ObjectiveCall, model: nn.Module, trial: Trial, backward: Callable[[Tensor], None] = _backward
 ) -> None:
-    """One forward and backward before the first step. Buffers are put back; the caller clears gradients.
+    """Run one forward and backward before the first step. Buffers are restored; the caller clears gradients.
 
     It finds a wrong loss function before anything was trained. And DDP rebuilds its buckets after the first backward,
     in the order the gradients came: after this it has done so, and a resumed run reduces in the same order as one that

@@ -1,7 +1,7 @@
-"""The loss function and the model inside it, compiled as one.
+"""Compiles the loss function and the model inside it as one.
 
 The loss alone can take as much time and memory as several layers: over a large vocabulary its input is the largest
-tensor of the step. Compiled together with the model, it is fused into what makes that input.
+tensor of the step. Compiled together with the model, it is fused with the operation that makes that input.
 """
 
 import inspect
@@ -19,7 +19,7 @@ EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' p
 
 
 def why_not_compiled(device: torch.device) -> str:
-    """Why nothing can be compiled for a device, such as a C++ compiler that is missing; empty if it can.
+    """Return why nothing can be compiled for a device, such as a C++ compiler that is missing; empty if it can.
 
     Tried on a function of one line. What was compiled once is taken from the compiler's cache afterwards.
     """
@@ -53,12 +53,12 @@ def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: b
 
 
 def num_graphs() -> int:
-    """What the compiler has made so far in this process: it can do nothing, and say nothing."""
+    """Return how many graphs the compiler has made so far in this process: it can do nothing without a message."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunction:
-    """Compiles the loss function. With `fixed`, no kernel whose choice changes results is chosen by timing."""
+    """Compile the loss function. With `fixed`, no kernel whose choice changes results is chosen by timing."""
     how = compile_options(mode, fixed=fixed)
     if inspect.isfunction(loss) or inspect.ismethod(loss):
         return torch.compile(loss, **how)
@@ -70,7 +70,7 @@ def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunct
 
 
 def compile_options(mode: str, *, fixed: bool) -> dict[str, Any]:
-    """What `torch.compile` is called with. A mode is a set of options, and torch takes either the one or the others."""
+    """Return the arguments of `torch.compile`. A mode is a set of options, and torch takes either a mode or options."""
     if not fixed:
         return {"mode": mode}
     of_mode = torch._inductor.list_mode_options(mode) if mode != "default" else {}

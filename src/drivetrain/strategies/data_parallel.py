@@ -1,9 +1,9 @@
-"""One process, several GPUs: each works on a part of every micro-batch, with a copy of the model made for that forward.
+"""One process, several GPUs: each computes a part of every micro-batch, with a copy of the model made for that.
 
 It is what `nn.DataParallel` does, with torch's own `replicate`, and three differences. The loss is computed beside each
 copy and weighted by what it is over: samples, or what a `LossSum` counts. Batches are cut by sample, not by whatever
 length a tensor has. And the copies run one after the other from one thread (launching does not wait, so the GPUs still
-work side by side): what they draw at random is keyed, and the user's function never runs twice at a time.
+work in parallel): what they draw at random is keyed, and the user's function never runs twice at a time.
 """
 
 import copy
@@ -31,7 +31,7 @@ _OR_DDP = "use --parallel-strategy ddp: there every process makes batches of its
 
 
 class DataParallelStrategy(SingleStrategy):
-    """As one device, with a loss that several compute. Model, optimizer and checkpoints live on the first."""
+    """Trains like one device, with a loss that several compute. Model, optimizer and checkpoints are on the first."""
 
     name = "data_parallel"
 
@@ -50,7 +50,7 @@ class DataParallelStrategy(SingleStrategy):
         return super()._call(batch, num_samples, step_samples, weight)
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor | LossSum | UndividedLoss | NamedLosses:
-        """The user's loss over the whole batch, from its parts."""
+        """Return the user's loss over the whole batch, from its parts."""
         whole = self._num_samples
         bounds = [whole * number // len(self._devices) for number in range(len(self._devices) + 1)]
         shares = [share for share in pairwise(bounds) if share[0] < share[1]]  # there may be fewer samples than GPUs
@@ -88,12 +88,12 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _set_generator(device: torch.device, number: int) -> None:
-    """What a copy on another GPU draws follows from the key that the step has set on the host."""
+    """Seed the generator of another GPU's copy from the key that the step has set on the host."""
     torch.cuda.default_generators[device.index].manual_seed(key_of(torch.default_generator.initial_seed(), number) >> 1)
 
 
 def _with_parameters(replica: nn.Module) -> nn.Module:
-    """`replicate` hides the copied weights from `parameters()`: a penalty over them would be zero in silence."""
+    """Make `parameters()` return the copied weights, which `replicate` hides: a penalty on them would silently be 0."""
     for module in replica.modules():
         module._parameters.update(cast(dict[str, Any], getattr(module, "_former_parameters", {})))
     return replica
@@ -117,7 +117,7 @@ def _together(
 
 
 def _parts_together(results: Sequence[tuple[Any, int]], num_samples: int, device: torch.device) -> NamedLosses:
-    """Each part by itself. A share that lacks one contributes nothing to it."""
+    """Combine each named part by itself. A share that lacks one contributes nothing to it."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for parts, _ in results for name in parts):
         shares = [(parts[name], share) for parts, share in results if name in parts]
@@ -143,7 +143,7 @@ def _are_scalars(values: Sequence[Any]) -> bool:
 
 
 def part_of(batch: Any, num_samples: int, first: int, last: int) -> Any:
-    """The same structure with the samples from `first` up to `last` of every tensor and every list of plain values."""
+    """Return the same structure with the samples from `first` to before `last` of all tensors and plain lists."""
 
     def part(value: Any) -> Any:
         return part_of(value, num_samples, first, last)

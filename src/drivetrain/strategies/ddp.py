@@ -1,7 +1,7 @@
-"""DistributedDataParallel: every rank holds a whole copy, gradients are reduced while backward runs.
+"""DistributedDataParallel: every rank holds a whole copy, gradients are all-reduced while backward runs.
 
-Loss sum, count and the wish to stop travel with the gradients: they are the gradient of one small parameter that takes
-part in every forward at value zero. So a step has no collective of its own, and no extra wait.
+Loss sum, count and stop request travel with the gradients: they are the gradient of one small parameter that takes part
+in every forward at value zero. So a step has no extra collective, and no extra wait.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from drivetrain.strategies.replicated import load_whole_state, whole_state
 
 @dataclass(frozen=True)
 class DdpOptions:
-    """As in torch, with its defaults, except that gradients live in the buckets: one copy less."""
+    """The options of torch's DDP, with its defaults, except that gradients are views of the buckets: one copy less."""
 
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
@@ -48,7 +48,7 @@ class _CarryingObjective(Objective):
         return objective + torch.dot(self.carrier, torch.stack(parts))
 
     def _on_device(self, part: Tensor | float) -> Tensor:
-        """A number is filled in on the device: copying it there would make the host wait."""
+        """Return a tensor on the device. A number is filled in there: copying it would make the host wait."""
         if isinstance(part, Tensor):
             return part.to(self.carrier)
         return torch.full((), part, dtype=self.carrier.dtype, device=self.carrier.device)
@@ -97,7 +97,7 @@ class DdpStrategy:
 
     @property
     def together(self) -> Together | None:
-        """What knows what gradients come to of which ranks hold parts."""
+        """The collectives over sharded gradients; None where gradients are not sharded."""
         return None
 
     def accumulate(self) -> AbstractContextManager[Any]:
@@ -121,7 +121,7 @@ class DdpStrategy:
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        """Every rank has the same; rank 0 writes it."""
+        """Return the state, which is the same on every rank; only rank 0 writes it."""
         shards, meta = whole_state(self._parts)
         return (shards if self._world.is_main else []), meta
 

@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO: ranks divide the optimizer's state (stage 1), gradients (2), weights (3).
+"""DeepSpeed's ZeRO: ranks shard the optimizer's state (stage 1), gradients (2), weights (3).
 
-DeepSpeed averages gradients over ranks, and clips and steps in one go. So the objective is scaled up by the number of
-ranks, and a rescaling by what was really counted is told to it as the scale of the loss, by which it divides before it
-clips; in fp16, torch's GradScaler scales the loss, and DeepSpeed is told the product of both. Each micro-step is marked
-as the last of its step or not: DeepSpeed does not count them itself.
+DeepSpeed averages gradients over ranks, and clips and steps in one call. So the objective is scaled up by the number of
+ranks, and a rescaling by the actual count is passed to it as the loss scale, by which it divides before it clips; in
+fp16, torch's GradScaler scales the loss, and DeepSpeed gets the product of both. Each micro-step is marked as the last
+of its step or not: DeepSpeed does not count them itself.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ class DeepSpeedStrategy:
         broadcast_buffers: bool = True,
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
-        """`scaling` is the state that the gradient scaler begins with in fp16, where a file says one."""
+        """Keep the configuration. `scaling` is the gradient scaler's initial state in fp16, where a file has one."""
         self._world, self.config = world, dict(config)
         self._scaling = dict(scaling or {})
         self._stage = int(config["zero_optimization"]["stage"])
@@ -105,7 +105,7 @@ class DeepSpeedStrategy:
             )
 
     def _cut(self, deepspeed: Any, model: nn.Module) -> None:
-        """Weight by weight: DeepSpeed itself would move the whole model to the device first."""
+        """Shard the model weight by weight: DeepSpeed itself would move the whole model to the device first."""
         if keeps_bf16_weights(self.config):
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16()
@@ -116,7 +116,7 @@ class DeepSpeedStrategy:
                 module._buffers[name] = buffer.to(self._world.device)
 
     def _try_out(self, trial: Trial) -> None:
-        """A step that is not finite, on purpose: DeepSpeed forgets it and its gradients, as any such step."""
+        """Run a step that is not finite, on purpose: DeepSpeed drops it and its gradients, as any such step."""
         self._used: set[str] = set()  # weights that got a gradient in this step
         for name, parameter in self._parts.model.named_parameters():
             if parameter.requires_grad:
@@ -139,20 +139,23 @@ class DeepSpeedStrategy:
         self._refuse_decay_of_unused()
 
     def _adapt_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Tell the scaler whether gradients were finite: DeepSpeed found out, for all ranks together."""
+        """Update the scaler with whether gradients were finite: DeepSpeed found out, for all ranks together."""
         infinite = torch.full((1,), float(self._zero.overflow), device=self._world.device)
         scaler._per_optimizer_states[id(self._parts.optimizer)]["found_inf_per_device"] = {infinite.device: infinite}
         scaler.update()
 
     def _forget_gradients(self) -> None:
-        """After a step that was skipped. With an offloaded optimizer DeepSpeed 0.19 itself keeps the sums that were not
-        finite, adds to them, and so skips every step that follows."""
+        """Drop the gradients of a step that was skipped.
+
+        With an offloaded optimizer DeepSpeed 0.19 itself keeps the sums that were not finite, adds to them, and so
+        skips every step that follows.
+        """
         if self._stage < 3:
             for group in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[group] = None
 
     def _refuse_other_weights(self, used: list[str]) -> None:
-        """Gradients are reduced in the order in which they come, and DeepSpeed does not look whose they are."""
+        """Refuse ranks that use different weights: gradients are reduced in order of arrival, without a check."""
         by_rank = self._world.gather(used)
         for rank, others in enumerate(by_rank):
             if others != by_rank[0]:
@@ -164,7 +167,7 @@ class DeepSpeedStrategy:
                 )
 
     def _refuse_decay_of_unused(self) -> None:
-        """A weight that is never used has a gradient of zero in the flat tensor: only weight decay would move it."""
+        """Refuse weight decay of unused weights: their gradient is zero in the flat tensor; only decay moves them."""
         for names, group in zip(self._zero_parts.groups, self._parts.optimizer.param_groups, strict=True):
             unused = [name for name in names if name not in self._used_first]
             if unused and group.get("weight_decay"):
@@ -176,7 +179,7 @@ class DeepSpeedStrategy:
                 )
 
     def _refuse_other_use(self) -> None:
-        """Raises where a step uses other weights than the first: what is not used would be moved all the same."""
+        """Raise where a step uses other weights than the first: an unused weight would be moved all the same."""
         used, self._used = self._used, set()
         if used != self._used_first:
             odd = sorted(used ^ self._used_first)[0]
@@ -243,7 +246,7 @@ class DeepSpeedStrategy:
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        """Every rank what it updates; rank 0 also what all have."""
+        """Return what this rank updates; on rank 0 also what all ranks have."""
         return self._zero_parts.save()
 
     def load(self, source: TensorSource) -> None:
@@ -259,7 +262,7 @@ class DeepSpeedStrategy:
             zero.update_lp_params()
 
     def close(self) -> None:
-        """Also after an error, in whatever state: what DeepSpeed changed of the process is put back."""
+        """Restore what DeepSpeed changed in the process. Also called after an error, in any state."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
@@ -268,7 +271,7 @@ class DeepSpeedStrategy:
 
 
 def refuse_without_deepspeed() -> None:
-    """Before anything large is made. It is looked for, not imported: that takes seconds."""
+    """Raise if DeepSpeed is missing, before anything large is made. It is not imported: that takes seconds."""
     if importlib.util.find_spec("deepspeed") is None:
         raise DrivetrainError(
             "the strategy deepspeed needs the package deepspeed, which is not installed",
@@ -277,7 +280,7 @@ def refuse_without_deepspeed() -> None:
 
 
 def _load(world: World) -> Any:
-    """The package, over the process group that is there."""
+    """Import the package and initialise it over the existing process group."""
     refuse_without_deepspeed()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # or it takes what it finds
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
@@ -296,7 +299,7 @@ def _load(world: World) -> Any:
 
 
 def _forget_last_run() -> None:
-    """DeepSpeed keeps the first process group it sees, for good; another run in this process may have another."""
+    """Reset DeepSpeed's process group: it keeps the first it sees, and another run in this process may have another."""
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init

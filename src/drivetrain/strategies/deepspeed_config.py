@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, derived from what is known of a run, and a user's own file merged into it.
+"""Derives DeepSpeed's JSON from what is known of a run, and merges a user's own file into it.
 
 This is the only place that knows DeepSpeed's keys. It needs neither DeepSpeed nor a device.
 """
@@ -31,7 +31,7 @@ _JOBS_OWN = {
 
 @dataclass(frozen=True)
 class ZeroFacts:
-    """What of a run goes into the JSON."""
+    """The facts of a run that go into the JSON."""
 
     precision: str
     world_size: int
@@ -45,7 +45,7 @@ class ZeroFacts:
 
 
 def read_own(path: Path) -> dict[str, Any]:
-    """A user's file. `auto`, as others write for what follows from the run, is as if it were not there."""
+    """Read a user's file. `auto`, which other trainers use for what follows from the run, counts as not set."""
     try:
         own: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,7 +74,7 @@ def asks_for_fp16(own: Mapping[str, Any]) -> bool:
 
 
 def scaler_state(own: Mapping[str, Any]) -> dict[str, Any]:
-    """How a file scales the loss in fp16, as the state of torch's GradScaler; empty where it does not say."""
+    """Return how a file scales the loss in fp16, as the state of torch's GradScaler; empty where it does not say."""
     if not asks_for_fp16(own):
         return {}
     fp16 = own["fp16"]
@@ -89,7 +89,7 @@ def scaler_state(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told_of_fp16(own: Mapping[str, Any], file: str) -> list[str]:
-    """Where this runtime's fp16 is another than DeepSpeed's own."""
+    """Return notes on how this runtime's fp16 differs from DeepSpeed's own."""
     if not asks_for_fp16(own):
         return []
     notes = [f"fp16 in {file}: weights stay float32 and operations are cast, as under every other strategy"]
@@ -103,7 +103,7 @@ def told_of_fp16(own: Mapping[str, Any], file: str) -> list[str]:
 
 
 def settings_in(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of drivetrain's own settings, by their names."""
+    """Return the values that a file has for drivetrain's own settings, by their names."""
     said = {
         "batch.size": own.get("train_micro_batch_size_per_gpu"),
         "batch.accumulation": own.get("gradient_accumulation_steps"),
@@ -113,7 +113,7 @@ def settings_in(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive(facts: ZeroFacts, own: Mapping[str, Any] | None = None, file: str = "") -> dict[str, Any]:
-    """The JSON that DeepSpeed gets. What the file says stands; what in it contradicts the run is said, all at once."""
+    """Return the JSON that DeepSpeed gets. The file's values hold; all that contradict the run are raised at once."""
     own = own or {}
     problems = [
         Problem(f"{file or 'deepspeed_config.json'}: {key}", message, value, remedy=remedy)
@@ -149,7 +149,7 @@ def derive(facts: ZeroFacts, own: Mapping[str, Any] | None = None, file: str = "
 
 
 def _contradictions(facts: ZeroFacts, own: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
-    """(key, its value, what it contradicts, remedy)"""
+    """Yield contradictions as (key, its value, what it contradicts, remedy)."""
     for key, (message, remedy) in _JOBS_OWN.items():
         if _is_on(own.get(key)):
             yield key, own[key], message, remedy

@@ -1,4 +1,4 @@
-"""Tokens travel to the experts that were chosen for them, on whichever rank these live, and the results back."""
+"""Sends tokens to the experts that were chosen for them, on whichever rank these are, and the results back."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +29,7 @@ from drivetrain.strategies.parcels import (
 
 
 class _Exchange(Function):
-    """All-to-all of rows. Backward sends each gradient the way its row came."""
+    """An all-to-all of rows. Backward sends each gradient back the way its row came."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -97,11 +97,11 @@ class ExchangeDispatcher:
         return send(experts, tokens, routing)
 
     def shares_rows(self, k: int) -> bool:
-        """Whether two experts of a token can be on one rank. If not, only rows have to travel."""
+        """Return whether two experts of a token can be on one rank. If not, only rows have to be sent."""
         return min(k, max(self._held)) > 1
 
     def _to_experts(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
-        """A row for each choice, which comes back to be weighed here."""
+        """Send a row for each choice; it comes back to be weighted here."""
         order = order_of(self._homes.places[routing.chosen], len(self._rank_of_slot))
         _, table = self._counts_of_all(sizes_of(order.ends))
         bounds = [sum(self._held[:rank]) for rank in range(self.num_ranks + 1)]
@@ -115,7 +115,7 @@ class ExchangeDispatcher:
         return from_rows(returned, routing.weights, order)
 
     def _to_ranks(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
-        """A row for each rank that has experts of a token; it comes back as the weighted sum of what these say."""
+        """Send a row to each rank that has experts of a token; it returns as the weighted sum of their outputs."""
         weights, chosen = routing.weights, routing.chosen
         parcels = parcels_of(chosen, self._homes, self.num_ranks)
         counts, table = self._counts_of_all(parcels.counts)
@@ -134,7 +134,7 @@ class ExchangeDispatcher:
         return run_rows(experts, rows, order.ends, way)
 
     def _counts_of_all(self, counts: Tensor) -> tuple[Tensor, list[list[int]]]:
-        """Every rank's, where they are computed with and on the host, which waits here."""
+        """Gather every rank's counts, as a tensor on the device and as a list on the host, which waits here."""
         device = counts.device
         counts = counts.cpu() if self._counts_on_host else counts
         everyones = [torch.empty_like(counts) for _ in range(self.num_ranks)]
@@ -145,7 +145,7 @@ class ExchangeDispatcher:
 
 
 class _Delivery(Function):
-    """Rows, and of each choice its weight and code. One node: so all ranks send gradients back in the same order."""
+    """Sends rows, and each choice's weight and code, in one node: all ranks send gradients back in the same order."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 
 
 def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> Order:
-    """Rows arrive rank by rank, each sorted by expert; this sorts them by expert."""
+    """Return the order that sorts rows by expert: they arrive rank by rank, each sorted by expert."""
     num_experts = len(counts[0])
     table = torch.tensor(counts, dtype=torch.int64).view(len(counts), num_experts)
     experts = torch.arange(num_experts).repeat(len(counts)).repeat_interleave(table.flatten())
@@ -192,5 +192,5 @@ def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> Order:
 
 
 def _reverse(order: Order) -> Order:
-    """Of an order with one row for each token."""
+    """Return the reverse of an order with one row for each token."""
     return Order(order.places, order.places, order.pairs, order.ends)

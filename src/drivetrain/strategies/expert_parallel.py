@@ -1,4 +1,4 @@
-"""Expert parallel: every rank holds some of the experts, and tokens travel to the experts that were chosen for them.
+"""Expert parallel: every rank holds some of the experts, and tokens are sent to the experts chosen for them.
 
 All else is as with DDP, or as with FSDP. DDP averages gradients over ranks, for which objectives were scaled by their
 number; nothing averages the experts' gradients, so these are divided by that number, once. With FSDP gradients are
@@ -50,7 +50,7 @@ class ExpertParallelStrategy(DdpStrategy):
 
     @property
     def gradient_factor(self) -> float:
-        """DDP averages what the objective was multiplied for; nothing averages the experts' gradients."""
+        """The factor of the experts' gradients: objectives are scaled up as DDP averages; theirs are not averaged."""
         return 1.0 / self._world.size
 
     @property
@@ -58,7 +58,7 @@ class ExpertParallelStrategy(DdpStrategy):
         return self
 
     def norm(self, parts: list[Tensor]) -> Tensor:
-        """Of all gradients of all ranks: what every rank has counts once."""
+        """Return the norm of all gradients of all ranks; replicated gradients count once."""
         if not self._world.is_main:
             own = self.experts.parameters
             parts = [part for part in parts if part in own]
@@ -79,7 +79,7 @@ class ExpertParallelStrategy(DdpStrategy):
 
 
 class ShardedExpertParallelStrategy(FsdpStrategy):
-    """FSDP for all but the experts, of which every rank holds its own, and the routers, which are whole on each."""
+    """FSDP for all but the experts, of which every rank holds its own, and the routers, which are replicated."""
 
     name = "expert_parallel"
     gradient_factor = 1.0  # gradients are sums over ranks, the experts' like all others

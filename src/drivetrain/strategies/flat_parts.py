@@ -1,4 +1,4 @@
-"""Ranges of a tensor's elements, counted row by row, as boxes: what a checkpoint holds are boxes.
+"""Represents ranges of a tensor's elements, in row-major order, as boxes: a checkpoint holds boxes.
 
 Some backends flatten many weights into one, and cut that anywhere. A range of one weight is then the end of a row, some
 whole rows, and the start of another; in more dimensions the same again inside a row.
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def boxes_of(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """The fewest boxes, as (offsets, shape), that hold the elements from `start` to before `stop`, in their order."""
+    """Return the fewest boxes, as (offsets, shape), that hold the elements from `start` to before `stop`, in order."""
     if start >= stop:
         return
     if not shape:
@@ -37,7 +37,7 @@ def boxes_of(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape
 
 
 def shards_of(key: str, flat: Tensor, shape: Shape, start: int) -> list[Shard]:
-    """A flat tensor, which holds the elements of a whole from `start` on, as shards that share its memory."""
+    """Return a flat tensor, which holds the elements of a whole from `start` on, as shards that share its memory."""
     shards, taken = [], 0
     for offsets, size in boxes_of(shape, start, start + flat.numel()):
         part = flat[taken : taken + prod(size)].view(size)
@@ -47,6 +47,6 @@ def shards_of(key: str, flat: Tensor, shape: Shape, start: int) -> list[Shard]:
 
 
 def read_flat(source: TensorSource, key: str, shape: Shape, start: int, stop: int) -> Tensor:
-    """The elements from `start` to before `stop` of a stored tensor."""
+    """Read the elements from `start` to before `stop` of a stored tensor."""
     parts = [source.read(key, offsets, size).reshape(-1) for offsets, size in boxes_of(shape, start, stop)]
     return torch.cat(parts) if parts else torch.zeros(0)

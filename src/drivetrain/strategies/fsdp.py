@@ -1,8 +1,8 @@
-"""Fully sharded: every rank holds a part of the weights, of their gradients and of the optimizer's state.
+"""Fully sharded data parallel: every rank holds a shard of the weights, their gradients and the optimizer's state.
 
-The model comes cut (`sharding.shard`). Its optimizer holds plain tensors, this rank's parts, so whatever it does to
-each element happens at full speed, and to that element alone. What needs the whole, the norm that clips, is a sum over
-ranks. Loss sum, count and the wish to stop are on their way while backward runs, so a step does not wait for them.
+The model comes sharded (`sharding.shard`). Its optimizer holds plain tensors, this rank's parts, so its operations on
+each element run at full speed, and on that element alone. What needs the whole, the norm that clips, is a sum over
+ranks. Loss sum, count and stop request are all-reduced while backward runs, so a step does not wait for them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ from drivetrain.strategies.usage import Usage
 
 
 class FsdpStrategy:
-    """One process per device; each computes with whole blocks, one after the other, and keeps its part of each."""
+    """One process per device; each gathers one block after the other, and keeps its own shard of each."""
 
     name = "fsdp"
 
@@ -34,7 +34,7 @@ class FsdpStrategy:
         self._world, self._sharded = world, sharded
 
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
-        """A trial without a batch is not tried out: in a loop of one's own nobody knows yet what the model gets."""
+        """Take the parts over. A trial without a batch is not run: in a user's own loop the batch is not known yet."""
         sharded = self._sharded
         self._parts = parts = replace(parts, owners=sharded.owners)
         parts.mixtures.group = self._world.group
@@ -104,7 +104,7 @@ class FsdpStrategy:
         return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def _hand_over_gradients(self) -> None:
-        """To the optimizer: reduced parts, without a copy. Gradients of what is whole on every rank are summed here.
+        """Give the optimizer the reduced shards, without a copy. Gradients of replicated parameters are summed here.
 
         A weight that no rank used keeps no gradient: an optimizer moves even those whose gradient is zero.
         """
@@ -124,13 +124,13 @@ class FsdpStrategy:
                 parameter.grad = gradient
 
     def _refuse_without_gradient(self, cut: Iterable[Tensor]) -> None:
-        """What is whole here has its gradient without torch's hooks; of what is cut, all or nothing may be trained."""
+        """Raise if no sharded weight has a gradient. Replicated weights get theirs without torch's hooks."""
         trained = [tensor for tensor in cut if tensor.requires_grad]
         if trained and all(tensor.grad is None for tensor in trained):
             raise _no_gradient()
 
     def _rescale(self, factor: Tensor | float) -> None:
-        """Offloaded gradients are in host memory, those of what is whole on every rank are not."""
+        """Rescale the gradients. Offloaded ones are in host memory, those of replicated parameters are not."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in self._parts.trained:
             if parameter.grad is not None:
@@ -148,7 +148,7 @@ class FsdpStrategy:
     # What is only known of all parts together
 
     def norm(self, parts: list[Tensor]) -> Tensor:
-        """Of the gradients of all ranks: what every rank has counts once."""
+        """Return the norm of the gradients of all ranks; replicated gradients count once."""
         if not self._world.is_main:
             whole = set(self._replicated)
             parts = [part for part in parts if part not in whole]
@@ -160,7 +160,7 @@ class FsdpStrategy:
     # Checkpoints
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        """Every rank its parts; rank 0 also what all have."""
+        """Return this rank's shards; on rank 0 also what all ranks have."""
         put_away(self._parts.model)
         shards, meta = whole_state(self._parts)
         return [shard for shard in shards if shard.is_part or self._world.is_main], meta

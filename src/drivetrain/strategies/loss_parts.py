@@ -63,7 +63,7 @@ class LossParts:
 
     @property
     def num_values(self) -> int:
-        """How many numbers a step's record needs of them."""
+        """The number of values that a step's record needs for the parts."""
         return len(self.names) + len(self.counted)
 
     # ---- what they are
@@ -99,13 +99,13 @@ class LossParts:
         self._places = torch.tensor([names.index(name) for name in self.counted], dtype=torch.int64, device=device)
 
     def weights_at(self, step: int) -> list[float]:
-        """The weight of each part after so many steps."""
+        """Return the weight of each part after so many steps."""
         given = self._given or {}
         found = [given.get(name, 1.0) for name in self.names]
         return [float(weight(step)) if callable(weight) else float(weight) for weight in found]
 
     def weights_now(self, names: Sequence[str]) -> list[float]:
-        """The weights of some parts in the step that was begun last."""
+        """Return the weights of some parts in the step that was begun last."""
         found = [(self._given or {}).get(name, 1.0) for name in names]
         return [float(weight(self.step)) if callable(weight) else float(weight) for weight in found]
 
@@ -115,7 +115,7 @@ class LossParts:
         return self._given is not None and any(map(callable, self._given.values()))
 
     def set_weights(self, step: int) -> None:
-        """Set the weights of the step that begins. On the device they are filled in behind the steps before."""
+        """Set the weights of the step that begins. On the device the fill is enqueued after the earlier steps."""
         self.step, now = step, self.weights_at(step)
         for number, (before, weight) in enumerate(zip(self._weights, now, strict=True)):
             if weight != before:
@@ -137,7 +137,7 @@ class LossParts:
 
     @property
     def can_count_ahead(self) -> bool:
-        """Whether `Job.count` counts every part that has a count of its own."""
+        """Whether `Job.count` counts every part that has its own count."""
         return bool(self.counted) and set(self.counted) <= set(self._ahead_names)
 
     def count_ahead(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
@@ -170,7 +170,7 @@ class LossParts:
         return counts
 
     def begin(self, step: int) -> None:
-        """Begin a step whose items were counted: the ranks add up their counts while the first forward runs."""
+        """Begin a step whose items were counted: the all-reduce of the counts overlaps with the first forward."""
         rows = self._ahead.pop(step)
         if self._device.type == "cuda" and rows.device.type == "cpu":
             rows = rows.pin_memory()
@@ -182,7 +182,7 @@ class LossParts:
     # ---- a step
 
     def objective(self, parts: NamedLosses, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
-        """Weigh the parts of one micro-batch: what is returned adds up to the step's loss over all of them."""
+        """Weight the parts of one micro-batch: the returned values add up to the step's loss over all micro-batches."""
         counts = self._counts_of(batch)
         if not self.names:
             self.settle(parts, counts)
@@ -198,7 +198,7 @@ class LossParts:
         return torch.dot(values, coefficients.to(values.dtype))
 
     def _counts_of(self, batch: Any) -> PartCounts:
-        """The counts of a micro-batch: those that were counted beforehand, else counted now."""
+        """Return the counts of a micro-batch: those that were counted beforehand, else counted now."""
         if self.count is None:
             return {}
         if self._of_micro_steps is None:
@@ -207,7 +207,7 @@ class LossParts:
         return {name: row[number] for number, name in enumerate(self.counted)}
 
     def _settle_counts(self, summed: Mapping[str, Tensor | LossSum], weight: int) -> Tensor:
-        """By what each part is divided in this step, as a factor; 0 for a part without an item."""
+        """Return the divisor of each part in this step, as a factor; 0 for a part without an item."""
         if self._alone and self._of_micro_steps is None:
             self._counts = self._shares = None
         if self._shares is None:
@@ -244,7 +244,7 @@ class LossParts:
         return parts
 
     def _values(self, parts: Mapping[str, Tensor | LossSum]) -> Tensor:
-        """The parts as one vector. A part that this micro-batch lacks contributes nothing."""
+        """Return the parts as one vector. A part that this micro-batch lacks contributes nothing."""
         found: list[Tensor | None] = []
         for name in self.names:
             part = parts.get(name)
@@ -272,7 +272,7 @@ class LossParts:
         self._totals = own if self._totals is None else self._totals + own
 
     def take(self) -> PartTotals | None:
-        """End a step: the sums and counts of its parts over all ranks. All ranks call it together."""
+        """End a step and return the sums and counts of its parts over all ranks. All ranks call it together."""
         if not self.names:
             return None
         totals = torch.zeros_like(self._coefficients) if self._totals is None else self._totals
@@ -284,12 +284,12 @@ class LossParts:
         return PartTotals(found, self)
 
     def forget(self) -> None:
-        """Leave a step that was begun."""
+        """Discard a step that was begun."""
         self._totals = self._counts = self._shares = self._on_its_way = self._of_micro_steps = None
         self._num_forwards = 0
 
     def read(self, values: Sequence[float], step: int, num_samples: float) -> tuple[float, dict[str, PartLoss]]:
-        """The loss of a step from what `take` gave, and each part's. A part without an item is nan there."""
+        """Return the loss of a step from the result of `take`, and each part's. A part without an item is nan there."""
         counts = dict(zip(self.counted, values[len(self.names) :], strict=True))
         loss, parts = 0.0, dict[str, PartLoss]()
         for name, weight, total in zip(self.names, self.weights_at(step), values, strict=False):
@@ -302,12 +302,12 @@ class LossParts:
     # ---- outside of steps
 
     def means(self, parts: NamedLosses, batch: Any) -> dict[str, Tensor | LossSum]:
-        """The parts of a batch by itself, those with a count as a `LossSum`."""
+        """Return the parts of a batch by itself, those with a count as a `LossSum`."""
         counts = {} if self.count is None else self.count(batch)
         return summed_by_count(parts, counts)
 
     def total(self, parts: NamedLosses, batch: Any, step: int = 0) -> Tensor:
-        """The weighted sum of a batch's parts, each divided by its own count."""
+        """Return the weighted sum of a batch's parts, each divided by its own count."""
         given = self._given or {}
         total: Tensor | None = None
         for name, part in self.means(parts, batch).items():
@@ -336,7 +336,7 @@ def _check(name: Any, part: Any) -> None:
 
 
 def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Numbers and scalars as one vector of float64. A number is filled in on the device: a copy would wait."""
+    """Stack numbers and scalars to one vector of float64. A number is filled in on the device: a copy would wait."""
     return torch.stack([
         value.detach().to(device, torch.float64, non_blocking=True)
         if isinstance(value, Tensor)

@@ -1,7 +1,7 @@
-"""What an optimizer keeps besides one tensor per parameter and field, in a form that a checkpoint holds and gives back.
+"""Encodes an optimizer's state besides one tensor per parameter and field, for checkpoints to hold and restore.
 
 Optimizers keep text, counters, tuples, lists of tensors and settings that change while they step: in the state of a
-parameter, in the state under a key of their own, in a group, or as attributes of the object. JSON has no tuples and no
+parameter, in the state under another key, in a group, or as attributes of the object. JSON has no tuples and no
 tensors, so values are encoded: numbers, text and lists as they are, everything else as a dictionary with a tag.
 """
 
@@ -62,7 +62,7 @@ class Encoder:
         self._put, self._names = put, names or {}
 
     def encode(self, value: Any, what: str, key: str) -> Any:
-        """`what` names the value in an error, `key` the tensors in it."""
+        """Encode a value. `what` names the value in an error, `key` the tensors in it."""
         if isinstance(value, enum.Enum):
             raise cannot_save(what, value)
         if value is None or isinstance(value, (bool, str)):
@@ -99,7 +99,7 @@ class Encoder:
 
 
 class Decoder:
-    """The reverse. Tensors come to where they were: host memory, or the device of the parameters."""
+    """Decodes what `Encoder` encoded. Tensors return to where they were: host memory, or the parameters' device."""
 
     def __init__(self, get: Get, device: torch.device, names: Mapping[Tensor, str] | None = None) -> None:
         self._get, self._device = get, device
@@ -129,7 +129,7 @@ class Decoder:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON gives back what it was given."""
+    """Return whether a value survives a round trip through JSON unchanged."""
     if type(value) is list:
         return all(map(is_plain, value))
     if isinstance(value, float):
@@ -138,7 +138,7 @@ def is_plain(value: Any) -> bool:
 
 
 def move_to_parameters(optimizer: Optimizer) -> None:
-    """Moves each parameter's state to its device, as torch's loading does; but types and text stay what they are."""
+    """Move each parameter's state to its device, as torch's loading does, but keep types and text."""
     for group in optimizer.param_groups:
         steps_on_host = not (group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
@@ -149,7 +149,7 @@ def move_to_parameters(optimizer: Optimizer) -> None:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps as attributes of its own, by name. Torch's own optimizers keep nothing there."""
+    """Return what an optimizer keeps as attributes, by name. Torch's own optimizers keep nothing there."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
     left_out = _attributes_of_any() | _NOT_STATE | set(getattr(optimizer, UNSAVED, ()))
@@ -165,17 +165,17 @@ def _attributes_of_any() -> set[str]:
 
 
 def _is_patched(optimizer: Optimizer, name: str) -> bool:
-    """Whether it is a method that somebody wrapped, as torch's learning rate schedulers do with `step`."""
+    """Return whether it is a method that was wrapped, as torch's learning rate schedulers do with `step`."""
     return callable(getattr(type(optimizer), name, None))
 
 
 def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Those that can be compared between a run and the one that goes on with it."""
+    """Return the attributes that can be compared between a run and its continuation."""
     return {name: _jsonable(value) for name, value in attributes_of(optimizer).items() if is_comparable(value)}
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings that can be compared."""
+    """Return a group's settings that can be compared."""
     return {name: _jsonable(value) for name, value in group.items() if name != "params" and is_comparable(value)}
 
 

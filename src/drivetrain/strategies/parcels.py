@@ -1,9 +1,9 @@
-"""Which rows leave for which rank, and what the rank that gets them has to know: arithmetic on index tensors.
+"""Computes which rows are sent to which rank, and the metadata that the receiver needs: arithmetic on index tensors.
 
-A *choice* is one of the k experts of a token. All choices of a token on one rank share a row. The first of them is of
-turn 0 there, the second of turn 1, and so on: choices are sent by rank, there by turn, there by token. So those of turn
-0 stand in the order of the rows, and sums over the choices of a row go turn by turn. What is sorted has a size that is
-known beforehand; how many rows there are, the host has to be told once, and then it knows all sizes.
+A *choice* is one of the k experts of a token. All choices of a token on one rank share a row. The first of them has
+turn 0 there, the second turn 1, and so on: choices are sent by rank, there by turn, there by token. So those of turn 0
+are in the order of the rows, and sums over the choices of a row go turn by turn. The tensors that are sorted have a
+size that is known beforehand; the host needs the number of rows once, and then knows all sizes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from drivetrain.moe.rows import Order, Spread, order_of
 
 
 class Homes(NamedTuple):
-    """Where experts live."""
+    """The ranks and positions of the experts."""
 
     ranks: Tensor  # (slots): the rank of a slot
     places: Tensor  # (slots): its place when all are sorted by rank
@@ -34,7 +34,7 @@ def homes_of(placement: Placement, held: Sequence[int]) -> Homes:
 
 
 class Parcels(NamedTuple):
-    """Of a rank's choices, as far as it can be said before the host knows how many rows there are."""
+    """The routing tables of a rank's choices that can be computed before the host knows how many rows there are."""
 
     by_rank: Order  # the choices as they are sent
     by_nth: Order  # the choices that have a row: tokens' first rows, then second ones, ...; then all other choices
@@ -66,7 +66,7 @@ def parcels_of(chosen: Tensor, homes: Homes, num_ranks: int) -> Parcels:
 
 
 class Traffic(NamedTuple):
-    """How many go and come, by the other rank: what the host has to know."""
+    """The numbers sent and received, by the other rank, which the host has to know."""
 
     rows_sent: list[int]
     rows_received: list[int]
@@ -78,7 +78,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(table: list[list[int]], rank: int, k: int) -> Traffic:
-    """Of every rank's `Parcels.counts`."""
+    """Return the traffic of a rank from every rank's `Parcels.counts`."""
     own, here = table[rank], slice(rank * k, (rank + 1) * k)
     sent = [own[other * k : (other + 1) * k] for other in range(len(table))]
     received = [counts[here] for counts in table]
@@ -94,7 +94,7 @@ def traffic_of(table: list[list[int]], rank: int, k: int) -> Traffic:
 
 
 def leaving_rows(parcels: Parcels, counts: Tensor, traffic: Traffic) -> Spread:
-    """Tokens, and a copy for each rank that has experts of theirs, by rank. `counts` are this rank's."""
+    """Return tokens, with a copy for each rank that has experts of theirs, by rank. `counts` are this rank's."""
     k, num_rows = len(traffic.leaving), sum(traffic.leaving)
     choices = counts[:-k].view(-1, k)
     with_row = _blocks(_before(choices.sum(1)), choices[:, 0], num_rows)
@@ -103,7 +103,7 @@ def leaving_rows(parcels: Parcels, counts: Tensor, traffic: Traffic) -> Spread:
 
 
 def arriving_rows(codes: Tensor, counts: Tensor, traffic: Traffic, num_held: int) -> tuple[Order, Spread]:
-    """The choices that came, by expert; and the rows, with a copy for each choice. `counts`: (ranks, turns)."""
+    """Return the received choices, by expert; and the rows, with a copy for each choice. `counts`: (ranks, turns)."""
     num_choices = sum(traffic.arriving)
     experts = max(num_held, 1)  # without any, there are no codes either
     by_expert = order_of(codes % experts, num_held)
@@ -120,11 +120,11 @@ def sizes_of(ends: Tensor) -> Tensor:
 
 
 def _before(counts: Tensor) -> Tensor:
-    """Where each of some blocks begins."""
+    """Return where each of some blocks begins."""
     return counts.cumsum(0) - counts
 
 
 def _blocks(starts: Tensor, counts: Tensor, total: int) -> Tensor:
-    """The numbers from each start on, so many; block after block. `total` keeps the host from waiting for it."""
+    """Return so many numbers from each start on, block after block. `total` keeps the host from waiting for it."""
     shift = (starts - _before(counts)).repeat_interleave(counts, output_size=total)
     return torch.arange(total, device=starts.device) + shift

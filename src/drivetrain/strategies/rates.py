@@ -1,7 +1,7 @@
-"""Learning rates where the optimizer reads them: numbers on the host, or tensors on the device.
+"""Keeps learning rates where the optimizer reads them: numbers on the host, or tensors on the device.
 
-A captured step reads its rate from the device, since it has to change between replays. There it is a float32, whatever
-the weights are. Rates on the host are rounded likewise for GPUs, so that a run is the same with and without capture.
+A captured step reads its rate from the device, since it has to change between replays. There it is a float32, for all
+types of weights. Rates on the host are rounded likewise for GPUs, so that a run is the same with and without capture.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ ON_HOST = "lr_on_host"  # of a group whose rate is on the device: its value, so 
 
 
 def rounded(rate: float) -> float:
-    """To float32."""
+    """Round a rate to float32."""
     return ctypes.c_float(rate).value
 
 
 def are_rounded(optimizer: Optimizer) -> bool:
-    """Whether the rates of its parameters are: on a GPU, unless the weights are finer than that themselves."""
+    """Return whether the rates of its parameters are rounded: on a GPU, unless the weights are float64."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters:  # they are somewhere else between steps, as with DeepSpeed's third stage
         return False
@@ -27,7 +27,7 @@ def are_rounded(optimizer: Optimizer) -> bool:
 
 
 def put_rates_on_device(optimizer: Optimizer) -> None:
-    """After a checkpoint was loaded: that makes numbers of them again."""
+    """Move the rates to the device. Called after a checkpoint was loaded, which makes numbers of them again."""
     for group in optimizer.param_groups:
         rate = rounded(float(group.get(ON_HOST, group["lr"])))
         group["lr"] = torch.tensor(rate, dtype=torch.float32, device=group["params"][0].device)
@@ -35,7 +35,7 @@ def put_rates_on_device(optimizer: Optimizer) -> None:
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """For the next step. On the device it is filled in behind the steps before, without waiting for them."""
+    """Set the rate of the next step. On the device the fill is enqueued after the earlier steps, without waiting."""
     if ON_HOST not in group:
         group["lr"] = rate
     elif group[ON_HOST] != rate:

@@ -1,8 +1,8 @@
 """Dropout between the layers of `nn.LSTM`, `nn.GRU` and `nn.RNN`, computed outside cuDNN.
 
-cuDNN keeps a random state of its own for it. Setting the generator's seed, which every step does, throws that state
-away; making it anew waits for the device, which cannot be captured. Layer by layer with `F.dropout` between them the
-same is computed, with draws from torch's generator.
+cuDNN keeps a separate random state for it. Setting the generator's seed, which every step does, throws that state away;
+making it again waits for the device, which cannot be captured. Layer by layer with `F.dropout` between them the same is
+computed, with draws from torch's generator.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class _LayerByLayer(nn.RNNBase):
         return outputs, torch.cat(last)
 
     def flatten_parameters(self) -> None:
-        """Gives each layer one piece of memory, as cuDNN wants it for a module of one layer."""
+        """Give each layer one piece of memory, as cuDNN wants it for a module of one layer."""
         if len(self._flat_weights) != len(self._flat_weights_names):
             return  # while the module is being made
         for index in range(self.num_layers):
@@ -49,7 +49,7 @@ class _LayerByLayer(nn.RNNBase):
 
     @contextmanager
     def _one_layer(self, index: int) -> Iterator[None]:
-        """For its duration, the module is that layer alone."""
+        """Make the module consist of that layer alone inside the context."""
         count = len(self._flat_weights) // self.num_layers
         part = slice(index * count, (index + 1) * count)
         width = (self.proj_size or self.hidden_size) * (2 if self.bidirectional else 1)
@@ -86,9 +86,9 @@ _SPLIT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: LSTM, nn.GRU: GRU, nn
 
 
 def split_recurrent_dropout(model: nn.Module) -> int:
-    """Takes dropout out of cuDNN, in place, where modules of torch's own classes have it; returns how many do.
+    """Take dropout out of cuDNN, in place, where modules of torch's own classes have it; returns how many do.
 
-    A subclass of the user's is left alone: what its `forward` does is not known.
+    A user's subclass is left alone: what its `forward` does is not known.
     """
     found = [module for module in model.modules() if type(module) in _SPLIT and _has_dropout(module)]
     for module in found:

@@ -1,4 +1,4 @@
-"""The state of model and optimizer by name, for a checkpoint: whole where every device has a copy, else parts."""
+"""Saves and loads the state of model and optimizer by name: whole where every device has a copy, else in parts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "ema/"
 
 
 def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
-    """Model and optimizer by name. Tensors as shards, the rest as JSON; anything else is refused by its name."""
+    """Return model and optimizer by name. Tensors as shards, the rest as JSON; anything else is refused by its name."""
     model, optimizer = parts.model, parts.optimizer
     shards = []
     untrained = _untrained(parts)
@@ -79,7 +79,7 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
 
 
 def _untrained(parts: StrategyParts) -> dict[str, Tensor]:
-    """This rank's parts of the parameters that no optimizer holds, by all of their names."""
+    """Return this rank's parts of the parameters that no optimizer holds, by all of their names."""
     held = (parameter for group in parts.optimizer.param_groups for parameter in group["params"])
     trained = {parts.owners.get(parameter, parameter) for parameter in held}
     named = parts.model.named_parameters(remove_duplicate=False)
@@ -95,9 +95,9 @@ def check_field(field: object, name: str) -> None:
 
 
 def optimizer_meta(parts: StrategyParts, names: Mapping[Tensor, str]) -> tuple[list[Shard], dict[str, Any]]:
-    """All that an optimizer keeps of no single parameter: its groups' settings, attributes, keys of its own.
+    """Return the optimizer's state that belongs to no single parameter: its groups' settings, attributes, other keys.
 
-    Settings and attributes are also given as they were when the optimizer was made: whoever goes on compares with that.
+    Settings and attributes are also given as they were when the optimizer was made: a continued run compares with that.
     """
     shards: list[Shard] = []
     encoder = Encoder(lambda key, value: shards.append(Shard.whole(key, value)), names)
@@ -132,7 +132,7 @@ def optimizer_meta(parts: StrategyParts, names: Mapping[Tensor, str]) -> tuple[l
 
 
 def load_optimizer_meta(parts: StrategyParts, source: TensorSource, names: Mapping[Tensor, str]) -> None:
-    """The reverse, after the state of the parameters was loaded."""
+    """Load what `optimizer_meta` returned, after the state of the parameters was loaded."""
     optimizer, meta = parts.optimizer, source.meta
     device = next(parts.model.parameters()).device  # the third stage of ZeRO leaves the groups empty
     decoder = Decoder(source.read, device, names)
@@ -144,7 +144,7 @@ def load_optimizer_meta(parts: StrategyParts, source: TensorSource, names: Mappi
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's group is set to, as JSON: as far as that can hold it, see `optimizer_meta`."""
+    """Return the settings of an optimizer's group that JSON can hold; for the others see `optimizer_meta`."""
     values = {name: value for name, value in group.items() if name not in ("params", ON_HOST)}
     if ON_HOST in group:
         values["lr"] = group[ON_HOST]  # to read it from the device would make the host wait
@@ -157,7 +157,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
-    """The reverse. Everything is compared before anything is changed."""
+    """Load what `whole_state` returned. Everything is compared before anything is changed."""
     model, optimizer = parts.model, parts.optimizer
     state = model.state_dict()
     names = parameter_names(model, optimizer, parts.owners)
@@ -214,7 +214,7 @@ def load_scaler(parts: StrategyParts, source: TensorSource) -> None:
 def _decoded_scalars(
     source: TensorSource, names: Mapping[Tensor, str], owners: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """What is kept of parameters in other forms than one tensor for a field."""
+    """Return the parameters' state that is kept in other forms than one tensor for a field."""
     parameters = {name: parameter for parameter, name in names.items()}
     found: dict[str, dict[str, Any]] = {}
     for name, values in source.meta["optimizer_scalars"].items():
@@ -230,7 +230,7 @@ def _decoded_scalars(
 
 
 def _put_exactly(optimizer: Optimizer, by_number: Mapping[int, Mapping[str, Any]]) -> None:
-    """What was saved, as it was: torch turns text into generators and every tensor into the type of its parameter."""
+    """Restore saved values exactly: torch makes generators of text, and gives tensors the type of their parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, fields in by_number.items():
         state = optimizer.state[parameters[number]]
@@ -246,7 +246,7 @@ def _put_exactly(optimizer: Optimizer, by_number: Mapping[int, Mapping[str, Any]
 def refuse_another_job(
     source: TensorSource, shapes: Mapping[str, tuple[int, ...]], names: list[list[str]], optimizer: Optimizer
 ) -> None:
-    """Compares a checkpoint with the model's shapes, and with the optimizer's groups by the names in each."""
+    """Compare a checkpoint with the model's shapes, and with the optimizer's groups by the names in each."""
     stored = {key.removeprefix(MODEL): info for key, info in source.keys.items() if key.startswith(MODEL)}
     _check_keys(shapes, stored)
     groups = source.meta["optimizer_groups"]
@@ -261,12 +261,12 @@ def refuse_another_job(
 
 
 def loaded_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a stored group is part of the job."""
+    """Return the settings of a stored group that are part of the job."""
     return {name: value for name, value in stored["values"].items() if name not in _HOW_IT_IS_DONE}
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Rank 0's buffers on all ranks, with one broadcast for each type of number."""
+    """Copy rank 0's buffers to all ranks, with one broadcast for each type of number."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for buffer in model.buffers():
         by_type.setdefault(buffer.dtype, []).append(buffer.detach())
@@ -293,7 +293,7 @@ def _check_attributes(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
 
 
 def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """The optimizer's settings are part of the job. How it is implemented, and where the schedule stands, is not.
+    """Compare the optimizer's settings, which are part of the job; implementation and schedule position are not.
 
     An optimizer may change its settings as it steps, so they are compared with those that it was made with.
     """
@@ -311,14 +311,14 @@ def _check_settings(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back: a tuple is a list."""
+    """Return a value as JSON returns it: a tuple is a list."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer, owners: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
-    """Of what the optimizer holds. `owners` tells which of the model's parameters each is a part of, if it is one."""
+    """Return the names of what the optimizer holds. `owners` maps each part to the model's parameter it belongs to."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     names |= {parameter: names[owner] for parameter, owner in owners.items()}
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Cuts a model into shards, so that no device ever holds more of it than one block whole.
+"""Shards a model, so that no device ever holds more of it than one block whole.
 
-Each repeated block becomes a unit, and what is left of the model another: a unit's weights are gathered before its
-forward and its backward, and forgotten after them (torch's `fully_shard`). Rank 0's weights count. They travel unit by
-unit, so other ranks may build the model without memory for it.
+Each repeated block becomes a unit, and the rest of the model another: a unit's weights are gathered before its forward
+and its backward, and freed after them (torch's `fully_shard`). Rank 0's weights count. They are sent unit by unit, so
+other ranks may build the model without memory for it.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """`cast`: what mixed precision casts. `accumulate`: as what gradients are kept between micro-steps."""
+    """How to shard. `cast`: what mixed precision casts. `accumulate`: the form of gradients between micro-steps."""
 
     offload: bool = False  # shards and optimizer in host memory; the optimizer steps there
     cast: Literal["operations", "blocks"] = "operations"
@@ -59,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is to be cut."""
+    """The layout in which a model is to be sharded."""
 
     units: tuple[Unit, ...]  # blocks first, the rest of the model last
     replicated: dict[str, nn.Parameter]  # stay whole on every rank
@@ -67,7 +67,7 @@ class Layout:
     routers: frozenset[str]  # of these experts: names among the replicated
 
     def in_words(self) -> str:
-        """What is gathered together, and how much that is."""
+        """Describe which weights are gathered together, and their sizes."""
         sizes = {unit.name: _num_bytes(unit.parameters.values()) for unit in self.units if unit.parameters}
         blocks = [name for name in sizes if name != ROOT]
         rest = _size(sizes.get(ROOT, 0))
@@ -84,7 +84,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A model that was cut into shards."""
+    """A model that was sharded."""
 
     model: nn.Module
     options: ShardOptions
@@ -98,7 +98,7 @@ class Sharded:
     replaced: Mapping[Tensor, str] = field(default_factory=dict)  # the model's parameters as they were before
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Makes the optimizer hold this rank's parts, as plain tensors, of what it held."""
+        """Make the optimizer hold this rank's parts, as plain tensors, of what it held."""
         refuse_unless_elementwise(optimizer, "fsdp")
         state, optimizer.state = dict(optimizer.state), type(optimizer.state)(dict)
         optimizer.state.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
@@ -121,7 +121,7 @@ class Sharded:
         return part
 
     def _cut(self, value: Any, part: Tensor) -> Any:
-        """This rank's part of what an optimizer kept of each element; anything else as it is."""
+        """Return this rank's part of what an optimizer kept for each element; anything else as it is."""
         if not isinstance(value, Tensor) or part not in self.owners or value.shape != self.owners[part].shape:
             return value
         if is_distributed(value):
@@ -131,10 +131,10 @@ class Sharded:
 
 
 def layout_of(model: nn.Module, *, shares_experts: bool = False) -> Layout:
-    """The units of a model. A block that shares a weight with something outside it is none: it needs both gathered.
+    """Return the units of a model. A block that shares a weight with something outside it is not a unit.
 
-    With `shares_experts`, experts are in none of them. Their routers stay whole: they are small, and experts that come
-    and go change rows of them on every rank.
+    Such a block would need both gathered. With `shares_experts`, experts are in no unit. Their routers stay whole: they
+    are small, and experts that are added or removed change rows of them on every rank.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     mixtures = mixtures_in(model).values() if shares_experts else ()
@@ -169,7 +169,10 @@ def layout_of(model: nn.Module, *, shares_experts: bool = False) -> Layout:
 
 
 def _left_whole(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """A number has no rows to deal out; and the gradients of a unit are reduced as one type, its most frequent one."""
+    """Return the parameters to replicate: scalars, and those of a dtype other than the unit's most frequent one.
+
+    A scalar has no rows to distribute, and the gradients of a unit are reduced as one dtype.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         if parameter.dim() and parameter.requires_grad:
@@ -179,7 +182,7 @@ def _left_whole(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Rank 0 builds the model; others build it without memory, where its code allows."""
+    """Build the model on rank 0; others build it without memory, where its code allows."""
     if world.is_main:
         return make()
     try:
@@ -193,7 +196,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
 
 def _holds_loose_tensors(model: nn.Module) -> bool:
-    """Tensors that are neither parameters nor buffers: nobody could find and fill them."""
+    """Return whether there are tensors that are neither parameters nor buffers: they could not be found and filled."""
 
     def is_loose(value: Any) -> bool:
         if isinstance(value, (list, tuple)):
@@ -212,7 +215,7 @@ def _holds_loose_tensors(model: nn.Module) -> bool:
 
 
 def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False, fixed: bool = False) -> None:
-    """Compiles what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all.
+    """Compile what each unit computes. Gathering stays outside: compiled with it, nothing might be compiled at all.
 
     With `fixed`, no kernel whose choice changes results is chosen by timing.
     """
@@ -229,9 +232,9 @@ def shard(
     precision: Precision,
     experts: SharedExperts | None = None,
 ) -> Sharded:
-    """Cut the model, in place, on all ranks together. Afterwards it has rank 0's weights, its parameters are shards.
+    """Shard the model, in place, on all ranks together. It then has rank 0's weights, and its parameters are shards.
 
-    Given `experts` are dealt out instead of cut.
+    Given `experts` are distributed by rows instead of sharded.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -313,7 +316,7 @@ def forecast_local(
     rank: int,
     rows_of_experts: Mapping[str, int] | None = None,
 ) -> Held | None:
-    """What this rank will hold between steps once the optimizer has stepped, before anything is cut or moved.
+    """Return what this rank will hold between steps once the optimizer has stepped, before anything is sharded.
 
     Every rank's part of a weight has as much memory as the largest one; of experts that are shared out a rank has just
     the rows it is given (`SharedExperts.num_rows`). None for an optimizer that looks at values.
@@ -345,7 +348,7 @@ def forecast_local(
 
 
 def _settle(tensor: Tensor, world: World) -> None:
-    """Puts rank 0's values on the device, in place: whoever holds the tensor still does."""
+    """Put rank 0's values on the device, in place: references to the tensor stay valid."""
     with torch.no_grad():
         if world.is_main:
             value = tensor.detach().to(world.device).contiguous()
@@ -359,7 +362,7 @@ def _settle(tensor: Tensor, world: World) -> None:
 
 
 def refuse_uncuttable(model: nn.Module) -> None:
-    """Raises for what shards cannot be made of, before anything is planned or moved."""
+    """Raise for a model that cannot be sharded, before anything is planned or moved."""
     if any(is_distributed(parameter) for parameter in model.parameters()):
         raise DrivetrainError(
             "the model is cut into shards already, by an earlier run or by its own code",
@@ -380,7 +383,7 @@ def refuse_uncuttable(model: nn.Module) -> None:
 
 
 def _refuse_other_models(model: nn.Module, world: World) -> None:
-    """Every rank must have made the same model: a gather over unlike shapes would hang, or mix weights up."""
+    """Check that every rank made the same model: a gather over unlike shapes would hang, or mix weights up."""
     own = [
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -1,7 +1,7 @@
-"""Experts shared out over ranks: who holds which rows, and how rows are dealt out, saved and read again.
+"""Distributes experts over ranks: which rank holds which rows, and how rows are dealt out, saved and read again.
 
-Whatever trains the rest of the model leaves these parameters alone. Checkpoints name slots, not ranks, so they load
-into any other number of ranks.
+The strategy that trains the rest of the model leaves these parameters alone. Checkpoints name slots, not ranks, so they
+load into any other number of ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,18 +49,18 @@ class Held(NamedTuple):
         return [Shard(key, rows[run.row : run.row + run.num_rows], shape, (run.slot, *rest)) for run in self.runs]
 
     def read(self, read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor], shape: Sequence[int]) -> Tensor:
-        """This rank's rows of what is stored in `shape`; `read` is asked for ranges: offsets, shape."""
+        """Read this rank's rows of what is stored in `shape`; `read` is asked for ranges: offsets, shape."""
         rest = (0,) * (len(shape) - 1)
         parts = [read((run.slot, *rest), (run.num_rows, *shape[1:])) for run in self.runs]
         return torch.cat(parts) if parts else self.parameter.detach().cpu()[:0]
 
     def is_of(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has a row for each slot, or for each of those here."""
+        """Return whether a tensor of this shape has a row for each slot, or for each of those here."""
         return tuple(shape[1:]) == tuple(self.parameter.shape[1:]) and len(shape) == self.parameter.dim()
 
 
 class _HeldHere:
-    """A checkpoint as this rank sees it: of experts, the rows that it holds."""
+    """A checkpoint as this rank sees it: of experts, only the rows that it holds."""
 
     def __init__(self, source: TensorSource, held: Mapping[str, Held]) -> None:
         self._source, self._held = source, held
@@ -90,7 +90,7 @@ class _Shape(NamedTuple):
 
 
 def _held_by(key: str, shape: Sequence[int], held: Mapping[str, Held]) -> Held | None:
-    """Whose rows a stored tensor has: `model/NAME`, `ema/NAME`, or `optimizer/NAME/FIELD` of the parameter's shape."""
+    """Find the parameter whose rows a tensor has: `model/NAME`, `ema/NAME`, or `optimizer/NAME/FIELD` of its shape."""
     kind, _, name = key.partition("/")
     found = held.get(name.rpartition("/")[0] if kind == "optimizer" else name)
     return found if found is not None and found.is_of(shape) else None
@@ -132,7 +132,7 @@ class SharedExperts:
     # Who holds what
 
     def _placed(self, facts: Callable[[], _Facts]) -> Placement:
-        """By rank 0, for all: hosts of different kinds may round differently where two placements are equally good."""
+        """Place experts on rank 0, for all: hosts may round differently where two placements are equally good."""
         found, problem = [], None
         if self._world.is_main:
             try:
@@ -150,7 +150,7 @@ class SharedExperts:
         return tuple(found)
 
     def num_rows(self, rank: int) -> dict[str, int]:
-        """How many rows of each parameter a rank holds."""
+        """Return how many rows of each parameter a rank holds."""
         return {name: self.placements[layer].count(rank) for name, (layer, _) in self._parameters.items()}
 
     @property
@@ -163,7 +163,7 @@ class SharedExperts:
 
     @cached_property
     def _parameters(self) -> dict[str, tuple[str, nn.Parameter]]:
-        """Of experts, by name, with the layer that each is of. Those of a layer with two names under both."""
+        """The experts' parameters by name, each with its layer. Those of a layer with two names are under both."""
         layers = {p: name for name, layer in self.layers.items() for p in layer.experts.parameters()}
         named = self._model.named_parameters(remove_duplicate=False)
         return {name: (layers[parameter], parameter) for name, parameter in named if parameter in layers}
@@ -173,7 +173,7 @@ class SharedExperts:
         self._share_out(self.placements, self._dealt, average)
 
     def room_for(self, source: TensorSource, average: Average | None = None) -> TensorSource:
-        """Make every layer hold what it is to hold of a checkpoint, at 0; returns the checkpoint as this rank sees it.
+        """Allocate this rank's experts of a checkpoint, at 0; returns the checkpoint as this rank sees it.
 
         In a world of the same size experts stay where they were; in another they are placed by what they cost.
         """
@@ -181,7 +181,7 @@ class SharedExperts:
         return self.seen(source)
 
     def seen(self, source: TensorSource) -> TensorSource:
-        """A checkpoint as this rank sees it: of experts, the rows that it holds."""
+        """Return a checkpoint as this rank sees it: of experts, only the rows that it holds."""
         return _HeldHere(source, self.held)
 
     def _placed_for(self, name: str, source: TensorSource) -> Placement:
@@ -199,7 +199,7 @@ class SharedExperts:
     def _share_out(
         self, placements: Mapping[str, Placement], fill: Callable[..., Tensor], average: Average | None
     ) -> None:
-        """`fill` makes a tensor of this rank's rows from one of any rows."""
+        """Replace the experts' parameters. `fill` makes a tensor of this rank's rows from one of any rows."""
         self.placements = dict(placements)
         # A group of its own: what the exchange sends does not stand in line with gradients and gathered weights.
         self._group = self._group or dist.new_group()
@@ -219,7 +219,7 @@ class SharedExperts:
         }
 
     def _dealt(self, rows: Tensor, placement: Placement) -> Tensor:
-        """Row by row, so that no device ever holds more than its own experts and one more."""
+        """Send rank 0's rows one by one, so that no device ever holds more than its own experts and one more."""
         world = self._world
         own = torch.empty(placement.count(world.rank), *rows.shape[1:], dtype=rows.dtype, device=world.device)
         filled = 0
@@ -237,7 +237,7 @@ class SharedExperts:
         return rows.new_zeros(placement.count(self._world.rank), *rows.shape[1:])
 
     def cut_state(self, optimizer: Optimizer) -> None:
-        """What an optimizer kept of all experts before they were dealt out: this rank's rows of it."""
+        """Keep this rank's rows of what an optimizer kept for all experts before they were distributed."""
         for name, (layer, parameter) in self._parameters.items():
             whole = (self.held[name].num_slots, *parameter.shape[1:])
             own = slots_of(self.placements[layer], self._world.rank)
@@ -253,9 +253,10 @@ class SharedExperts:
         return {held.parameter for held in self.held.values()}
 
     def complete_gradients(self, factor: float) -> None:
-        """An expert sees the tokens of all ranks, so its gradient is the sum over ranks already, of their objectives.
+        """Fill in missing gradients of experts, and rescale all: they are the sum over all ranks' objectives already.
 
-        `factor` undoes what the objectives were multiplied by for whatever averages the other gradients.
+        An expert sees the tokens of all ranks. `factor` undoes what the objectives were multiplied by where the other
+        gradients are averaged.
         """
         gradients = []
         used = self._take_used()
@@ -268,7 +269,7 @@ class SharedExperts:
             torch._foreach_mul_(gradients, factor)
 
     def _take_used(self) -> set[Tensor]:
-        """Parameters of the layers that ran since the last call. A layer that did not keeps no gradient."""
+        """Return the parameters of the layers that ran since the last call. A layer that did not keeps no gradient."""
         used: set[Tensor] = set()
         for layer in self.layers.values():
             dispatcher = layer.dispatcher
@@ -286,7 +287,7 @@ class SharedExperts:
     # Checkpoints
 
     def saved(self, shards: Sequence[Shard], meta: Mapping[str, Any]) -> tuple[list[Shard], dict[str, Any]]:
-        """Every rank its experts and its parts; rank 0 also what all have."""
+        """Return this rank's experts and parts; on rank 0 also what all ranks have."""
         kept: list[Shard] = []
         for shard in shards:
             _refuse_nested(shard.key, self.held)
@@ -304,7 +305,7 @@ class SharedExperts:
 
 
 def _refuse_nested(key: str, held: Mapping[str, Held]) -> None:
-    """Every rank has other rows, and which of them a tensor inside of another value is of is not known."""
+    """Refuse tensors inside of other values: every rank has other rows, and which rows these belong to is not known."""
     for name in held:
         if key.startswith(f"{NESTED}state/{name}/"):
             raise DrivetrainError(

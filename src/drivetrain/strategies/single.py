@@ -14,7 +14,7 @@ from drivetrain.strategies.replicated import load_whole_state, whole_state
 
 
 class SingleStrategy:
-    """Nothing is shared, so nothing is reduced."""
+    """Trains on one device: nothing is shared, so nothing is reduced."""
 
     name = "single"
 
@@ -67,7 +67,7 @@ class SingleStrategy:
         self.parts.follow()
 
     def abandon(self) -> None:
-        """The gradients are cleared when the next step begins."""
+        """Discard the step: the gradients are cleared when the next one begins."""
         self._objective.take_tallies()
         self.parts.loss_parts.forget()
         self.parts.mixtures.forget()

@@ -1,4 +1,4 @@
-"""What ranks that each have a part know only of all parts together. All ranks call these together."""
+"""Collectives over sharded gradients: global norm, inf flag, loss sums. All ranks call these together."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from drivetrain.core.world import World
 
 
 def norm_over_ranks(parts: Iterable[Tensor], world: World, dtype: torch.dtype) -> Tensor:
-    """The norm of all gradients of all ranks, from each rank's own parts."""
+    """Return the norm of all gradients of all ranks, from each rank's own parts."""
     gradients = [part.grad for part in parts if part.grad is not None and part.numel()]
     own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     squared = own.to(world.device, torch.float64).square()
@@ -19,13 +19,13 @@ def norm_over_ranks(parts: Iterable[Tensor], world: World, dtype: torch.dtype) -
 
 
 def share_infinities(found: Iterable[Tensor], world: World) -> None:
-    """1 on all ranks where it is on one: a step is skipped by all or by none."""
+    """Set the inf flag on all ranks if it is set on one: a step is skipped by all or by none."""
     for flag in found:
         dist.all_reduce(flag, dist.ReduceOp.MAX, world.group)
 
 
 class Sums:
-    """Loss sum, count and the wish to stop over all ranks: sent before backward, taken after it, so nobody waits."""
+    """Loss sum, count and stop requests over all ranks: sent before backward, taken after it, so that no rank waits."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -34,7 +34,7 @@ class Sums:
         self._on_its_way: dist.Work | None = None
 
     def send(self, losses: Iterable[tuple[Tensor, float]], count: Tensor | float) -> None:
-        """In float64: counts stay exact, and sums are as good as the losses they are made of."""
+        """Start the all-reduce, in float64: counts stay exact, and sums are as good as the losses they are made of."""
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         for value, factor in losses:
             self._sums[0] += value.double() * factor
@@ -44,7 +44,7 @@ class Sums:
             self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss sum, count, and how many ranks wish to stop."""
+        """Return loss sum, count, and how many ranks want to stop."""
         assert self._sums is not None, "backward comes before step"
         if self._on_its_way is not None:
             self._on_its_way.wait()  # of the stream, on a GPU; elsewhere backward took longer than three numbers do

@@ -1,4 +1,4 @@
-"""Which weights a step of a sharded model used.
+"""Tracks which weights a step of a sharded model used.
 
 A plain loop leaves the gradient of an unused weight at None, and the optimizer does not touch it. A gradient of zero is
 not the same: weight decay and momentum still move the weight. So ranks agree on what none of them used.
@@ -22,7 +22,7 @@ class Usage:
 
     With `reduces_unused`, torch gives every unused shard a gradient of zero, so use is seen by hooks on the gathered
     weights. Without it, all ranks must use the same weights in every step, which `refuse_unequal` checks: torch packs
-    only the gradients that are there, and would add those of one weight to those of another.
+    only the gradients that exist, and would add those of one weight to those of another.
     """
 
     def __init__(self, sharded: Sharded, world: World) -> None:
@@ -43,7 +43,7 @@ class Usage:
         self._used.clear()
 
     def unused_by_all(self) -> set[Tensor]:
-        """The tracked weights that no rank used since the last `clear`."""
+        """Return the tracked weights that no rank used since the last `clear`."""
         if not self._tracked:
             return set()
         missing = [name for name in self._tracked if name not in self._used]
@@ -58,7 +58,7 @@ class Usage:
         return {self._tracked[name] for name in missing}
 
     def refuse_unequal(self) -> None:
-        """Raises where ranks use different weights. In the first step ranks compare; later, each compares with that."""
+        """Raise where ranks use different weights. In the first step ranks compare; later, each compares with that."""
         if self._reduces_unused or self._world.size == 1:
             return
         unused = [name for name, tensor in self._cut.items() if tensor.grad is None]
@@ -83,7 +83,7 @@ class Usage:
         cast(Any, parameter).register_post_accumulate_grad_hook(note)
 
     def _watch_units(self, sharded: Sharded) -> None:
-        """Once a unit is gathered, its modules hold whole weights, and these get the gradients."""
+        """Register hooks on units: once gathered, their modules hold whole weights, and these get the gradients."""
         units = {
             name: m for name, m in sharded.model.named_modules() if any(m is unit for unit in sharded.fully_sharded)
         }

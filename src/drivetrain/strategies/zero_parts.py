@@ -1,7 +1,8 @@
-"""This rank's parts of model and optimizer inside DeepSpeed's flat buffers, in and out of checkpoints.
+"""Saves and loads this rank's parts of model and optimizer, which are inside DeepSpeed's flat buffers.
 
-DeepSpeed lays the weights of a group into one flat float32 tensor and cuts that between ranks, wherever it comes to;
-the optimizer knows only flat tensors. Nothing is gathered to be saved: each rank writes its ranges, as boxes.
+DeepSpeed puts the weights of a group into one flat float32 tensor and cuts that between ranks, regardless of where
+weights end; the optimizer knows only flat tensors. Nothing is gathered for a save: each rank writes its ranges, as
+boxes.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a weight that this rank updates: `length` from `start` on, which lie in `flat` at `offset`."""
+    """The elements of a weight that this rank updates: `length` from `start` on, which are in `flat` at `offset`."""
 
     flat: Tensor
     offset: int
@@ -42,7 +43,7 @@ class Part:
     length: int
 
     def of(self, values: Tensor) -> Tensor:
-        """Its elements of something that lies as the flat tensor does."""
+        """Return the elements of this part from a tensor with the layout of the flat one."""
         return values.detach()[self.offset : self.offset + self.length]
 
     @property
@@ -69,7 +70,7 @@ class ZeroParts:
         self._found: dict[Tensor, Part] = {}
 
     def find(self, zero: Any) -> None:
-        """Where DeepSpeed has put everything."""
+        """Find where DeepSpeed has put everything."""
         self._zero = zero
         self._found = {
             parameter: self._in_third_stage(parameter) if self._stage == 3 else self._in_flat_group(parameter, group)
@@ -84,26 +85,26 @@ class ZeroParts:
         return Part(flat, inside.start, outside.start, inside.numel)
 
     def _in_third_stage(self, parameter: Any) -> Part:
-        """Every weight is cut into equally many elements for each rank; the last ones are padding."""
+        """Find a part in stage 3: every weight is cut into equally many elements per rank; the last are padding."""
         sub_group, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
         start = self._rank * size
         length = max(0, min(size, parameter.ds_numel - start))
         return Part(self._zero.fp32_partitioned_groups_flat[sub_group], offset, start, length)
 
     def _in_its_own(self, parameter: Any) -> Part:
-        """A weight that is not trained, in the third stage: in no flat tensor, but cut all the same."""
+        """Find a weight that is not trained, in stage 3: in no flat tensor, but sharded all the same."""
         flat = parameter.ds_tensor
         start = self._rank * flat.numel()
         return Part(flat, 0, start, max(0, min(flat.numel(), parameter.ds_numel - start)))
 
     def _part_of(self, value: Tensor) -> Part | None:
-        """None: every rank has all of it."""
+        """Return this rank's part of a tensor; None if every rank has all of it."""
         if value in self._found:
             return self._found[value]
         return self._in_its_own(value) if self._stage == 3 and value in self._shapes else None
 
     def _state(self) -> Iterator[tuple[str, Tensor, Part | None]]:
-        """By the model's own names; tied weights under each of theirs."""
+        """Yield the model's state by its own names; tied weights under each of theirs."""
         for name, value in self._parts.model.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise cannot_save(f"the model's state {name!r}", value)
@@ -148,14 +149,14 @@ class ZeroParts:
         }
 
     def _flat_groups(self) -> dict[Tensor, str]:
-        """What the optimizer holds now, which nothing refers to by name."""
+        """Return the tensors that the optimizer holds now, which nothing refers to by name."""
         return {flat: "" for group in self._parts.optimizer.param_groups for flat in group["params"]}
 
     # In
 
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
-        """Everything is compared before anything is changed."""
+        """Load a checkpoint. Everything is compared before anything is changed."""
         optimizer, average = self._parts.optimizer, self._parts.average
         shapes = {name: self._shapes.get(value, tuple(value.shape)) for name, value, _ in self._state()}
         refuse_another_job(source, shapes, self.groups, optimizer)
@@ -178,7 +179,7 @@ class ZeroParts:
         load_scaler(self._parts, source)
 
     def _fields_by_flat(self, source: TensorSource) -> dict[Tensor, list[str]]:
-        """Which state each flat tensor gets. DeepSpeed steps its weights as one: all must have the same."""
+        """Return which state each flat tensor gets. DeepSpeed steps its weights as one: all must have the same."""
         fields: dict[str, set[str]] = {
             name: set(source.meta["optimizer_scalars"].get(name, ())) for name in self._trained
         }
@@ -230,7 +231,7 @@ class ZeroParts:
 
 
 def refuse_odd_weights(model: nn.Module) -> None:
-    """DeepSpeed's flat tensors are float32, and it sends weights as views that need a dimension."""
+    """Refuse weights that are not float32, as DeepSpeed's flat tensors are, and scalars: it sends weights as views."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise DrivetrainError(
