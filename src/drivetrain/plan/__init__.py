@@ -1,4 +1,4 @@
-"""The decision: what would be done on this machine, each choice with its reason."""
+"""Decides what would be done on this machine, each choice with its reason."""
 
 from drivetrain.plan.choice import Choice
 from drivetrain.plan.rules import TARGET_BATCH, Pins, Settings, choose_settings

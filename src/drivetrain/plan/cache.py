@@ -1,6 +1,6 @@
-"""What was measured of a job on this machine, kept for its next start.
+"""Caches what was measured of a job on this machine, for its next start.
 
-Kept are the measurements, not the decision: a longer job, or a device with less free memory, decides anew from the same
+Measurements are kept, not the decision: a longer job, or a device with less free memory, decides again from the same
 figures, and only what is missing is measured. A file belongs to a key of all that the figures depend on.
 """
 
@@ -18,7 +18,7 @@ from drivetrain.plan.tune import Tried, Way
 
 
 class Repeated(Value):
-    """What came of trying whether a way repeats: the way that was followed then, and why."""
+    """The result of testing whether a way repeats: the way that was followed then, and why."""
 
     chosen: Way
     followed: Way
@@ -32,12 +32,12 @@ class _File(Value):
 
 
 def key_of_facts(facts: Mapping[str, Any]) -> str:
-    """A short name for everything that the figures depend on."""
+    """Return a short name for everything that the figures depend on."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 class PlanCache:
-    """One file. A folder that cannot be written, or a file that cannot be read, is the same as an empty one."""
+    """One cache file. A folder that cannot be written, or a file that cannot be read, is the same as an empty one."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.path = folder / f"{key}.json"
@@ -47,7 +47,7 @@ class PlanCache:
         return self._read().tried
 
     def repeated(self, chosen: Way) -> Repeated | None:
-        """What was found of this way at an earlier start."""
+        """Return what was found about this way at an earlier start."""
         return next((each for each in self._read().repeats if each.chosen == chosen), None)
 
     def _read(self) -> _File:
@@ -58,7 +58,7 @@ class PlanCache:
         return found if found.format == 1 else _File()
 
     def write(self, tried: Iterable[Tried]) -> None:
-        """Whole or not at all. What ran out of memory is kept, too: it is not tried again."""
+        """Write the file whole or not at all. Ways that ran out of memory are kept, too: they are not tried again."""
         self._write(_File(tried=tuple(tried), repeats=self._read().repeats))
 
     def write_repeated(self, repeated: Repeated) -> None:

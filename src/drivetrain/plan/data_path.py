@@ -1,7 +1,7 @@
-"""How samples reach the device: resident there, or fetched batch by batch with so many workers. A pure decision.
+"""Decides how samples reach the device: resident there, or fetched batch by batch with so many workers.
 
-Nothing of it changes what a step sees. What it costs is measured: the seconds to fetch what a step takes, and the
-seconds that the device computes.
+A pure decision that does not change what a step sees. Its costs are measured: the seconds to fetch what a step takes,
+and the seconds that the device computes.
 """
 
 from math import ceil
@@ -19,7 +19,7 @@ UNEVEN = 2.0  # a slowest batch this many times the usual one needs more fetched
 
 
 class DataFigures(Value):
-    """What was measured, on one rank."""
+    """The figures that were measured on one rank."""
 
     read_seconds: float  # to fetch what a step takes, in the training process
     slowest_read_seconds: float = 0.0
@@ -44,7 +44,7 @@ class DataPath(Value):
 def choose_data_path(
     figures: DataFigures, wanted: Literal["auto", "on", "off"] = "auto", num_workers: int | None = None
 ) -> Choice[DataPath]:
-    """`wanted` and `num_workers` are what the user pinned; None leaves the number of workers to the figures."""
+    """Choose the data path. `wanted` and `num_workers` are what the user pinned; None: workers by the figures."""
     fetched = _fetched(figures, num_workers)
     if wanted == "on":
         return Choice(value=DataPath(resident=True), reason="asked for", pinned=True)
@@ -74,7 +74,7 @@ def _too_large(figures: DataFigures) -> str:
 
 
 def _cheaper(figures: DataFigures, fetched: Choice[DataPath]) -> Choice[DataPath]:
-    """By the time that is left with each."""
+    """Choose between resident and fetched data by the time that the remaining steps take with each."""
     setup = _setup_seconds(figures, fetched.value.num_workers)
     resident, ordinary = figures.step_seconds, _step_seconds(figures, fetched.value.num_workers)
     where = f"{_size(figures.num_bytes or 0)} on the device"
@@ -102,14 +102,14 @@ def _setup_seconds(figures: DataFigures, num_workers: int) -> float:
 
 
 def _step_seconds(figures: DataFigures, num_workers: int) -> float:
-    """With workers, reading stands beside computing; without, in line with it."""
+    """Return the seconds of a step. With workers, reading overlaps with computing; without, it comes on top."""
     if num_workers == 0:
         return figures.step_seconds + figures.read_seconds
     return max(figures.step_seconds, figures.read_seconds / num_workers)
 
 
 def _fetched(figures: DataFigures, pinned: int | None) -> Choice[DataPath]:
-    """Workers enough to keep up, as far as cores and shared memory go."""
+    """Choose enough workers to keep up, as far as cores and shared memory go."""
     read, step = figures.read_seconds, figures.step_seconds
     share = read / step if step > 0 else float("inf")
     told = f"a step's data takes {read * 1e3:.3g} ms to read and {step * 1e3:.3g} ms to compute"
@@ -139,7 +139,7 @@ def _fetched(figures: DataFigures, pinned: int | None) -> Choice[DataPath]:
 
 
 def _most_by_shm(figures: DataFigures, prefetch: int) -> int:
-    """Half of it: others use it too, and a full one kills workers."""
+    """Return how many workers half of shared memory allows: others use it too, and workers die if it is full."""
     if figures.shm_bytes < LEAST_SHM_BYTES:
         return 0
     return int(figures.shm_bytes / 2 // max(1, prefetch * figures.batch_bytes))

@@ -1,8 +1,8 @@
-"""How a job can be laid out so that it fits, cheapest first; and where nothing fits, what takes how much and why.
+"""Finds how a job can be laid out so that it fits, cheapest first; else explains what takes how much memory.
 
-Pure functions of what a step needs and of what there is. Figures of layouts that were not measured are rules: sharded
-state is divided by the number of GPUs, and the weights of three blocks are whole at a time (the one that is computed,
-the one that is fetched ahead, and a gradient that is on its way).
+Pure functions of what a step needs and of what the machine has. Figures of layouts that were not measured are rules:
+sharded state is divided by the number of GPUs, and the weights of three blocks are whole at a time (the one that is
+computed, the one that is prefetched, and an in-flight gradient).
 """
 
 import re
@@ -23,7 +23,7 @@ LEAST_INPUT = 0.02  # of a sample: to suggest less than this would be no help
 
 
 class Needs(Value):
-    """What a step takes with everything on one device, gradients of earlier micro-batches included."""
+    """The memory that a step takes with everything on one device, gradients of earlier micro-batches included."""
 
     held: Held
     keep: MemoryModel  # peak by micro-batch, held included
@@ -37,7 +37,7 @@ class Needs(Value):
 
 
 class Layout(Value):
-    """Where state lives, and what is recomputed."""
+    """Where state is kept, and what is recomputed."""
 
     strategy: Literal["single", "ddp", "fsdp", "deepspeed"]
     num_gpus: int = 1
@@ -46,7 +46,7 @@ class Layout(Value):
     recomputes: bool = False
 
     def line(self, needs: Needs) -> MemoryModel | None:
-        """Peak by micro-batch on each device."""
+        """Return the peak by micro-batch on each device."""
         line = needs.recompute if self.recomputes else needs.keep
         if line is None:
             return None
@@ -55,7 +55,7 @@ class Layout(Value):
         return line.model_copy(update={"fixed_bytes": line.fixed_bytes + moved, "floor_bytes": floor})
 
     def largest(self, needs: Needs, limit_bytes: float, at_most: int) -> int:
-        """The largest micro-batch that fits; 0 if none does."""
+        """Return the largest micro-batch that fits; 0 if none does."""
         line = self.line(needs)
         return 0 if line is None else line.largest(limit_bytes, at_most)
 
@@ -81,7 +81,7 @@ class Layout(Value):
         return WHOLE_BLOCKS * needs.block_bytes if self.strategy == "fsdp" or self.zero_stage == 3 else 0
 
     def _parts(self, held: Held) -> Held:
-        """This device's part of what is held."""
+        """Return this device's part of what is held."""
         stage = 3 if self.strategy == "fsdp" else self.zero_stage
 
         def share(size: int, from_stage: int) -> int:
@@ -106,7 +106,7 @@ class Layout(Value):
 
 
 def layouts(num_gpus: int) -> Iterator[Layout]:
-    """From the one that costs the least time to the one that takes the least memory."""
+    """Yield layouts, from the one that costs the least time to the one that takes the least memory."""
     whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
     for recomputes in (False, True):
         yield Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
@@ -125,7 +125,7 @@ def layouts(num_gpus: int) -> Iterator[Layout]:
 
 
 def first_that_fits(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int = 1) -> Layout | None:
-    """The cheapest layout in which this many samples at a time fit."""
+    """Return the cheapest layout in which this many samples at a time fit."""
     return next(
         (layout for layout in layouts(num_gpus) if layout.largest(needs, limit_bytes, micro_batch) >= micro_batch),
         None,
@@ -133,7 +133,7 @@ def first_that_fits(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch
 
 
 class WayOut(Value):
-    """Something a user can do, and what it saves."""
+    """A remedy that a user can apply, and what it saves."""
 
     what: str
     saves_bytes: int
@@ -143,7 +143,7 @@ class WayOut(Value):
 def ways_out(
     needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int = 1, *, recomputes: bool = False
 ) -> list[WayOut]:
-    """Cheapest first; those that are enough by themselves before those that are not."""
+    """Return the remedies, cheapest first; those that are enough by themselves before those that are not."""
     found = list(_ways_out(needs, limit_bytes, num_gpus, micro_batch, recomputes))
     return sorted(found, key=lambda way: not way.is_enough)
 
@@ -207,7 +207,10 @@ def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int,
 
 
 def _smallest_fsdp(needs: Needs, limit_bytes: float, at_least: int, micro_batch: int) -> Layout | None:
-    """With how few GPUs like these it fits: twice as many at a time, first without recomputing, then with."""
+    """Return the FSDP layout with the fewest GPUs like these that fits.
+
+    Numbers of GPUs are doubled, each first without recomputing, then with.
+    """
     number = 2
     while number <= MOST_GPUS:
         for recomputes in (False, True):
@@ -228,7 +231,7 @@ def does_not_fit(
     *,
     recomputes: bool = False,
 ) -> DrivetrainError:
-    """What takes how much, by kind and by module, and the ways out. `how_much` says where the limit is from."""
+    """Return the error with what takes how much, by kind and by module, and remedies. `how_much` explains the limit."""
     line = (needs.recompute if recomputes else None) or needs.keep
     peak, held = line.peak_bytes(micro_batch), needs.held
     kinds = {
@@ -254,7 +257,7 @@ def does_not_fit(
 
 
 def by_group(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Modules of one list together: `blocks.0.mlp` and `blocks.1.mlp` belong to `blocks`. The largest first."""
+    """Sum modules of one list, largest first: `blocks.0.mlp` and `blocks.1.mlp` belong to `blocks`."""
     found: dict[str, int] = {}
     for name, size in sizes.items():
         group = re.split(r"\.?\b\d+\b", name, maxsplit=1)[0] or name or "the loss and the rest"

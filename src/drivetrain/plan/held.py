@@ -1,4 +1,4 @@
-"""What a step holds whatever its micro-batch is, counted from the tensors themselves: no formula per optimizer."""
+"""Counts what a step holds for any micro-batch, from the tensors themselves: no formula per optimizer."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from drivetrain.core.value import Value
 
 
 class Held(Value):
-    """In bytes, on one device."""
+    """The memory held at all times, in bytes, on one device."""
 
     parameters: int = 0
     buffers: int = 0
@@ -25,7 +25,7 @@ class Held(Value):
 
 
 def count_held(model: nn.Module, optimizer: Optimizer) -> Held:
-    """What model and optimizer hold once the optimizer has stepped. What two tensors share counts once."""
+    """Return what model and optimizer hold once the optimizer has stepped. Shared memory counts once."""
     return Held(
         parameters=num_bytes(model.parameters()),
         buffers=num_bytes(model.buffers()),
@@ -35,9 +35,9 @@ def count_held(model: nn.Module, optimizer: Optimizer) -> Held:
 
 
 def forecast_held(model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> Held | None:
-    """The same before anything ran: the optimizer steps once on tensors that have a shape and no memory.
+    """Return the same before anything ran: the optimizer steps once on tensors that have a shape and no memory.
 
-    So it holds for any optimizer, not only for those somebody listed. None for one that has to look at values.
+    So it holds for any optimizer, not only for a list of known ones. None for one that has to look at values.
     """
     ghost = without_memory(model)
     optimizer = make_optimizer(ghost)
@@ -54,7 +54,7 @@ def forecast_held(model: nn.Module, make_optimizer: Callable[[nn.Module], Optimi
 
 
 def without_memory(model: nn.Module, make: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
-    """A copy of a model whose parameters and buffers have a shape and no memory. What is tied stays tied."""
+    """Return a copy of a model whose parameters and buffers have a shape and no memory. Tied weights stay tied."""
     make = make or (lambda tensor: torch.empty_like(tensor, device="meta"))
     known: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -65,7 +65,7 @@ def without_memory(model: nn.Module, make: Callable[[Tensor], Tensor] | None = N
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind them: what two of them share counts once."""
+    """Return the bytes of the tensors' storages: a storage that two of them share counts once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

@@ -1,4 +1,4 @@
-"""What kind of loss a scalar is, judged from gradients: a batch's gradient against those of its parts.
+"""Determines what kind of loss a scalar is, judged from gradients: a batch's gradient against those of its parts.
 
 A batch is cut into three unequal parts. Where its gradient g is a sum Σ αᵢ gᵢ of the parts' gradients, the factors α
 tell how the loss weights its parts: nᵢ/n for a mean over samples, 1 for a sum, cᵢ/c for a mean over what a count c
@@ -22,7 +22,7 @@ Kind = Literal["samples", "sum", "count", "weighted", "coupled", "unknown"]
 
 
 class Finding(Value):
-    """What the gradients say of a loss."""
+    """The kind of a loss that follows from its gradients."""
 
     kind: Kind
     counts: tuple[int, ...] = ()  # numbers of the counts that explain it (`samples`: as well), the likeliest first
@@ -70,6 +70,6 @@ def _shares(counts: Sequence[float]) -> np.ndarray:
 
 
 def _residual(matrix: np.ndarray, factors: np.ndarray) -> float:
-    """What is left of the batch's gradient without the weighted sum of its parts', relative to it."""
+    """Return the norm of the batch's gradient minus the weighted sum of its parts', relative to the former."""
     left = matrix[0, 0] - 2 * factors @ matrix[1:, 0] + factors @ matrix[1:, 1:] @ factors
     return float(np.sqrt(max(left, 0.0) / matrix[0, 0]))

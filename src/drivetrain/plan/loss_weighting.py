@@ -1,4 +1,4 @@
-"""How a job's scalar losses are weighted when micro-batches and ranks are put together, and why."""
+"""Decides how a job's scalar losses are weighted when micro-batches and ranks are combined, with the reason."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -136,7 +136,7 @@ _REASONS = {
 
 
 def _others(counts: Sequence[Count], totals: Sequence[float], chosen: float, *, shifted: bool) -> tuple[Other, ...]:
-    """What later batches are compared by. Shifted variants of one tensor part ways where the tensor itself does."""
+    """Return what later batches are compared by. Shifted variants of one tensor differ where the tensor itself does."""
     return tuple(
         Other(count=count, ratio=total / chosen)
         for count, total in zip(counts, totals, strict=True)

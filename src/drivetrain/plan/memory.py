@@ -1,16 +1,16 @@
-"""How much memory a micro-batch needs, from a few small ones: a line beyond a floor, and never a blind doubling.
+"""Forecasts the memory of a micro-batch from a few small ones: a line beyond a floor, and never a blind doubling.
 
-Weights, gradients and optimizer take what they take whatever the micro-batch is; activations grow with it. The most is
-held either in backward (a line in the micro-batch) or in the optimizer's step with its temporaries (a floor): peaks of
-small micro-batches may all lie on the floor and say nothing of the line. So the line goes through the two largest
-sizes, and it is trusted where it can be shown that no floor hides behind it:
+Weights, gradients and optimizer take the same for any micro-batch; activations grow with it. The peak is reached either
+in backward (a line in the micro-batch) or in the optimizer's step with its temporaries (a floor): peaks of small
+micro-batches may all lie on the floor and say nothing of the line. So the line goes through the two largest sizes, and
+it is trusted where it can be shown that no floor hides behind it:
 
 What is held at any time (weights, optimizer, and gradients where steps accumulate) is counted, not fitted. The line
 starts at that or above. So a step of m samples takes at most `held + m × (peak - held) / n` if one of n ≤ m samples
 took `peak`, wherever that peak was. Nothing is measured that this bound does not allow, and a forecast is settled where
 line and bound are near each other; one that stays open is not used, but the bound. The exception is a floor beyond half
-of what there is: the bound then allows next to nothing however little a sample takes. There sizes are doubled until
-they leave the floor, and one of them may not fit.
+of the limit: the bound then allows next to nothing however little a sample takes. There sizes are doubled until they
+leave the floor, and one of them may not fit.
 """
 
 import math
@@ -25,7 +25,7 @@ MOST_SIZES = 4  # that are measured for the line's sake; those on the floor but 
 
 
 class Peak(NamedTuple):
-    """The most memory that a step with this many samples held."""
+    """The peak memory of a step with this many samples."""
 
     micro_batch: int
     num_bytes: int
@@ -40,9 +40,9 @@ class MemoryModel(Value):
 
     @classmethod
     def fitted(cls, peaks: Sequence[Peak], held_bytes: float = 0.0) -> Self:
-        """The line through the two largest sizes, with the floor so high that no measured peak is above both.
+        """Fit the line through the two largest sizes, with the floor so high that no measured peak is above both.
 
-        From one size alone, with what is held: the line from there to the peak, which is the most it can be.
+        With one size alone and what is held: the line from there to the peak, which is the most it can be.
         """
         largest = _largest_per_size(peaks)
         if not largest or (len(largest) < 2 and not held_bytes):
@@ -58,7 +58,7 @@ class MemoryModel(Value):
         return round(max(self.floor_bytes, self.fixed_bytes + self.sample_bytes * micro_batch))
 
     def largest(self, limit_bytes: float, at_most: int) -> int:
-        """The largest micro-batch that fits; 0 if none does."""
+        """Return the largest micro-batch that fits; 0 if none does."""
         room = _usable(limit_bytes)
         if max(self.floor_bytes, self.fixed_bytes + self.sample_bytes) > room:
             return 0
@@ -68,10 +68,10 @@ class MemoryModel(Value):
 def next_size_to_measure(
     peaks: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float = 0.0
 ) -> int | None:
-    """A micro-batch whose peak is worth knowing, and that fits; None where memory up to `at_most` can be forecast.
+    """Return a micro-batch that fits and is worth measuring; None where memory up to `at_most` can be forecast.
 
     Only where a floor hides the line, or even one sample more than the smallest step is not shown to fit, a larger one
-    is proposed all the same: it may.
+    is proposed all the same: it may fit.
     """
     largest = _largest_per_size(peaks)
     if not largest:
@@ -94,7 +94,7 @@ def next_size_to_measure(
 
 
 def largest_that_fits(peaks: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float = 0.0) -> int:
-    """By the line where it is settled; else no more than the bound allows, or was seen to fit."""
+    """Return the largest micro-batch that fits: by the line if it is settled, else by the bound or as seen to fit."""
     largest = _largest_per_size(peaks)
     if largest[-1].micro_batch < at_most and _unsettled(largest, limit_bytes, at_most, held_bytes) is not None:
         return max(largest[-1].micro_batch, bound_to_fit(largest, limit_bytes, at_most, held_bytes))
@@ -102,13 +102,13 @@ def largest_that_fits(peaks: Sequence[Peak], limit_bytes: float, at_most: int, h
 
 
 def bound_to_fit(peaks: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float = 0.0) -> int:
-    """The most samples that the bound allows, by the largest step that was run."""
+    """Return the most samples that the bound allows, by the largest step that was run."""
     size, peak = max(peaks)
     return _count(_usable(limit_bytes) - held_bytes, max(0.0, peak - held_bytes) / size, at_most)
 
 
 def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_bytes: float) -> int | None:
-    """The size that is aimed at, where its forecast is still open."""
+    """Return the target size, where its forecast is still open."""
     model = MemoryModel.fitted(largest, held_bytes)
     size, peak = largest[-1]
     aim = model.largest(limit_bytes, at_most)
@@ -126,18 +126,18 @@ def _unsettled(largest: Sequence[Peak], limit_bytes: float, at_most: int, held_b
 
 
 def _is_flat(largest: Sequence[Peak]) -> bool:
-    """Two peaks that hardly differ, though the sizes do, lie on the floor: they say nothing of the line."""
+    """Return whether peaks lie on the floor: they hardly differ, though the sizes do, and do not determine the line."""
     before, last = largest[-2:]
     return last.micro_batch >= 1.5 * before.micro_batch and last.num_bytes - before.num_bytes <= CLOSE * last.num_bytes
 
 
 def _num_off_floor(largest: Sequence[Peak]) -> int:
-    """With the last one on it."""
+    """Return the number of peaks off the floor, plus the last one on it."""
     return next((n for n in range(1, len(largest)) if _is_flat(largest[: len(largest) - n + 1])), len(largest))
 
 
 def _largest_per_size(peaks: Sequence[Peak]) -> list[Peak]:
-    """By size: the largest peak of each."""
+    """Return the largest peak of each size, sorted by size."""
     found: dict[int, int] = {}
     for size, num_bytes in peaks:
         found[size] = max(num_bytes, found.get(size, 0))

@@ -1,4 +1,4 @@
-"""How fast a machine that is not here may train: by FLOPs and data sheets, as a range."""
+"""Estimates how fast a machine that is not here may train: by FLOPs and data sheets, as a range."""
 
 # The part of the data sheet's rate that training reaches: ResNet-50 and GPT-2 on an H200 (docs/benchmarks.md).
 LEAST_OF_PEAK, MOST_OF_PEAK = 0.15, 0.45
@@ -10,7 +10,7 @@ LEAST_SECONDS = 1e-3  # of computing per step; below, launching kernels takes mo
 def sample_seconds(
     flops: float, peak: float, num_gpus: int, global_batch: int, gradient_bytes: int, *, recomputes: bool
 ) -> tuple[float, float] | None:
-    """Seconds per sample on all GPUs together, at best and at worst; None where FLOPs cannot tell.
+    """Return seconds per sample on all GPUs together, at best and at worst; None where FLOPs cannot tell.
 
     Args:
         flops: of one sample, forward and backward.

@@ -14,7 +14,7 @@ from drivetrain.plan.tune import Tried
 
 
 class MemoryForecast(Value):
-    """In bytes, on the device that holds the most. What is not known is None."""
+    """The forecast memory in bytes, on the device that holds the most. What is not known is None."""
 
     parameters: int
     gradients: int
@@ -41,7 +41,7 @@ class Forecast(Value):
 
 
 class LossPlan(Value):
-    """How scalar losses of micro-batches are put together: told here, and decided by the job, not by the plan."""
+    """How scalar losses of micro-batches are combined: reported here, but decided by the job, not by the plan."""
 
     weighting: str
     why: str
@@ -64,7 +64,7 @@ class Plan(Value):
     closed: tuple[str, ...] = ()  # choices to which the other way was measured, or ruled out: not to be advised
 
     def as_plain(self) -> dict[str, Any]:
-        """As it is written: values with their reasons, and each way that was tried in a line."""
+        """Return the plan as it is written: values with their reasons, and each way that was tried in a line."""
         return {
             "planned": self._how(),
             "planning_seconds": round(self.seconds, 3),
@@ -90,7 +90,7 @@ class Plan(Value):
         }
 
     def not_captured(self, why: str) -> Self:
-        """The same plan, where it turned out that steps cannot be captured."""
+        """Return the same plan, where it turned out that steps cannot be captured."""
         name = "kernels.capture"
         asked = self.choices[name]
         if asked.value == "off":
@@ -99,7 +99,7 @@ class Plan(Value):
         return self.model_copy(update={"choices": {**self.choices, name: choice}})
 
     def not_compiled(self, why: str) -> Self:
-        """The same plan, where it turned out that nothing can be compiled here."""
+        """Return the same plan, where it turned out that nothing can be compiled here."""
         choices = {name: choice for name, choice in self.choices.items() if name != "compile.mode"}
         asked = choices["compile.enabled"]
         choices["compile.enabled"] = asked.model_copy(

@@ -1,6 +1,6 @@
-"""Whether a way of running a step repeats to the bit, and the cheapest one that does.
+"""Decides whether a way of running a step repeats bit by bit, and finds the cheapest one that does.
 
-It only decides. The caller runs the first steps of the job in two processes and says what came of it; nothing here
+It only decides. The caller runs the first steps of the job in two processes and passes the results; nothing here
 knows devices or models, so every decision can be tested with made-up trials.
 """
 
@@ -20,7 +20,7 @@ IN_WORDS: dict[Repeat, str] = {
 
 
 class Bits(Value):
-    """What a process got in the first steps of a way: a digest for each thing that is compared."""
+    """The results of a way's first steps in one process: a digest for each thing that is compared."""
 
     losses: tuple[str, ...] = ()  # by step
     tensors: dict[str, str] = Field(
@@ -30,7 +30,7 @@ class Bits(Value):
     problem: str = ""  # why there are none
 
     def difference(self, other: "Bits") -> str:
-        """The first thing that differs, in words; empty if nothing does."""
+        """Return the first thing that differs, in words; empty if nothing does."""
         for step, (one, two) in enumerate(zip(self.losses, other.losses, strict=False), start=1):
             if one != two:
                 return f"the loss of step {step}"
@@ -41,7 +41,7 @@ class Bits(Value):
 
 
 class RepeatTrial(Value):
-    """A way, and whether its first steps came out alike in two processes."""
+    """A way, and whether its first steps gave the same results in two processes."""
 
     way: Way
     repeats: bool = False
@@ -90,7 +90,7 @@ def find_repeatable(
     is_cudnn: bool,
     eager_cost: float | None,
 ) -> tuple[Way, Repeatability]:
-    """Tries the chosen way, and if it does not repeat, others until one does that costs little.
+    """Try the chosen way, and if it does not repeat, others until one does that costs little.
 
     Args:
         chosen: The fastest way, or what the user pinned.
@@ -130,7 +130,7 @@ def find_repeatable(
 def _variants(
     chosen: Way, first: RepeatTrial, pinned: set[str], *, is_cudnn: bool, eager_cost: float | None
 ) -> Iterator[Way]:
-    """The cheapest first. What differs inside a process does not do so because a kernel was chosen by timing."""
+    """Yield the variants, cheapest first. A difference inside one process is not due to kernels chosen by timing."""
     levels: tuple[Repeat, ...] = (chosen.repeat,)
     if "repeat" not in pinned:
         levels = ("fixed", "strict") if first.repeats_here or is_cudnn else ("strict",)

@@ -1,4 +1,4 @@
-"""Settings for when nothing was measured: pure functions of the hardware and of what the user pinned.
+"""Chooses settings when nothing was measured: pure functions of the hardware and of what the user pinned.
 
 They are a start, not an answer: the micro-batch that is fastest depends on the model.
 """
@@ -33,7 +33,7 @@ LEAST_SHM_BYTES = (
 
 
 class Pins(Value):
-    """What the user fixed. `None` and `auto` leave it to the rules; a pinned value is never overridden."""
+    """The values that the user fixed. `None` and `auto` leave them to the rules; a pinned value is never overridden."""
 
     gpu_mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = "auto"
     device: str = "auto"
@@ -51,7 +51,7 @@ class Pins(Value):
 
 
 class Settings(Value):
-    """What would be used here, each choice with its reason."""
+    """The settings that would be used here, each choice with its reason."""
 
     devices: Choice[tuple[str, ...]]
     strategy: Choice[str]
@@ -67,7 +67,7 @@ class Settings(Value):
 
 
 def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
-    """The settings for this machine by rule alone."""
+    """Choose the settings for this machine by rule alone."""
     pins = pins or Pins()
     gpus = _gpus_to_use(hardware, pins)
     num_ranks = max(1, len(gpus))
@@ -140,13 +140,13 @@ def _strategy(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[str]:
 def choose_strategy(
     held_bytes: int | None, free_bytes: int, num_ranks: int, offloaded_bytes: int | None = None
 ) -> Choice[str]:
-    """For a known model, by what a GPU has free.
+    """Choose the strategy for a known model, by the free memory of a GPU.
 
     Args:
         held_bytes: what weights, gradients and optimizer take; None where that is not known.
         free_bytes: the least that is free on any GPU.
         num_ranks: how many processes train.
-        offloaded_bytes: what each of them keeps on its GPU where DeepSpeed divides weights and gradients and holds the
+        offloaded_bytes: what each of them keeps on its GPU where DeepSpeed shards weights and gradients and holds the
             optimizer in host memory; None where DeepSpeed cannot be used.
     """
     single: Choice[str] = Choice(value="single", reason="one process needs no communication")
@@ -205,7 +205,7 @@ def _capability(gpu: Gpu) -> str:
 
 
 def _smallest_gb(gpus: tuple[Gpu, ...]) -> float:
-    """Free, not total: what others hold cannot be used."""
+    """Return the least free memory of any GPU, not the total: what other processes hold cannot be used."""
     return min(gpu.memory_free_bytes for gpu in gpus) / 1e9
 
 

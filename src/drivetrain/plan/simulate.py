@@ -1,8 +1,8 @@
-"""The memory of a step without running it: the job's own loss, forward and backward, on tensors that are shapes only.
+"""Measures the memory of a step without running it: the job's own loss, forward and backward, on fake tensors.
 
-Every storage that an operation makes is noted when it is made and when it is let go, so the most that was held at once
-is known, with the temporaries of backward, and which module's forward made what backward waits for. What kernels take
-inside themselves (workspaces of cuDNN and cuBLAS) is not seen. A loss that looks at values cannot be followed with
+Every storage that an operation makes is recorded when it is made and when it is freed, so the most that was held at
+once is known, with the temporaries of backward, and which module's forward made what backward needs. What kernels take
+inside themselves (workspaces of cuDNN and cuBLAS) is not seen. A loss that looks at values cannot be simulated with
 shapes alone: then it runs for real, once, on the CPU.
 """
 
@@ -29,7 +29,7 @@ ROUNDING = 512  # of torch's allocator on a GPU
 
 
 class Simulated(Value):
-    """Of one forward and backward, in bytes, beyond weights and buffers."""
+    """The memory of one forward and backward, in bytes, beyond weights and buffers."""
 
     peak_bytes: int  # with gradients as they come
     activation_bytes: int  # that backward waits for, at the end of forward
@@ -50,9 +50,9 @@ def simulate(
     *,
     accumulates: bool = False,
 ) -> Simulated:
-    """Forward and backward over a batch. `change` may alter the copy of the model that is used, before it runs.
+    """Simulate forward and backward over a batch. `change` may alter the copy of the model before it runs.
 
-    With `accumulates` the gradients of an earlier micro-batch are there already, and do not count.
+    With `accumulates` the gradients of an earlier micro-batch exist already, and do not count.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -66,7 +66,7 @@ def simulate(
 
 
 def _shape(leaf: Any) -> Any:
-    """On the CPU, wherever it is: under the mode that is on, it takes no memory there."""
+    """Return a fake CPU tensor of the same shape, from any device: in fake mode it takes no memory."""
     return torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf
 
 
@@ -146,7 +146,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _told_of_modules(model: nn.Module, live: _Live) -> Iterator[None]:
-    """While it lasts, `live.module` is the name of the innermost module whose forward runs."""
+    """Set `live.module`, inside the context, to the name of the innermost module whose forward runs."""
     names = {module: name for name, module in model.named_modules()}
     stack: list[str] = []
 

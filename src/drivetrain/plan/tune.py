@@ -1,8 +1,8 @@
-"""From a plan by rule to the fastest that was measured: which ways of running a step to try, and which to keep.
+"""Improves a plan by rule to the fastest that was measured: which ways of running a step to try, and which to keep.
 
-It only decides. `measure` runs a way on the user's own model and says what it took; here is nothing of devices or
-models, so every decision can be tested with made-up measurements. What is maximised is throughput, at the job's exact
-global batch: a way divides the same work differently, and nothing else.
+It only decides. `measure` runs a way on the user's own model and returns what it took; nothing here knows devices or
+models, so every decision can be tested with made-up measurements. Throughput is maximised, at the job's exact global
+batch: a way divides the same work differently, and nothing else.
 """
 
 import math
@@ -34,7 +34,7 @@ NO_TIME = "the time for measuring was over"
 
 
 class Way(Value):
-    """How the work of a step is done. None of it changes what is learnt, rounding aside."""
+    """The way in which the work of a step is done. It does not change what is learnt, rounding aside."""
 
     micro_batch: int
     precision: PrecisionName = "fp32"
@@ -65,7 +65,7 @@ class Way(Value):
 
 
 class Measurement(Value):
-    """What a way took. `problem` says why it cannot be used; then the rest may be missing."""
+    """The cost of a way. `problem` says why it cannot be used; then the rest may be missing."""
 
     sample_seconds: float = float("inf")  # per sample of this rank
     peak_bytes: int = 0
@@ -84,7 +84,7 @@ class Tried(Value):
 
 
 class Scope(Value):
-    """What there is to decide, and with what."""
+    """The choices to decide, and the limits for deciding them."""
 
     rank_samples: int  # of each step, on the rank that has the most
     remaining_samples: int  # of the whole job, on this rank
@@ -108,7 +108,7 @@ class Scope(Value):
 
 
 class Tuned(Value):
-    """The way to go, and how it was found."""
+    """The way to follow, and how it was found."""
 
     way: Way
     tried: tuple[Tried, ...]
@@ -126,7 +126,7 @@ class Tuned(Value):
 
 
 class DoesNotFitError(Exception):
-    """Not even one sample at a time."""
+    """Raised if not even one sample at a time fits."""
 
     def __init__(self, tried: list[Tried]) -> None:
         super().__init__("not even a micro-batch of one sample fits")
@@ -134,7 +134,7 @@ class DoesNotFitError(Exception):
 
 
 class UnusableError(Exception):
-    """The way to start from cannot be measured at all."""
+    """Raised if the way to start from cannot be measured at all."""
 
 
 class Clock(Protocol):
@@ -143,11 +143,11 @@ class Clock(Protocol):
 
 class Measure(Protocol):
     def __call__(self, way: Way, seconds: float) -> Measurement:
-        """Runs a way for about this long, after warming up; 0: one step, for its memory and an estimate of its time."""
+        """Run a way for about this long, after warm-up; 0: one step, for its memory and an estimate of its time."""
 
 
 def tune(start: Way, scope: Scope, measure: Measure, clock: Clock) -> Tuned:
-    """Measures ways in the order of what they may gain, and stops when the rest cannot pay for its own measuring."""
+    """Measure ways in the order of what they may gain, and stop when the rest cannot pay for its own measuring."""
     return _Search(start, scope, measure, clock).run()
 
 
@@ -200,11 +200,11 @@ class _Search:
 
     @property
     def _has_few_steps(self) -> bool:
-        """Too few to compare two ways, whatever a step takes: the largest micro-batch is tried out, and taken."""
+        """Whether there are too few steps to compare two ways: the largest micro-batch is tried, and taken."""
         return self._num_steps * self._scope.budget_share < STEPS_TO_COMPARE
 
     def _quick_ones(self, best: Way) -> Way:
-        """What takes no longer to try than a few steps."""
+        """Compare the choices that take no longer to try than a few steps."""
         scope = self._scope
         if scope.may_use_channels_last:
             best = self._compared(best, best.but(channels_last=True), "memory_format", "channels-last")
@@ -251,7 +251,7 @@ class _Search:
         return best
 
     def _largest(self, way: Way) -> int:
-        """From a few small steps; then a forecast, not a search by failing."""
+        """Return the largest micro-batch, by a few small steps and then a forecast, not by running out of memory."""
         share, limit = self._scope.rank_samples, self._scope.memory_limit_bytes
         if not self._foresee(way, share):
             return max((peak.micro_batch for peak in self._peaks(way)), default=0)
@@ -260,7 +260,7 @@ class _Search:
         return max(1, largest_that_fits(self._peaks(way), limit, share, self._held(way)))
 
     def _foresee(self, way: Way, at_most: int) -> bool:
-        """Brief steps of a few sizes, until memory can be forecast up to `at_most`. False: one did not fit."""
+        """Run brief steps of a few sizes, until memory can be forecast up to `at_most`. False: one did not fit."""
         if not self._scope.counts_memory:
             return True  # one step of the whole size says as much
         while True:
@@ -286,13 +286,13 @@ class _Search:
         return True
 
     def _forecast(self, way: Way) -> None:
-        """What is expected of its memory, if it was not measured yet; from two sizes, as one gives but a bound."""
+        """Record the expected memory of a way that is not measured yet, from two sizes: one gives only a bound."""
         line, sizes = self._line(way), {peak.micro_batch for peak in self._peaks(way)}
         if line is not None and len(sizes) > 1 and way.micro_batch not in sizes:
             self._forecasts.setdefault(way, line.peak_bytes(way.micro_batch))
 
     def _fastest(self, way: Way, largest: int) -> Way | None:
-        """From the largest that is forecast to fit downwards, as long as smaller ones are faster."""
+        """Measure from the largest that is forecast to fit downwards, as long as smaller ones are faster."""
         best: tuple[float, int] | None = None
         num_slower = 0
         for size in _sizes(self._scope.rank_samples, largest):
@@ -335,7 +335,7 @@ class _Search:
         *,
         worth_seconds: float = 0.0,
     ) -> Way:
-        """The faster one. It is tried while there is time for measuring, or so much was not spent yet."""
+        """Return the faster of two ways. The other is tried while time is left, or `worth_seconds` are not spent."""
         before = self._try(way)
         if self._is_out_of_time(worth_seconds):
             self._reasons[topic] = f"{label} was not tried: {NO_TIME}"
@@ -380,7 +380,7 @@ class _Search:
     # Measuring
 
     def _try(self, way: Way, *, brief: bool = False) -> Measurement:
-        """Each way once; what was measured already is known."""
+        """Measure a way once; a known measurement is reused."""
         known = next((tried.measurement for tried in self._tried if tried.way == way), None)
         if known is not None and (brief or not known.is_brief):
             return known
@@ -395,12 +395,12 @@ class _Search:
         return self._try(way, brief=True).sample_seconds * self._scope.remaining_samples
 
     def _limit_budget(self, measured: Measurement) -> None:
-        """Measuring may take only so much of what the job itself takes."""
+        """Limit measuring to a share of what the job itself takes."""
         left = measured.sample_seconds * self._scope.remaining_samples
         self._budget = min(self._scope.budget_seconds, left * self._scope.budget_share)
 
     def _peaks(self, way: Way) -> list[Peak]:
-        """Of all sizes of this way that were measured: what a line of memory is drawn through."""
+        """Return the measured peaks of all sizes of this way, which the memory line is fitted through."""
         return [
             Peak(tried.way.micro_batch, tried.measurement.peak_bytes)
             for tried in self._tried
@@ -408,10 +408,10 @@ class _Search:
         ]
 
     def _held(self, way: Way) -> int:
-        """What a step of this way holds at all times, counted where one was run.
+        """Return what a step of this way holds at all times, counted where one was run.
 
-        Without gradients: those of a step's first micro-batch come while its activations go. To count what is not there
-        would make the bound on larger steps too low.
+        It is without gradients: those of a step's first micro-batch come while its activations go. Counting what is not
+        held would make the bound on larger steps too low.
         """
         for tried in self._tried:
             found = tried.measurement
@@ -429,7 +429,7 @@ class _Search:
 
 
 def plainest(way: Way) -> Way:
-    """The way with what is decided after its micro-batch left out: what memory is forecast for."""
+    """Return the way without the choices that are made after its micro-batch: memory is forecast for this one."""
     return way.but(compile_mode=None, capture=False, channels_last=False)
 
 
@@ -438,7 +438,7 @@ def _rate(sample_seconds: float) -> str:
 
 
 def _sizes(share: int, largest: int) -> Iterator[int]:
-    """From large to small: a rank's samples in as few parts as fit, then in twice as many, and so on."""
+    """Yield sizes from large to small: a rank's samples in as few parts as fit, then in twice as many, and so on."""
     if largest < 1:
         return
     count, size = -(-share // largest), 0
