@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,11 @@ from drivetrain.recipes.chest_xray_data import FINDINGS, HEADS
 
 PADDING, UNKNOWN = 0, 1  # the first two rows of the embedding
 IMAGE_BLIND, QUESTION_BLIND = "image-blind", "question-blind"
+
+
+def at_least_float32(tensor: Any) -> torch.dtype:
+    """Return float32, or float64 for a tensor of that type: `drivetrain prove` compares in float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class XrayVQA(nn.Module):
@@ -103,7 +109,9 @@ class SmallCNN(nn.Module):
                 nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
     def forward(self, image: Tensor) -> Tensor:
-        features = image.float() / 64 - 1  # no normalization behind it: how bright a finding is tells its severity
+        features = (
+            image.to(at_least_float32(self.layers[0].weight)) / 64 - 1
+        )  # no normalization behind it: how bright a finding is tells its severity
         for layer in self.layers:
             features = functional.gelu(layer(features))
         return features.flatten(2).transpose(1, 2)

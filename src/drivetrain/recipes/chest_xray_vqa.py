@@ -28,6 +28,7 @@ from drivetrain.recipes.chest_xray_model import (
     QUESTION_BLIND,
     UNKNOWN,
     XrayVQA,
+    at_least_float32,
     find_backbone,
 )
 from drivetrain.recipes.chest_xray_scores import LabelAUROC, MacroF1
@@ -102,14 +103,15 @@ def job(config: Config) -> Job:
 def loss(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, LossSum]:
     """Returns a part per head, over the questions it answers, and one over the CheXpert labels that are known."""
     target, logits = batch["target"], model(batch["image"], batch["words"])
+    dtype = at_least_float32(logits[CHEXPERT])
     parts = {}
     for number, head in enumerate(HEADS):
         answers = torch.where(target[:, 0] == number, target[:, 1], _IGNORED)
-        total = functional.cross_entropy(logits[head].float(), answers, ignore_index=_IGNORED, reduction="sum")
+        total = functional.cross_entropy(logits[head].to(dtype), answers, ignore_index=_IGNORED, reduction="sum")
         parts[head] = LossSum(total, (answers != _IGNORED).sum())
     labels, is_known = target[:, 2:], target[:, 2:] >= 0
     each = functional.binary_cross_entropy_with_logits(
-        logits[CHEXPERT].float(), labels.clamp(min=0).float(), reduction="none"
+        logits[CHEXPERT].to(dtype), labels.clamp(min=0).to(dtype), reduction="none"
     )
     return {**parts, CHEXPERT: LossSum((each * is_known).sum(), is_known.sum())}
 
