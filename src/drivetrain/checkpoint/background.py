@@ -1,11 +1,11 @@
-"""Saves beside training: the state is copied at a step's end, and a thread makes a checkpoint of the copy.
+"""Saves in the background: the state is copied at a step's end, and a thread writes a checkpoint of the copy.
 
     begin(step, shards, meta)   the state is copied; training goes on and may change it
     judged()                    its step was good: the checkpoint commits as soon as every rank's file is written
 
 A state whose step turns out to be bad is never judged, and is abandoned. There is one save at a time: the next one
-waits for the last, and the wait is told. A save that fails costs that checkpoint and not the run; `finish` raises if it
-was the last. All ranks do all of this alike. Their threads talk over a group of their own (`World.aside`).
+waits for the last, and the wait is reported. A save that fails costs that checkpoint and not the run; `finish` raises
+if it was the last. All ranks do the same. Their threads communicate over a separate process group (`World.aside`).
 """
 
 import contextlib
@@ -33,7 +33,7 @@ HEAD_START_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, on all ranks alike; the times are this rank's."""
+    """The result of a save, equal on all ranks; the times are this rank's."""
 
     step: int
     error: CheckpointError | None  # None: it is on the disk
@@ -43,7 +43,7 @@ class SaveOutcome:
 
 
 class BackgroundSaver:
-    """Made, used and closed by all ranks together, in the thread that trains."""
+    """Saves in a background thread. Made, used and closed by all ranks together, in the thread that trains."""
 
     def __init__(self, checkpointer: Checkpointer, world: World, staging: Staging | None = None) -> None:
         self._checkpointer = checkpointer.over(world.aside())
@@ -54,7 +54,10 @@ class BackgroundSaver:
         self._news: list[SaveOutcome] = []
 
     def prepare(self, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
-        """Refuse what cannot be saved, and get the memory for copies of it, beside training. Once, after a step."""
+        """Refuse state that cannot be saved, and allocate the memory for copies of it in the background.
+
+        Call it once, after a step.
+        """
         refuse_unstorable_shards(shards)
         refuse_unstorable_meta(meta)
         without_frozen = self._checkpointer.frozen.look(shards)
@@ -68,10 +71,10 @@ class BackgroundSaver:
         self._start(allocate)
 
     def begin(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any], *, may_wait: bool = False) -> None:
-        """Copy the state. When this returns, the tensors and what `meta` holds may be changed.
+        """Copy the state. When this returns, the tensors and the contents of `meta` may be changed.
 
-        If the save before this one is not done yet, this waits for it. With `may_wait` it also waits until a GPU has
-        computed the checksums of frozen weights: for callers that have waited for the GPU already.
+        If the previous save is not done yet, this waits for it. With `may_wait` it also waits until a GPU has computed
+        the checksums of frozen weights: for callers that have waited for the GPU already.
         """
         began = time.monotonic()
         refuse_unstorable_meta(meta)
@@ -104,7 +107,7 @@ class BackgroundSaver:
         self._start(write)
 
     def judged(self, *, leaving: bool = False) -> None:
-        """The step that was begun last is good: commit it as soon as it is written.
+        """Commit the save that was begun last as soon as it is written: its step is good.
 
         `leaving` says that an error ends the run, so that other ranks may not get as far: `close` does not wait for
         them for ever.
@@ -112,7 +115,10 @@ class BackgroundSaver:
         self._decide(is_wanted=True, leaving=leaving)
 
     def abandon(self) -> None:
-        """It is not: the save leaves nothing behind. For all ranks together; whoever is alone closes."""
+        """Drop the save that was begun last: it leaves nothing behind.
+
+        To be called on all ranks together; a rank on its own calls `close`.
+        """
         self._decide(is_wanted=False)
 
     @property
@@ -120,11 +126,11 @@ class BackgroundSaver:
         return bool(self._news)
 
     def take_news(self) -> list[SaveOutcome]:
-        """The saves that have ended since the last call, abandoned ones aside."""
+        """Return the saves that have ended since the last call, except abandoned ones."""
         return [self._news.pop(0) for _ in range(len(self._news))]
 
     def wait(self) -> None:
-        """Until the save that was judged or abandoned last has ended."""
+        """Wait until the save that was judged or abandoned last has ended."""
         self._join()
 
     def finish(self) -> None:
@@ -134,7 +140,7 @@ class BackgroundSaver:
             raise self._save.failure
 
     def close(self) -> None:
-        """A save that was judged is finished; one that was not is abandoned. Nothing is raised."""
+        """Finish a save that was judged; abandon one that was not. Nothing is raised."""
         if self._save is not None and self._save.verdict is None:
             self._decide(is_wanted=False, leaving=True)
         may_hang = self._has_peers and self._save is not None and self._save.leaving
@@ -160,7 +166,7 @@ class BackgroundSaver:
 
 
 class _Save:
-    """The word of the thread that trains to the one that writes, and back."""
+    """The state shared between the training thread and the thread that writes."""
 
     def __init__(self, step: int) -> None:
         self.step = step

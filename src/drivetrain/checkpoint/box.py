@@ -20,7 +20,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersection(self, other: "Box") -> "Box | None":
-        """The box that both hold; None if there is no element in it."""
+        """Return the intersection of both boxes; None if it is empty."""
         starts = tuple(max(pair) for pair in zip(self.offsets, other.offsets, strict=True))
         stops = tuple(min(pair) for pair in zip(self._stops, other._stops, strict=True))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -28,7 +28,7 @@ class Box:
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """How to find this box in a tensor that holds the outer one."""
+        """Return the slices of this box in a tensor that holds the outer one."""
         return tuple(
             slice(offset - base, offset - base + size)
             for offset, base, size in zip(self.offsets, outer.offsets, self.shape, strict=True)
@@ -46,7 +46,7 @@ class Box:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Empty if the boxes, which must fit in the shape, hold each of its elements exactly once."""
+    """Return a problem, or empty if the boxes, which must fit in the shape, hold each of its elements exactly once."""
     solid = [box for box in boxes if box.volume]
     if overlap := _overlap(solid):
         return overlap
@@ -55,7 +55,7 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
 
 def _overlap(boxes: list[Box]) -> str:
-    """Cuts the boxes apart along any dimension where that is possible, so that shards of any grid cost n log n."""
+    """Find an overlap by cutting the boxes apart along any dimension, so that shards of any grid cost n log n."""
     groups = [boxes]
     while groups:
         group = groups.pop()
@@ -71,7 +71,7 @@ def _overlap(boxes: list[Box]) -> str:
 
 
 def _groups_along(boxes: list[Box], dimension: int) -> Iterator[list[Box]]:
-    """Boxes that reach into each other along one dimension, directly or through others."""
+    """Yield groups of boxes that overlap along one dimension, directly or through others."""
     group: list[Box] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offsets[dimension]):

@@ -1,4 +1,4 @@
-"""A checkpoint that is there, verified: any range of any of its tensors, whatever world wrote it."""
+"""A verified checkpoint: reads any range of any of its tensors, whatever world wrote it."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """`open` gives one whose every byte was compared with its hash."""
+    """A checkpoint. `open` returns one whose every byte was compared with its hash."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -39,16 +39,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
-        """Not collective: this process alone verifies all of it."""
+        """Open and verify all of it in this process; not collective."""
         checkpoint = cls(path, read_manifest(path))
         checkpoint.verify(checkpoint.files)
         return checkpoint
 
     @classmethod
     def latest_in(cls, folder: Path) -> "Checkpoint | None":
-        """The newest valid one; None if none is there. Not collective, and changes nothing: damaged ones stay.
+        """Return the newest valid checkpoint; None if there is none.
 
-        If all that is wrong is that shared files are missing, that is raised: they can be copied there.
+        Not collective; changes nothing: damaged ones stay.
+
+        If the only problem is that shared files are missing, that is raised: they can be copied there.
         """
         incomplete: SharedFileError | None = None
         with _reading(folder):
@@ -100,7 +102,10 @@ class Checkpoint:
         return self._manifest.all_files
 
     def _path_of(self, name: str) -> Path:
-        """Shared files lie beside the folder of the checkpoint, also where that was opened through a link."""
+        """Return a file's path.
+
+        Shared files lie beside the checkpoint's folder, also where that was opened through a link.
+        """
         return self.path.resolve().parent / name if "/" in name else self.path / name
 
     @cached_property
@@ -108,9 +113,9 @@ class Checkpoint:
         return {key: TensorInfo(DTYPES[t.dtype], t.shape) for key, t in self._manifest.tensors.items()}
 
     def read(self, key: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
-        """A range of the global tensor: from `offsets` (default: its start), of `shape` (default: all that is left).
+        """Read a range of the global tensor: from `offsets` (default: its start), of `shape` (default: all the rest).
 
-        A new tensor on the CPU, put together from the stored parts that reach into the range.
+        Returns a new tensor on the CPU, put together from the stored parts that overlap the range.
         """
         stored = self._stored(key)
         start = tuple(offsets) if offsets is not None else (0,) * len(stored.shape)
@@ -132,7 +137,7 @@ class Checkpoint:
         return result
 
     def verify(self, names: Iterable[str]) -> None:
-        """Raises a CheckpointDamagedError if a file is not what was written, or not what the manifest says."""
+        """Raise a CheckpointDamagedError if a file is not what was written, or not what the manifest says."""
         for name in names:
             if "/" not in name:
                 self._verify(name)
@@ -162,7 +167,7 @@ class Checkpoint:
                 )
 
     def close(self) -> None:
-        """Lets go of the files; the next `read` opens them again."""
+        """Close the files; the next `read` opens them again."""
         self._open_files.clear()
 
     def __enter__(self) -> Self:
@@ -202,7 +207,7 @@ class Checkpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of the checkpoint in this folder."""
+    """Read the manifest of the checkpoint in this folder."""
     file = path / MANIFEST_NAME
     with _reading(file):
         size = _size_of_plain_file(file)
@@ -218,7 +223,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _table(path: Path, expected: StoredFile) -> bytes:
-    """The content of a file that lists tensors."""
+    """Return the content of a file that lists tensors."""
     size, sha256 = _fingerprint(path)
     if size != expected.size or size > LARGEST_MANIFEST_BYTES:
         raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
@@ -236,7 +241,7 @@ def _fingerprint(path: Path) -> tuple[int, str]:
 
 
 def _size_of_plain_file(path: Path) -> int:
-    """Asked before opening: a pipe in its place would block for ever."""
+    """Return a file's size. Called before opening it: a pipe in its place would block for ever."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointDamagedError(f"{path} is not a file", path=path)

@@ -5,13 +5,13 @@
 
 A save writes into a new hidden folder: every rank its file, then rank 0 the manifest. One rename makes it a checkpoint,
 and only when that is on the disk are older ones removed; a removal starts with a rename, too. So a crash at any point
-leaves whole checkpoints and hidden leftovers, which the next start removes. A step that is there already is never
+leaves whole checkpoints and hidden leftovers, which the next start removes. A step that exists already is never
 replaced: between the two renames that it takes, a crash would leave neither.
 
-Frozen weights are in a folder of their own, which checkpoints share (`frozen.py`). It is written, renamed and on the
+Frozen weights are in a separate folder, which checkpoints share (`frozen.py`). It is written, renamed and on the
 disk before the manifest that names it is written, and removed when no checkpoint that is left names it.
 
-All ranks use one shared folder and call every collective method together. What goes wrong on one rank is raised on all.
+All ranks use one shared folder and call every collective method together. An error on one rank is raised on all.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ Layout = tuple[tuple[Any, ...], ...]
 
 
 class _Known(NamedTuple):
-    """What follows from the layout of a state alone, from its last save. The next state has the same, as a rule.
+    """Values that depend only on the layout of a state, kept from its last save. The next state usually has the same.
 
     A save runs beside training in an interpreter that runs one thread at a time: 592 tensors, as GPT-2 with AdamW has
     them, took 68 ms of it before this was kept.
@@ -89,7 +89,7 @@ class _Known(NamedTuple):
 
 
 class _Merged(NamedTuple):
-    """The tables of all ranks, put together and found whole."""
+    """The tables of all ranks, merged and found complete."""
 
     tables: list[str]
     files: set[str]
@@ -99,7 +99,7 @@ class _Merged(NamedTuple):
 class Checkpointer:
     """Made by all ranks of the run that writes here, together. Makes the folder; removes the leftovers of a crash.
 
-    Who only reads, beside a run that may be saving, uses `Checkpoint.latest_in`, which changes nothing.
+    Readers beside a run that may be saving use `Checkpoint.latest_in`, which changes nothing.
     """
 
     def __init__(self, folder: Path, world: World, keep_last: int = 3, *, files: Files | None = None) -> None:
@@ -116,17 +116,17 @@ class Checkpointer:
         self.problems += self._decided_by_main(self._prepare_folder, "checkpoints cannot be kept")
 
     def save(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> Path:
-        """Collective. When this returns, the checkpoint is on the disk.
+        """Save a checkpoint; collective. When this returns, it is on the disk.
 
         The parts that all ranks hand in must hold every element of every tensor exactly once; `meta` (JSON) is taken
-        from rank 0. A CheckpointError, on all ranks alike, means that there is no such checkpoint, and that the ones
+        from rank 0. A CheckpointError, raised on all ranks, means that there is no such checkpoint, and that the ones
         before it are as they were.
         """
         self.save_if_wanted(step, shards, meta, None, until_copied=lambda: None, is_wanted=lambda: True)
         return self.folder / step_name(step)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Not collective: works out what follows from the layout of these shards, which the first save would do."""
+        """Precompute what depends on the layout of these shards, for the first save; not collective."""
         known = self._known = self._tabled(shards)
         if self._world.size == 1:  # otherwise it takes the tables of all ranks
             self._merge([known.table], {file_name(0)} if known.file else set())
@@ -141,7 +141,7 @@ class Checkpointer:
         until_copied: Callable[[], None],
         is_wanted: Callable[[], bool],
     ) -> bool:
-        """Collective. `save` for a thread beside training; false if there is no checkpoint since a rank wants none.
+        """Save from a background thread; collective. Return False if there is no checkpoint because a rank wants none.
 
         With a `split` of the state, `shards` are copies of what it says is written; without, they are the whole state.
         `until_copied` returns when the shards hold what they should, and is called before they are read; `is_wanted`
@@ -180,17 +180,18 @@ class Checkpointer:
         return True
 
     def over(self, world: World) -> Self:
-        """The same checkpoints, pins and problems, with ranks that talk over another group: for another thread."""
+        """Return a view of the same checkpoints, pins and problems over another process group: for another thread."""
         other = copy.copy(self)
         other._world = world
         return other
 
     def latest(self) -> Checkpoint | None:
-        """Collective. The newest valid checkpoint, the same on all ranks; None if there never was one.
+        """Return the newest valid checkpoint, the same on all ranks; None if there never was one. Collective.
 
         Every byte is compared with its hash, the files divided among the ranks. A damaged checkpoint is renamed to
-        `….corrupt` and named in `problems`, and the one before it is looked at. If damaged ones are all there is, that
-        is an error: starting anew would throw away a run in silence. So is one of a newer format, which stays as it is.
+        `….corrupt` and named in `problems`, and the one before it is examined. If only damaged ones are left, that is
+        an error: starting from scratch would silently throw away a run. So is one of a newer format, which stays as it
+        is.
         """
         self._refuse_closed()
         damaged: set[int] = set()
@@ -221,15 +222,18 @@ class Checkpointer:
                 self.problems.append(self._set_aside(step, reason))
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, as this rank sees the folder; ascending. They are not verified."""
+        """Return the steps of the existing checkpoints, as this rank sees the folder; ascending.
+
+        They are not verified.
+        """
         return steps_in(self.folder)
 
     def discard_after(self, step: int) -> list[int]:
-        """Collective. Removes the checkpoints of later steps, pinned ones too; returns their steps, ascending.
+        """Remove the checkpoints of later steps, pinned ones too; return their steps, ascending. Collective.
 
-        For going back: what was trained after `step` is going to be trained anew, and saved under the same names. All
-        are out of the way, newest first, before the first is removed; a crash leaves whole ones only. Not while a save
-        is under way.
+        Used for going back: the steps after `step` are going to be trained again, and saved under the same names. All
+        are renamed, newest first, before the first is removed; a crash leaves whole ones only. Must not be called
+        during a save.
         """
         self._refuse_closed()
         removed: list[int] = self._decided_by_main(
@@ -239,19 +243,19 @@ class Checkpointer:
         return removed
 
     def pin(self, step: int) -> None:
-        """Never prune this one; what rank 0 pinned counts.
+        """Never prune this step; rank 0's pins count.
 
-        A pin lives as long as this object. Only saves prune: who pins again after a restart, before the first save,
+        A pin lives as long as this object. Only saves prune: pinning again after a restart, before the first save,
         loses nothing.
         """
         self._pinned.add(step)
 
     def unpin(self, step: int) -> None:
-        """The next save may prune it."""
+        """Allow the next save to prune this step."""
         self._pinned.discard(step)
 
     def close(self) -> None:
-        """No save after this. Every save that returned is on the disk already."""
+        """Refuse saves after this. Every save that returned is on the disk already."""
         self._closed = True
 
     # Saving
@@ -259,7 +263,7 @@ class Checkpointer:
     def _agree_on_what_is_saved(
         self, step: int, shards: Sequence[Shard], split: Split, meta: Mapping[str, Any], doing: str
     ) -> int:
-        """The bytes of all ranks' tensors. Nothing is written before all ranks have something that can be."""
+        """Return the bytes of all ranks' tensors. Nothing is written before all ranks have something storable."""
         failure, num_bytes, report = None, 0, FrozenReport()
         try:
             if not 0 <= step < 10**18:
@@ -287,7 +291,7 @@ class Checkpointer:
         return sum(answer[1] for answer in answers)
 
     def _lost_folders(self) -> list[str]:
-        """Shared folders that are not what was written there. Only sizes are compared: hashes take too long."""
+        """Return the shared folders that are not as written. Only sizes are compared: hashes take too long."""
         lost = []
         for name, files in self.frozen.folders.items():
             try:
@@ -302,7 +306,7 @@ class Checkpointer:
         return lost
 
     def _begin(self, step: int, *, shares: bool) -> tuple[str, str, int]:
-        """On rank 0. Makes a folder to write into, and one for frozen weights if they are to be written.
+        """Make a folder to write into, and one for frozen weights if they are to be written; called on rank 0.
 
         Returns the names of both, and the bytes that were free before.
         """
@@ -328,7 +332,7 @@ class Checkpointer:
         return name, shared, free_bytes
 
     def _write(self, draft: Path, shards: Sequence[Shard]) -> RankReport:
-        """This rank's file."""
+        """Write this rank's file."""
         known = self._known
         if known is None or known.layout != _layout(shards):
             known = self._known = self._tabled(shards)
@@ -339,7 +343,7 @@ class Checkpointer:
         return RankReport(table=known.table, file=StoredFile(size=written.size, sha256=written.sha256))
 
     def _write_shared(self, name: str, shards: Sequence[Shard]) -> dict[str, Any]:
-        """This rank's file of frozen weights, as fields of its report. Each is copied when its turn comes."""
+        """Write this rank's file of frozen weights; return fields of its report. Each is copied when its turn comes."""
         file = file_name(self._world.rank)
         known = self._tabled(shards, f"{name}/{file}")
         if known.file is None:
@@ -379,7 +383,7 @@ class Checkpointer:
         split: Split,
         meta: Mapping[str, Any],
     ) -> list[str]:
-        """Turns a folder of files into a checkpoint on rank 0, or removes it if that fails."""
+        """Turn a folder of files into a checkpoint on rank 0, or remove it if that fails."""
         final = self.folder / step_name(step)
         renamed = False
         try:
@@ -419,7 +423,7 @@ class Checkpointer:
         return [*self._prune(step), *self._prune_shared(used)]
 
     def _whole_tensors(self, reports: Sequence[RankReport]) -> dict[str, StoredTensor]:
-        """Each with the parts of all ranks, which have to hold every element once."""
+        """Return each tensor with the parts of all ranks, which have to hold every element once."""
         tables = [report.table for report in reports]
         return self._merge(tables, {file_name(rank) for rank, report in enumerate(reports) if report.file})
 
@@ -433,7 +437,7 @@ class Checkpointer:
         return merged.tensors
 
     def _discard(self, step: int, draft: Path, shared: str, renamed: bool) -> None:
-        """A failed save leaves nothing behind. If even this fails, the first error is still the news."""
+        """Remove everything that a failed save wrote. If even this fails, the first error is still the one reported."""
         try:
             if renamed:
                 self._remove_checkpoint(step)
@@ -447,7 +451,7 @@ class Checkpointer:
             self.problems.append(f"what is left of step {step} could not be removed: {error.strerror}")
 
     def _prune(self, just_saved: int) -> list[str]:
-        """Removes old checkpoints on rank 0. One that cannot be removed costs space, and does not end the run."""
+        """Remove old checkpoints on rank 0. One that cannot be removed costs space, and does not end the run."""
         problems = []
         try:
             steps = self.steps()
@@ -463,10 +467,10 @@ class Checkpointer:
         return problems
 
     def _prune_shared(self, used: set[str]) -> list[str]:
-        """On rank 0. Removes shared folders that no checkpoint needs; `used` are those of the newest one.
+        """Remove shared folders that no checkpoint needs, on rank 0; `used` are those of the newest one.
 
-        Checkpoints that were set aside count: they may be worth a lot to someone. If one does not say what it needs,
-        all folders stay.
+        Checkpoints that were set aside count: they may still be valuable. If one does not list what it needs, all
+        folders stay.
         """
         problems = []
         try:
@@ -488,19 +492,19 @@ class Checkpointer:
         return problems
 
     def _remove_shared(self, name: str) -> None:
-        """Renamed first: a crash inside the removal must leave no half folder under a valid name."""
+        """Rename and remove a shared folder: a crash inside the removal must leave no half under a valid name."""
         trash = self.folder / shared_trash_name(name)
         self._files.rename(self.folder / name, trash)
         self._files.remove_tree(trash)
 
     def _remove_checkpoint(self, step: int) -> None:
-        """Renamed first: a crash inside the removal must leave no half checkpoint under a valid name."""
+        """Remove a checkpoint, after renaming it: a crash inside the removal must leave no half under a valid name."""
         trash = self.folder / trash_name(step)
         self._files.rename(self.folder / step_name(step), trash)
         self._files.remove_tree(trash)
 
     def _discard_after(self, step: int) -> list[int]:
-        """On rank 0."""
+        """Remove the checkpoints after `step`, on rank 0, and return their steps."""
         later = [found for found in self.steps() if found > step]
         trash = []
         for found in reversed(later):
@@ -515,7 +519,10 @@ class Checkpointer:
         return later
 
     def _prepare_folder(self) -> list[str]:
-        """On rank 0. Only names that a save or a removal gave are touched."""
+        """Make the folder and remove leftovers of a crash, on rank 0.
+
+        Only names made by a save or removal are touched.
+        """
         self.folder.mkdir(mode=0o775, parents=True, exist_ok=True)
         problems = []
         for path in leftovers_in(self.folder):
@@ -528,7 +535,7 @@ class Checkpointer:
     # Finding
 
     def _examine(self, step: int) -> tuple[Checkpoint | None, Failure | None]:
-        """This rank's share of the verification: the manifest, and every n-th file."""
+        """Verify this rank's share of a checkpoint: the manifest, and every n-th file."""
         path = self.folder / step_name(step)
         try:
             checkpoint = Checkpoint(path, read_manifest(path))
@@ -540,7 +547,7 @@ class Checkpointer:
         return checkpoint, None
 
     def _set_aside(self, step: int, reason: str) -> str:
-        """Out of the way but not gone: what is left in it may be worth a lot to someone."""
+        """Rename a damaged checkpoint instead of removing it: the rest of it may still be valuable."""
         path = self.folder / step_name(step)
 
         def rename() -> str:
@@ -583,7 +590,7 @@ class Checkpointer:
     def _decided_by_main(
         self, decide: Callable[[], T], doing: str, needed_bytes: int | None = None, free_bytes: int | None = None
     ) -> T:
-        """What rank 0 found or did, or its error, on all ranks. What is decided must be JSON."""
+        """Return rank 0's result of `decide`, or raise its error, on all ranks. The result must be JSON."""
         answer: dict[str, Any] = {}
         if self._world.is_main:
             try:
@@ -597,7 +604,7 @@ class Checkpointer:
         return value
 
     def _failures(self, own: Failure | None) -> list[Failure | None]:
-        """Every rank's, in the order of ranks."""
+        """Return every rank's failure, in rank order."""
         records = self._world.gather(own.model_dump() if own else None)
         return [Failure.model_validate(record) if record else None for record in records]
 
@@ -607,7 +614,7 @@ class Checkpointer:
 
 
 def _newly_shared(reports: Sequence[RankReport]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
-    """The files of frozen weights that ranks have written in a save, by name, and the tensors in them."""
+    """Return the files of frozen weights that ranks wrote in a save, by name, and the tensors in them."""
     files = {file_name(rank): report.shared_file for rank, report in enumerate(reports) if report.shared_file}
     tables = [RankTable.from_json(report.shared_table).tensors for report in reports if report.shared_table]
     return files, merged_tensors(tables)
@@ -621,19 +628,19 @@ def _not_whole(problem: str) -> CheckpointError:
 
 
 def _layout(shards: Sequence[Shard]) -> Layout:
-    """All that a save depends on but the numbers themselves."""
+    """Return everything that a save depends on except the numbers themselves."""
     return tuple(
         (shard.key, type(shard.tensor), *_kind(shard.tensor), shard.global_shape, shard.offsets) for shard in shards
     )
 
 
 def _kind(tensor: Any) -> tuple[Any, ...]:
-    """Empty for what is no tensor, whatever a user's state holds."""
+    """Return dtype, layout and shape; empty for anything that is not a tensor, whatever a user's state holds."""
     return (tensor.dtype, tensor.layout, tensor.shape) if isinstance(tensor, torch.Tensor) else ()
 
 
 def _free_name(key: str, taken: set[str]) -> str:
-    """The key, so that other tools show it; numbered where one rank holds several parts of it."""
+    """Return the key, so that other tools show it; numbered where one rank holds several parts of it."""
     name, number = key, 1
     while name in taken:
         number += 1

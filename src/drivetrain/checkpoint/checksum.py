@@ -1,9 +1,9 @@
-"""Checksums of tensors, computed where the tensors are: they tell whether weights are still what was stored of them.
+"""Checksums of tensors, computed on their device: they show whether weights are still those that were stored.
 
 The checksum of a tensor is a sum over its elements modulo 2**64, in which each element's bits count by a factor that
 depends on the element's place in the whole tensor. So a change of any single element always changes it, elements that
 trade places do, too, and the checksums of a tensor's parts add up to that of the whole, however ranks divide its rows.
-All of it is integer arithmetic: every device comes to the same number.
+All of it is integer arithmetic: every device computes the same number.
 """
 
 import math
@@ -44,7 +44,7 @@ Values = Callable[[], list[int]]
 
 
 def start_checksums(regions: Sequence[Region]) -> Values:
-    """Starts to compute the checksum of each region; the result waits for the device and returns them.
+    """Start computing the checksum of each region. Return a function that waits for the device and returns them.
 
     On a GPU this only enqueues work on the current stream, so the checksums are of what the tensors hold at that point
     of the stream. On a CPU they are computed at once.
@@ -67,7 +67,7 @@ def start_checksums(regions: Sequence[Region]) -> Values:
 
 
 def checksums(regions: Sequence[Region]) -> list[int]:
-    """The checksum of each region. The host waits for the device here."""
+    """Return the checksum of each region. The host waits for the device here."""
     return start_checksums(regions)()
 
 
@@ -107,7 +107,7 @@ def _start_on(device: torch.device, regions: Sequence[Region]) -> Values:
 
 
 def _sum_piece(words: Tensor, piece: _Piece, products: Tensor, factors: Tensor, sums: Tensor, at: int) -> int:
-    """Writes the sum of each block of the piece into `sums`, from `at` on; returns where the next ones belong.
+    """Write the sum of each block of the piece into `sums`, from `at` on; return where the next ones belong.
 
     Products of 32 bits are added two at a time, as numbers of 64: those at places 2n and 2n + 1. A product whose
     neighbour belongs to another part of the tensor has a zero beside it.
@@ -126,7 +126,7 @@ def _sum_piece(words: Tensor, piece: _Piece, products: Tensor, factors: Tensor, 
 
 
 def _words(region: Region) -> Tensor:
-    """The region's bits as integers, in the order of its elements."""
+    """Return the region's bits as integers, in the order of its elements."""
     tensor = region.tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -138,7 +138,7 @@ def _words(region: Region) -> Tensor:
 
 
 def _word_type(region: Region) -> torch.dtype:
-    """The widest integers that a row is a whole number of."""
+    """Return the widest integer type that a row is a whole number of."""
     row_bytes = math.prod(region.global_shape[1:]) * region.tensor.element_size()
     return _WORD_TYPES[next(size for size in _WORD_TYPES if row_bytes % size == 0)]
 
@@ -186,7 +186,7 @@ def _host_factors() -> Tensor:
 
 
 def _mixed(numbers: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    """Odd numbers that look random (splitmix64). Odd ones have an inverse, so that no change is multiplied away."""
+    """Return odd numbers that look random (splitmix64). Odd ones have an inverse, so no change is multiplied away."""
     state = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -194,5 +194,5 @@ def _mixed(numbers: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarra
 
 
 def total(parts: Iterable[int]) -> int:
-    """The checksum of a whole tensor, from those of its parts."""
+    """Return the checksum of a whole tensor, from those of its parts."""
     return sum(parts) % MODULUS

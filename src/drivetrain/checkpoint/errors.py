@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, in the words of the user."""
+"""Errors of checkpoints, in the user's terms."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from drivetrain.core.errors import DrivetrainError
 
 
 class CheckpointError(DrivetrainError):
-    """A checkpoint cannot be written or read. For a full disk, the bytes are there as numbers, too."""
+    """A checkpoint cannot be written or read. For a full disk, the bytes are available as numbers, too."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class CheckpointError(DrivetrainError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """What is on the disk is not what was written, or was never a checkpoint."""
+    """The files on the disk are not what was written, or were never a checkpoint."""
 
 
 class SharedFileError(CheckpointDamagedError):
@@ -30,4 +30,4 @@ class SharedFileError(CheckpointDamagedError):
 
 
 class NewerFormatError(CheckpointError):
-    """Written by a newer drivetrain. Nothing is wrong with it: it is left where it is."""
+    """The checkpoint was written by a newer drivetrain. Nothing is wrong with it: it is left where it is."""

@@ -1,4 +1,4 @@
-"""Out of drivetrain's format: one plain file that everything else reads, safetensors or a pickled state_dict."""
+"""Exports weights to one plain file that other tools read, safetensors or a pickled state_dict."""
 
 import io
 import secrets
@@ -49,7 +49,7 @@ class LiveTensors:
 
 
 def check_suffix(path: Path) -> None:
-    """Raises for a name that promises a format which `export` does not write."""
+    """Raise for a suffix of a format that `export` does not write."""
     if path.suffix.lower() not in ("", *SUFFIXES):
         raise CheckpointError(
             f"{path} ends in {path.suffix!r}, and weights are written as safetensors or as a state_dict",
@@ -59,11 +59,11 @@ def check_suffix(path: Path) -> None:
 
 
 def export(checkpoint: Source, path: Path, prefix: str = "model/", instead: str = "") -> Path:
-    """Write the whole tensors below the prefix, named without it, in the format that the suffix of `path` says.
+    """Write the whole tensors below the prefix, named without it, in the format of the suffix of `path`.
 
     `.pt`, `.pth` and `.bin` get a state_dict by `torch.save`; any other allowed name gets safetensors, for which one
     tensor at a time is in memory. With `instead`, a tensor of the same name below that prefix is taken where there is
-    one. A file that is there already is replaced in one go, or left as it is.
+    one. An existing file is replaced atomically, or left as it is.
     """
     check_suffix(path)
     found = [key for key in checkpoint.keys if key.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""An error that travels: what went wrong on one rank, in JSON, so that it can be raised on all."""
+"""An error that can be sent: what went wrong on one rank, as JSON, so that it can be raised on all."""
 
 import errno
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Failure(Value):
 
     @classmethod
     def joined(cls, by_rank: Sequence["Failure | None"]) -> "Failure | None":
-        """One for all ranks, with the words of each rank that failed; None if none did."""
+        """Join the failures of all ranks into one, with each failed rank's message; None if none failed."""
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(by_rank):
             if failure is not None:

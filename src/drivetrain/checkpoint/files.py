@@ -1,4 +1,4 @@
-"""Everything that a save changes on the disk goes through here, one operation at a time.
+"""All changes that a save makes on the disk, one operation at a time.
 
 The crash tests kill the process before, inside and after each of these operations; so an operation that is not here is
 one that is not tested.
@@ -23,13 +23,13 @@ class Written:
 
 
 class Files:
-    """Modes follow the umask, but nothing is ever writable by everyone."""
+    """The operations on the disk. Modes follow the umask, but nothing is ever writable by everyone."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o775)
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-        """A new file that is on the disk when this returns. The hash is of what was to be written."""
+        """Write a new file that is on the disk when this returns. The hash is of the bytes that were to be written."""
         digest, size = hashlib.sha256(), 0
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
         with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123  (a path cannot be opened with these flags)
@@ -62,7 +62,7 @@ class Files:
             path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
-        """With all in it. What another process removes at the same time is no error."""
+        """Remove a folder with everything in it. Entries that another process removes at the same time are no error."""
         try:
             with os.scandir(path) as entries:
                 inside = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -77,7 +77,7 @@ class Files:
 
 
 def _joined(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes, small chunks together."""
+    """Yield the same bytes with small chunks joined."""
     waiting: list[bytes | memoryview] = []
     num_bytes = 0
     for chunk in chunks:

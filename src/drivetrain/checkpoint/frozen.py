@@ -1,16 +1,17 @@
 """Frozen weights: parameters in no optimizer, stored once per run for as long as they do not change.
 
-That no optimizer holds a parameter does not mean that it stays as it is: the teacher of a momentum encoder moves, and a
-hook may load other weights. So each save compares checksums, computed where the weights are, with those of the start.
-What is unchanged is in a folder that checkpoints share; what has changed on any rank goes into this checkpoint, and
-into all that follow.
+A parameter that no optimizer holds may still change: the teacher of a momentum encoder moves, and a hook may load other
+weights. So each save compares checksums, computed where the weights are, with those of the start. Unchanged weights are
+in a folder that checkpoints share; a weight that has changed on any rank goes into this checkpoint, and into all that
+follow.
 
-On a CPU the checksums are known when a save begins, and what has changed is copied like all else. On a GPU nobody waits
-for them: the thread that writes learns of a change after training has gone on. It then copies the weights, and compares
-the checksum of the copy with that of the save's step, so that nothing wrong is ever stored. A weight that was changed
-once is stored right that way. One that changes in every step is copied like all else as soon as that is known: if it
-does so in the first step, which is looked at beside training, or in a way that torch counts. What begins later, and
-unseen (through `.data`, inside a CUDA graph), costs one checkpoint: it is given up, and the next one holds the weight.
+On a CPU the checksums are known when a save begins, and changed weights are copied like all else. On a GPU training
+does not wait for them: the writing thread learns of a change after training has gone on. It then copies the weights,
+and compares the checksum of the copy with that of the save's step, so that nothing wrong is ever stored. A weight that
+was changed once is stored right that way. One that changes in every step is copied like all else as soon as that is
+known: if it does so in the first step, which is checked in the background, or in a way that torch counts. A change that
+begins later, and unseen (through `.data`, inside a CUDA graph), costs one checkpoint: it is given up, and the next one
+holds the weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ class _Kind(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """Records what a frozen weight was on this rank before the first step: later saves are compared with it."""
+    """The state of a frozen weight on this rank before the first step: later saves are compared with it."""
 
     kind: _Kind
     checksum: int
@@ -48,7 +49,7 @@ class _Reference(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """A state as a save sees it: what is copied and written, and frozen weights, which are only compared.
+    """A state as a save sees it: the shards that are copied and written, and frozen weights, which are only compared.
 
     A frozen weight that may have changed is among both.
     """
@@ -59,7 +60,7 @@ class Split:
     clones: Mapping[str, Tensor] = field(default_factory=dict)  # of those yet to be stored, where there is room
 
     def as_it_was(self, key: str) -> Shard:
-        """A frozen weight, which training may have changed since, unless it was cloned."""
+        """Return a frozen weight, which training may have changed since, unless it was cloned."""
         return _with(self.frozen[key], self.clones.get(key, self.frozen[key].tensor))
 
 
@@ -74,7 +75,7 @@ class FrozenReport(Value):
 
 @dataclass(frozen=True)
 class FrozenNews:
-    """Something to be told in one line, and kept as an event."""
+    """A message for one line of output, and for an event."""
 
     event: str
     text: str
@@ -82,7 +83,7 @@ class FrozenNews:
 
 
 class FrozenMovedError(CheckpointError):
-    """A frozen weight is no longer what it was at the step that is being saved."""
+    """A frozen weight differs from what it was at the step that is being saved."""
 
     def __init__(self, key: str) -> None:
         super().__init__(
@@ -95,7 +96,7 @@ class FrozenMovedError(CheckpointError):
 class FrozenWeights:
     """This rank's frozen weights, and what all ranks have agreed on about them.
 
-    Used by one thread at a time: the one that trains begins a save only when the last one is over.
+    Used by one thread at a time: the training thread begins a save only when the last one is over.
     """
 
     def __init__(self) -> None:
@@ -113,20 +114,23 @@ class FrozenWeights:
     # In the thread that trains
 
     def resume(self, manifest: Manifest) -> None:
-        """Goes on from a checkpoint: what it shares is not written again, and what had moved is not looked at."""
+        """Continue from a checkpoint: shared weights are not written again, those that had moved are not compared."""
         self.moved = set(manifest.moved)
         self.folders = dict(manifest.shared)
         self._found = {key: (manifest.tensors[key], int(value, 16)) for key, value in manifest.frozen.items()}
 
     def watch(self, shards: Sequence[Shard]) -> None:
-        """Before the first step: takes the frozen weights as they are for what later ones are compared with."""
+        """Take the frozen weights as the reference for later comparisons; called before the first step."""
         frozen = self._frozen(shards)
         self._marks = {key: _mark(shard.tensor) for key, shard in frozen.items()}
         values = start_checksums([_region(shard) for shard in frozen.values()])
         self._pending = lambda: self._refer(frozen, values())
 
     def look(self, shards: Sequence[Shard]) -> Callable[[], list[Shard]]:
-        """After the first step: the result waits for the device, and gives the shards that saves will copy."""
+        """Start comparing frozen weights after the first step.
+
+        Returns a function that waits for the device and returns the shards that saves will copy.
+        """
         frozen = self._frozen(shards)
         values = start_checksums([_region(shard) for shard in frozen.values()])
 
@@ -137,7 +141,7 @@ class FrozenWeights:
         return settle
 
     def split(self, shards: Sequence[Shard], *, wait: bool, beside: bool) -> Split:
-        """Divides a state that is to be saved.
+        """Divide a state that is to be saved.
 
         Args:
             shards: the state.
@@ -162,7 +166,7 @@ class FrozenWeights:
     # In the thread that writes
 
     def report(self, split: Split, lost: Sequence[str]) -> FrozenReport:
-        """Compares this rank's frozen weights with their references. Waits for the device."""
+        """Compare this rank's frozen weights with their references. Waits for the device."""
         values = split.values()
         changed = self._suspects | self._changed(split.frozen, values)
         new = {
@@ -173,7 +177,7 @@ class FrozenWeights:
         return FrozenReport(changed=tuple(sorted(changed)), new=new, lost=tuple(lost))
 
     def agree(self, step: int, reports: Sequence[FrozenReport]) -> None:
-        """Combines the reports of all ranks, so that every rank draws the same conclusions."""
+        """Combine the reports of all ranks, so that every rank draws the same conclusions."""
         for name in {name for report in reports for name in report.lost}:
             self.folders.pop(name, None)
             self.stored = {key: tensor for key, tensor in self.stored.items() if name not in _folders_of(tensor)}
@@ -187,7 +191,7 @@ class FrozenWeights:
                 self.stored[key] = tensor
 
     def note_moved(self, step: int, keys: set[str]) -> None:
-        """These are stored with every checkpoint from now on."""
+        """Store these with every checkpoint from now on."""
         new = sorted(keys - self.moved)
         self.moved.update(new)
         self._suspects -= self.moved
@@ -204,7 +208,7 @@ class FrozenWeights:
     def note_stored(
         self, step: int, folder: str, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
     ) -> None:
-        """These are in a new shared folder, which a checkpoint names."""
+        """Record that these are in a new shared folder, which a checkpoint names."""
         self.folders[folder] = dict(files)
         self.stored.update(tensors)
         num_bytes = sum(file.size for file in files.values())
@@ -216,13 +220,13 @@ class FrozenWeights:
         self.news.append(FrozenNews("frozen weights stored", text, facts))
 
     def to_be_stored(self, split: Split) -> list[Shard]:
-        """This rank's frozen weights that are in no shared folder yet."""
+        """Return this rank's frozen weights that are in no shared folder yet."""
         return [split.as_it_was(key) for key in split.frozen if key not in self.moved and key not in self.stored]
 
     def to_be_written(self, split: Split, copied: Sequence[Shard]) -> list[Shard]:
-        """This rank's shards for the checkpoint itself: `copied` is what became of `split.written`.
+        """Return this rank's shards for the checkpoint itself; `copied` are the copies of `split.written`.
 
-        Frozen weights that were copied in vain are left out; those that turned out to have changed are copied here.
+        Frozen weights that were copied needlessly are left out; those that turned out to have changed are copied here.
         """
         there = {shard.key for shard in copied}
         kept = [shard for shard in copied if shard.key not in split.frozen or shard.key in self.moved]
@@ -233,15 +237,15 @@ class FrozenWeights:
         return kept
 
     def stored_copy(self, shard: Shard) -> Tensor:
-        """A copy in host memory of a weight that is to be shared; raises if it is not what it was."""
+        """Copy a weight that is to be shared into host memory; raise if it has changed."""
         return verified_copy(shard, self._references[shard.key].checksum)
 
     def shared_by(self, split: Split) -> dict[str, StoredTensor]:
-        """What a checkpoint of this state takes from shared folders. Rank 0 holds a part of each such tensor."""
+        """Return what a checkpoint of this state takes from shared folders. Rank 0 holds a part of each such tensor."""
         return {key: self.stored[key] for key in split.frozen if key in self.stored}
 
     def checksums_of(self, keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-        """Returns checksums of whole tensors in the form that the manifest stores."""
+        """Return the checksums of whole tensors in the form that the manifest stores."""
         return {key: f"{self._totals[key]:016x}" for key in keys}
 
     def take_news(self) -> list[FrozenNews]:
@@ -256,9 +260,9 @@ class FrozenWeights:
 
     @torch.no_grad()
     def _clones(self, frozen: Mapping[str, Shard], suspects: set[str]) -> dict[str, Tensor]:
-        """Copies, where the weights are, of those that this save stores for the first time: they may change meanwhile.
+        """Clone, on their device, the weights that this save stores for the first time: they may change meanwhile.
 
-        It happens once in a run. Where there is no room, weights are copied by the thread that writes.
+        It happens once in a run. Where there is no room, weights are copied by the writing thread.
         """
         new = {key: shard for key, shard in frozen.items() if key not in suspects and not self._is_stored(shard)}
         by_device: dict[torch.device, int] = {}
@@ -271,13 +275,13 @@ class FrozenWeights:
             return {}
 
     def _is_stored(self, shard: Shard) -> bool:
-        """Whether it is in a shared folder, or likely to be: the checksums of all ranks have the last word."""
+        """Return whether it is in a shared folder, or likely to be: the checksums of all ranks decide."""
         found, _ = self._found.get(shard.key, (None, 0))
         expected = (CODES[shard.tensor.dtype], tuple(shard.global_shape))
         return shard.key in self.stored or (found is not None and (found.dtype, found.shape) == expected)
 
     def _changed(self, frozen: Mapping[str, Shard], values: Sequence[int]) -> set[str]:
-        """Those that differ from their references. What has none yet gets one."""
+        """Return those that differ from their references. A weight without a reference gets one."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending()
@@ -294,10 +298,10 @@ class FrozenWeights:
 
 
 def verified_copy(shard: Shard, checksum: int) -> Tensor:
-    """A copy in host memory, made beside training, of a tensor that had this checksum; raises if it has changed."""
+    """Copy a tensor that had this checksum into host memory, beside training; raise if it has changed."""
     tensor = shard.tensor.detach()
     if tensor.is_cuda:
-        # A stream of its own: on the one that trains, the copy would wait for the steps that are under way.
+        # A separate stream: on the training stream the copy would wait for the steps in flight.
         stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             copied = tensor.to("cpu")  # the host waits for the device here
@@ -309,7 +313,7 @@ def verified_copy(shard: Shard, checksum: int) -> Tensor:
 
 
 def name_of(key: str) -> str:
-    """A parameter's own name."""
+    """Return a parameter's name in the model."""
     return key.removeprefix("model/")
 
 
@@ -319,7 +323,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def _are_known_at_once(frozen: Mapping[str, Shard]) -> bool:
-    """Returns whether the checksums are known without waiting for a device."""
+    """Return whether the checksums are known without waiting for a device."""
     return all(shard.tensor.is_cpu for shard in frozen.values())
 
 
@@ -332,13 +336,16 @@ def _with(shard: Shard, tensor: Tensor) -> Shard:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bits can be read as they lie in memory. Others (subclasses, sparse ones) are saved like all else."""
+    """Return whether its bits can be read as they lie in memory.
+
+    Others (subclasses, sparse ones) are saved like all else.
+    """
     is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return type(tensor) is Tensor and tensor.dtype in CODES and is_dense
 
 
 def _is_rows(shard: Shard) -> bool:
-    """Whether it is a range of whole rows: only of these do checksums add up. Others are in every checkpoint."""
+    """Return whether it is a range of whole rows: only of these do checksums add up. Others are in every checkpoint."""
     return tuple(shard.tensor.shape[1:]) == tuple(shard.global_shape[1:]) and not any(shard.offsets[1:])
 
 
@@ -352,5 +359,5 @@ def _folders_of(tensor: StoredTensor) -> set[str]:
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Changes with most ways of changing a tensor, at no cost. Ones that it does not see are found by checksums."""
+    """Return a mark that changes with most changes of a tensor, at no cost. Checksums find the others."""
     return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()

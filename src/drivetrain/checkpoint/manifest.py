@@ -1,4 +1,4 @@
-"""The manifest: what is in a checkpoint, in which files, with which hashes. It is written last.
+"""The manifest: the contents of a checkpoint, with files and hashes. It is written last.
 
 The file is `{"sha256":"…","manifest":{…}}`, one line of JSON. The hash is over the exact bytes of the inner object and
 is compared before anything is parsed, so that a flipped bit anywhere in the file is found. This envelope, and
@@ -75,7 +75,7 @@ class StoredTensor(Value):
 
 
 class RankTable(Value):
-    """The tensors that a rank handed in, with its own parts only; a key may come several times."""
+    """The tensors that a rank handed in, with that rank's parts only; a key may occur several times."""
 
     tensors: tuple[tuple[str, StoredTensor], ...] = ()
 
@@ -84,7 +84,7 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 class Manifest(Value):
-    """The fields are written in this order: `drivetrain status` finds `shared` without reading what comes after it."""
+    """The manifest. Fields are written in this order: `drivetrain status` finds `shared` without reading the rest."""
 
     format_version: int
     step: Size
@@ -99,12 +99,15 @@ class Manifest(Value):
 
     @property
     def all_files(self) -> dict[str, StoredFile]:
-        """The checkpoint's own files, and the shared ones as `frozen-0123456789abcdef/rank-00000.safetensors`."""
+        """All files; shared ones are named like `frozen-0123456789abcdef/rank-00000.safetensors`."""
         shared = {f"{folder}/{name}": file for folder, files in self.shared.items() for name, file in files.items()}
         return self.files | shared
 
     def problem(self) -> str:
-        """Empty if all of it fits together. Nothing is allocated or opened before this was asked."""
+        """Return a contradiction in the manifest; empty if there is none.
+
+        Nothing is allocated or opened before this check.
+        """
         for name in (*self.files, *(name for files in self.shared.values() for name in files)):
             if not _FILE_NAME.fullmatch(name):
                 return f"{name!r} is not the name of a file in a checkpoint"
@@ -117,7 +120,7 @@ class Manifest(Value):
         return parts_problem(self.tensors, self.all_files)
 
     def with_tables(self, read: Callable[[str, StoredFile], bytes], path: Path) -> "Manifest":
-        """The manifest with all tensors, those included that files of their own list; `read` gives such a file."""
+        """Return the manifest with all tensors, also those listed in separate files, which `read` returns."""
         if not self.tables:
             return self
         tables = [list(self.tensors.items())]
@@ -141,7 +144,7 @@ class Manifest(Value):
             raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
 
     def sealed(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         body = self.model_dump_json().encode()
         content = b"".join((_OPENING, _hash(body), _BETWEEN, body, _CLOSING))
         if len(content) > LARGEST_MANIFEST_BYTES:
@@ -153,7 +156,7 @@ class Manifest(Value):
 
     @classmethod
     def unsealed(cls, content: bytes, path: Path) -> "Manifest":
-        """From a file's content. Unless there are tables to be read first, it is known not to contradict itself."""
+        """Parse a file's content. Unless tables have to be read first, the result is free of contradictions."""
         body = content[_BODY_START : -len(_CLOSING)]
         if content != b"".join((_OPENING, _hash(body), _BETWEEN, body, _CLOSING)):
             raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
@@ -179,7 +182,7 @@ def _first(error: ValidationError) -> str:
 
 
 def parts_problem(tensors: Mapping[str, StoredTensor], files: Collection[str]) -> str:
-    """Empty if the parts of each tensor lie in these files and hold each of its elements once."""
+    """Return a problem, or empty if the parts of each tensor lie in these files and hold each of its elements once."""
     return next((f"the tensor {key!r}: {p}" for key, t in tensors.items() if (p := _problem_of(t, files))), "")
 
 
@@ -200,7 +203,7 @@ def _problem_of(tensor: StoredTensor, files: Collection[str]) -> str:
 
 
 class _AnyVersion(BaseModel):
-    """All that can be asked of a manifest of any format."""
+    """The fields that a manifest of any format has."""
 
     format_version: Annotated[int, Field(ge=1)]
 
@@ -210,7 +213,7 @@ def _hash(body: bytes) -> bytes:
 
 
 def merged_tensors(by_rank: Sequence[Sequence[tuple[str, StoredTensor]]]) -> dict[str, StoredTensor]:
-    """The tensors by key, each with the parts of all ranks."""
+    """Return the tensors by key, each with the parts of all ranks."""
     first_seen: dict[str, tuple[int, StoredTensor]] = {}
     parts: dict[str, list[Part]] = {}
     for rank, tensors in enumerate(by_rank):

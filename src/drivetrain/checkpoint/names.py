@@ -1,4 +1,4 @@
-"""The names of the folders of checkpoints, and what they tell."""
+"""The names of checkpoint folders, and how they are parsed."""
 
 import re
 import secrets
@@ -18,17 +18,17 @@ def step_name(step: int) -> str:
 
 
 def draft_name(step: int) -> str:
-    """Of a save that is under way: hidden, and no other attempt has it."""
+    """Return a folder name for a save in progress: hidden, and unique to this attempt."""
     return f".{step_name(step)}.tmp-{secrets.token_hex(8)}"
 
 
 def trash_name(step: int) -> str:
-    """Of a checkpoint that is being removed."""
+    """Return a folder name for a checkpoint that is being removed."""
     return f".trash-{step_name(step)}-{secrets.token_hex(8)}"
 
 
 def shared_name() -> str:
-    """Returns a new name for a folder of frozen weights, which several checkpoints share."""
+    """Return a new name for a folder of frozen weights, which several checkpoints share."""
     return f"frozen-{secrets.token_hex(8)}"
 
 
@@ -45,14 +45,14 @@ def shared_in(folder: Path) -> list[str]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Ascending."""
+    """Return the steps of the checkpoints in a folder, ascending."""
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     matches = (_STEP.fullmatch(name) for name in names)
     return sorted(step for match in matches if match and step_name(step := int(match[1])) == match[0])
 
 
 def leftovers_in(folder: Path) -> list[Path]:
-    """Drafts and trash: of a crash, or of a save that is under way."""
+    """Return drafts and trash: those of a crash, or of a save in progress."""
     return [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]
 
 

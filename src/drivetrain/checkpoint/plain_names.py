@@ -1,4 +1,4 @@
-"""Names without what wrappers put into them, for checkpoints and files that were written with a model wrapped.
+"""Removes the prefixes that wrappers add to names, for checkpoints and files written with a wrapped model.
 
 `torch.compile` puts `_orig_mod.` before the names of what it wraps, DataParallel and DistributedDataParallel `module.`.
 """
@@ -14,14 +14,14 @@ _COMPILED, _PARALLEL = "_orig_mod.", "module."
 
 
 def plain_name(name: str) -> str:
-    """Without what `torch.compile` adds, which no module of a user's is called."""
+    """Remove the prefix that `torch.compile` adds, which no user's module has as its name."""
     return name.replace(_COMPILED, "")
 
 
 def renamed(names: Collection[str], own: Collection[str]) -> dict[str, str]:
-    """What names of a model are to be called among `own`, by their names there. As they are, where that says no less.
+    """Map stored names to those in `own`; unchanged, where no other mapping matches more of them.
 
-    A model may have a part that is called `module`: then its names fit as they are.
+    A model may have a submodule called `module`: then its names fit as they are.
     """
     known = set(own)
     ways = [{name: name for name in names}, {name: plain_name(name) for name in names}]
@@ -66,6 +66,6 @@ class PlainNames:
 
 
 def plainly_named(source: TensorSource, own: Collection[str]) -> TensorSource:
-    """A checkpoint under the names of a model, whose names are `own`; itself if it is."""
+    """Return a checkpoint under a model's names, which are `own`; the source itself if it has these."""
     names = renamed([key.removeprefix("model/") for key in source.keys if key.startswith("model/")], own)
     return source if all(name == plain for name, plain in names.items()) else PlainNames(source, names)

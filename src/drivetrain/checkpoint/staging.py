@@ -1,10 +1,10 @@
 """Host memory that a rank's state is copied into, so that training can go on while a file is made of the copy.
 
-The memory is kept from save to save. Tensors on the CPU are copied before `take` returns. Of tensors on a GPU, `take`
-only gives the device its orders; whatever the training stream does afterwards happens to the state after the copy:
+The memory is kept from save to save. Tensors on the CPU are copied before `take` returns. For tensors on a GPU, `take`
+only enqueues the copies; later work of the training stream sees the state after the copy:
 
 - Where device memory is plentiful, the state is cloned there, at the speed of that memory, and the clone goes to the
-  host beside training, over a stream of its own.
+  host in the background, over a separate stream.
 - Where it is not, the state itself goes to the host, and the training stream waits for that, at the speed of the bus.
 
 The host waits for neither, except in `until_copied`, which the writer's thread calls.
@@ -27,7 +27,7 @@ PAGE_BYTES = 4096
 
 
 class Layout(NamedTuple):
-    """What memory a tensor needs; one state after the other has the same."""
+    """The memory that a tensor needs; one state after the other has the same."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Piece:
 
 
 class Staging:
-    """One state at a time: whoever takes the next one must be done with the last. Used by one thread at a time."""
+    """Copies one state at a time: the last one must be done with before the next. Used by one thread at a time."""
 
     def __init__(self, *, clones: bool | None = None) -> None:
         self._clones = clones  # on the device; None: where it has the memory
@@ -60,7 +60,10 @@ class Staging:
         self._copies: list[_Copy] = []
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Get the memory for a state like this one. Costs time, so do it ahead of the first `take`, elsewhere."""
+        """Allocate the memory for a state like this one.
+
+        Costs time, so do it before the first `take`, in another thread.
+        """
         layouts = [Layout(shard.tensor.device, shard.tensor.dtype, shard.tensor.shape) for shard in shards]
         if layouts == self._layouts:
             return
@@ -76,7 +79,7 @@ class Staging:
 
     @torch.no_grad()
     def take(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The same shards in host memory: whole after `until_copied`. The tensors may be changed at once."""
+        """Return the same shards in host memory: complete after `until_copied`. The tensors may be changed at once."""
         self.prepare(shards)
         staged = list(shards)
         for copied in self._copies:
@@ -87,13 +90,13 @@ class Staging:
         return staged
 
     def until_copied(self) -> None:
-        """The host waits for the device here."""
+        """Wait until the copies are complete; the host waits for the device here."""
         for copied in self._copies:
             copied.until_copied()
 
 
 class _Copy:
-    """Of the tensors that are in host memory already, or that no stream orders."""
+    """Copies tensors that are in host memory already, or that no stream orders."""
 
     def __init__(self, layouts: Sequence[Layout], numbers: Sequence[int], *, pinned: bool = False) -> None:
         self._pieces = _packed(layouts, numbers)
@@ -173,7 +176,7 @@ class _CudaCopy(_Copy):
 
 
 def _packed(layouts: Sequence[Layout], numbers: Sequence[int]) -> list[Piece]:
-    """Large tensors first, each into the first piece with room. Sizes are powers of two, as pinned memory is."""
+    """Pack large tensors first, each into the first piece with room. Sizes are powers of two, as pinned memory is."""
     sizes = {number: -(-_num_bytes(layouts[number]) // ALIGNMENT) * ALIGNMENT for number in numbers}
     usual = min(PIECE_BYTES, _power_of_two(sum(sizes.values())))
     pieces: list[Piece] = []
@@ -202,7 +205,7 @@ def _host_memory(num_bytes: int, pinned: bool) -> Tensor:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Asked after a step, when torch has reserved what a step needs."""
+    """Return whether the device has room. Call it after a step, when torch has reserved what a step needs."""
     free, total = torch.cuda.mem_get_info(device)
     return num_bytes <= free - LEFT_FREE * total
 

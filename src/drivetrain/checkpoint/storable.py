@@ -1,6 +1,6 @@
-"""What a checkpoint can hold: tensors of known types, and JSON. All else is refused by name before a byte is written.
+"""Checks that state can be stored: tensors of known types, and JSON. All else is refused before a byte is written.
 
-A trainer calls these at the start of a run, so that state which cannot be saved is not found out at the first save.
+A trainer calls these at the start of a run, so that unstorable state is found before the first save.
 """
 
 import json
@@ -19,7 +19,7 @@ DEEPEST_META = 64
 
 
 def refuse_unstorable_shards(shards: Iterable[Shard]) -> None:
-    """Raises a CheckpointError that names the key of the first shard that cannot be stored."""
+    """Raise a CheckpointError that names the key of the first shard that cannot be stored."""
     for shard in shards:
         if problem := _shard_problem(shard):
             raise CheckpointError(f"the tensor {shard.key!r} cannot be saved: {problem[0]}", remedy=problem[1])
@@ -48,7 +48,7 @@ def _shard_problem(shard: Shard) -> tuple[str, str] | None:
 
 
 def refuse_unstorable_meta(meta: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError that names the first value that JSON cannot hold. Tuples come back as lists."""
+    """Raise a CheckpointError that names the first value that JSON cannot hold. Tuples come back as lists."""
     if not isinstance(meta, Mapping):
         raise CheckpointError(f"meta is a {type(meta).__name__}, not a mapping", remedy="hand in a dictionary")
     _refuse(dict(meta), "meta", 0)
@@ -86,7 +86,7 @@ def _refuse(value: object, where: str, depth: int) -> None:
 
 
 def _is_text(text: object) -> bool:
-    """Lone surrogates are in no valid UTF-8, so a file with them could not be read back."""
+    """Return whether it is text without lone surrogates: a file with these could not be read back as UTF-8."""
     try:
         return isinstance(text, str) and text.encode() is not None
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """A safetensors file, written as a stream and read by ranges.
 
-safetensors' own `save_file` wants every tensor in host memory at once and leaves the hash to a second reading. Here one
-tensor at a time comes from its device, and what is hashed is what was to be written, not what the disk gives back.
+The `save_file` of safetensors wants every tensor in host memory at once and leaves the hash to a second reading. Here
+one tensor at a time comes from its device, and the hash is of what was to be written, not of what the disk returns.
 Reading is the library's.
 """
 
@@ -60,7 +60,7 @@ class Entry:
 
 
 class Arrangement(NamedTuple):
-    """How a file begins, and which tensors follow, by their numbers. It does not depend on what is in them."""
+    """The header of a file, and the numbers of the tensors that follow it. It does not depend on their values."""
 
     opening: bytes
     order: list[int]
@@ -88,14 +88,14 @@ def arranged(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
 
 
 def encoded(arrangement: Arrangement, load: Callable[[int], Tensor]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file, piece by piece. A tensor is asked for by its number when its turn comes."""
+    """Yield the bytes of a safetensors file, piece by piece. A tensor is loaded by its number when its turn comes."""
     yield memoryview(arrangement.opening)
     for number in arrangement.order:
         yield _bytes_of(load(number))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements in order; the host waits for the device here."""
+    """Return the tensor's elements in order; the host waits for the device here."""
     on_host = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     if on_host.is_conj() or on_host.is_neg() or not on_host.is_contiguous():
         on_host = on_host.resolve_conj().resolve_neg().contiguous()
@@ -105,7 +105,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A file that is there. Ranges come from a memory map, so a slice costs a slice."""
+    """An existing file. Ranges come from a memory map, so a slice costs a slice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ class TensorFile:
             raise CheckpointDamagedError(f"{path} is not a safetensors file: {error}", path=path) from None
 
     def layout(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """The type code and shape of a tensor; None if it is not in the file."""
+        """Return the type code and shape of a tensor; None if it is not in the file."""
         if name not in self.names:
             return None
         view = self._open.get_slice(name)

@@ -23,14 +23,14 @@ _REMEDY = "use weights of the same model; names have to be those of model.state_
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by the model's own names. Each is read when it is asked for."""
+    """Tensors by the names in the model. Each is read when it is asked for."""
 
     path: Path  # the file, or the checkpoint that was found
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]  # a range of one: its name, offsets, shape
 
     def called(self, own: Collection[str]) -> "Weights":
-        """Under the names of a model, which are `own`, where they were written with that model wrapped."""
+        """Return the weights under a model's names, `own`, where they were written with that model wrapped."""
         stored = {plain: name for name, plain in renamed(self.shapes.keys(), own).items()}
         if len(stored) < len(self.shapes):
             return self
@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightsTaken:
-    """What became of each name, sorted."""
+    """The outcome for each name, sorted."""
 
     path: Path
     taken: tuple[str, ...]
@@ -53,7 +53,7 @@ class WeightsTaken:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For people: a line for each kind of news, with a few names."""
+        """Return a report for people: a line for each kind of outcome, with a few names."""
         names = {
             "only in the model, and left as they were made": self.missing,
             "only there, and not used": self.unexpected,
@@ -70,7 +70,10 @@ class WeightsTaken:
 
 
 def read_weights(path: Path) -> Weights:
-    """Changes nothing, so another run may be writing there. Of a run, the newest checkpoint that is whole."""
+    """Open the weights in a path. Of a run, the newest complete checkpoint is taken.
+
+    Changes nothing, so another run may be writing there.
+    """
     if path.suffix.lower() in _PICKLED and not path.is_dir():
         raise CheckpointError(
             f"{path} is a pickle by its name: reading it would run whatever code is in it",
@@ -99,7 +102,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def load_weights(model: nn.Module, weights: Weights, leave: Collection[str] = ()) -> WeightsTaken:
-    """Copies what has the model's names and shapes into it; the rest is told. Nothing in common is an error.
+    """Copy the tensors with the model's names and shapes into it; the rest is reported. Nothing in common is an error.
 
     Names in `leave` are not taken, even where they fit.
     """
@@ -168,7 +171,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Empty tensors have no place of their own; they need no weights either."""
+    """Return the address and size of a tensor. Empty tensors have no address; they need no weights either."""
     return local_part(tensor).data_ptr(), tensor.numel()
 
 
