@@ -1,4 +1,4 @@
-"""What settings may be, and one error for all that are something else."""
+"""Bounds of settings, and one error for all values outside them."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """Infinity is one where there is no `most`, unless it has to be finite."""
+    """A number within bounds. Infinity is allowed where there is no `most`, unless the value has to be finite."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -46,7 +46,7 @@ Allowed = Whole | Number
 
 
 def refuse_others(of: str, values: Mapping[str, object], allowed: Mapping[str, Allowed]) -> None:
-    """All that is not allowed, at once: its name, what it is, and what it may be."""
+    """Raise one error for all values that are not allowed: name, value, and what is allowed."""
     wrong = [name for name, these in allowed.items() if not these.has(values[name])]
     if wrong:
         raise DrivetrainError(
@@ -56,6 +56,6 @@ def refuse_others(of: str, values: Mapping[str, object], allowed: Mapping[str, A
 
 
 def check_every(of: str, every: object) -> None:
-    """A job looks at this, too; here it is said where the hook is made."""
+    """Check a hook's period. A job checks it, too; here the error shows where the hook is made."""
     if not is_period(every):
         raise DrivetrainError(f"{of}: every is {every!r}", remedy=f"give {PERIODS}")

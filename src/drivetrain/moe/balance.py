@@ -1,4 +1,4 @@
-"""Keeping experts equally busy: a bias on the choice, auxiliary losses, and the step's end where loads are settled."""
+"""Balances the load of experts: a bias on the choice, auxiliary losses, and the end of a step, which settles loads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from drivetrain.moe.layer import MixtureOfExperts
 
 
 def mixtures_in(model: nn.Module) -> dict[str, MixtureOfExperts]:
-    """The layers of a model that are mixtures of experts, by name; a layer with two names once."""
+    """Return the layers of a model that are mixtures of experts, by name; a layer with two names once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
 
 
 def refuse_too_many(max_experts: int | None, model: nn.Module, of: str) -> None:
-    """More than any mixture of the model has slots for."""
+    """Refuse more experts than any mixture of the model has slots for."""
     slots = max((layer.num_slots for layer in mixtures_in(model).values()), default=0)
     if max_experts is not None and 0 < slots < max_experts:
         raise DrivetrainError(
@@ -30,9 +30,9 @@ def refuse_too_many(max_experts: int | None, model: nn.Module, of: str) -> None:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor | None:
-    """The auxiliary losses of the last forward, to be added to a mean loss; None if there are none.
+    """Return the auxiliary losses of the last forward, to be added to a mean loss; None if there are none.
 
-    It hands them over: a second call finds none. `train` and `drive` add what the loss function has left.
+    It hands them over: a second call finds none. `train` and `drive` add those that the loss function has left.
     """
     return take_auxiliary(mixtures_in(model).values())
 
@@ -57,7 +57,7 @@ class _Alike:
 
 
 class Settlement:
-    """The end of a step for all mixtures of a model: loads over all ranks become known, and biases move."""
+    """Ends a step for all mixtures of a model: sums loads over all ranks, and moves biases."""
 
     group: dist.ProcessGroup | None = None  # of the ranks that share a step; set by whoever makes them share it
 
@@ -74,13 +74,16 @@ class Settlement:
         ]
 
     def forget(self) -> None:
-        """What was counted since the last step is not part of one."""
+        """Drop the counts since the last step: they are not part of one."""
         for layer in self.layers:
             layer.tally.forget()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Collective where there are several ranks, and the same on all of them. The host does not wait."""
+        """Settle loads and biases; collective where there are several ranks, with equal results.
+
+        The host does not wait.
+        """
         for group in self._groups:
             layers = group.layers
             counts = torch.stack([layer.tally.total(layer.load.device) for layer in layers])
@@ -103,9 +106,9 @@ def _over_all_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class LoadReport:
-    """A hook that writes the figures of all mixtures into the run's books, as events named `load`.
+    """A hook that writes the load figures of all mixtures into the run's event log, as events named `load`.
 
-    With them, by the experts' numbers: how many tokens of the last step each got, and the rank it lives on.
+    The events also hold, by the experts' numbers, how many tokens of the last step each got, and its rank.
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -131,7 +134,7 @@ class LoadReport:
 
 
 def load_metrics(model: nn.Module) -> dict[str, float]:
-    """What the last step's loads say, layer by layer, for the records. The host waits for the device."""
+    """Return figures of the last step's loads, layer by layer, for the records. The host waits for the device."""
     return {
         f"{name}/{figure}" if name else figure: value
         for name, layer in mixtures_in(model).items()

@@ -1,7 +1,7 @@
-"""Concepts without labels: clusters of a layer's inputs, found as they come, alike on all ranks.
+"""Concepts without labels: online clusters of a layer's inputs, equal on all ranks.
 
-Tokens are looked at through a fixed projection to a few numbers, which keeps distances nearly as they are: so the state
-is small, whatever the width of the layer.
+Tokens are mapped by a fixed projection to a few numbers, which nearly preserves distances: so the state is small,
+whatever the width of the layer.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -23,7 +23,7 @@ _ROUNDS = 8  # of looking for the first centres
 
 @dataclass
 class Clusters:
-    """Numbers are never given again. All of it is JSON."""
+    """The clusters of a layer's inputs. Numbers are never reused. The whole state is JSON."""
 
     first: int = 8  # how many to begin with
     most: int = 16
@@ -37,9 +37,9 @@ class Clusters:
         return asdict(self)
 
     def of(self, tokens: Tensor, world: World) -> tuple[Tensor, list[str]]:
-        """Each token's cluster as a place in the names, -1 for what is far from all; then learns from them.
+        """Return each token's cluster as an index into the names, -1 if far from all, and the names.
 
-        All ranks call it together.
+        Then learn from the tokens. All ranks call it together.
         """
         points = tokens.double() @ _projection(tokens.shape[1]).to(tokens.device)
         if not self.numbers:
@@ -55,7 +55,7 @@ class Clusters:
         return torch.where(is_new, -1, nearest), names
 
     def _begin(self, points: Tensor, world: World) -> None:
-        """From rank 0's tokens: far apart at first, then each the mean of what is nearest to it."""
+        """Place the first centres by rank 0's tokens: far apart at first, then each the mean of its nearest tokens."""
         centres = world.agree(_first_centres(points, self.first).tolist() if world.is_main else None)
         for centre in centres:
             self._add(centre, 0.0)
@@ -86,7 +86,7 @@ class Clusters:
             self._add([total / tokens for total in sums], sum(known) / len(known), tokens / everything)
 
     def _has_room(self) -> bool:
-        """Where there are too many, one that is hardly seen any more makes room."""
+        """Return whether a cluster can be added; if necessary, remove one that is hardly seen any more."""
         if len(self.numbers) < self.most:
             return True
         least = min(range(len(self.numbers)), key=lambda place: self.shares[place])

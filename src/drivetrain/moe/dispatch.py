@@ -1,4 +1,4 @@
-"""How tokens get to the experts that were chosen for them, and their results back."""
+"""Dispatches tokens to their chosen experts, and combines the results."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -14,25 +14,25 @@ from drivetrain.moe.ways import Way, WayName, Work, choose_way, name_of_way
 
 
 class Dispatcher(Protocol):
-    """Drop-free: every token reaches each of its experts, whatever the load."""
+    """Dispatches tokens without dropping: every token reaches each of its experts, whatever the load."""
 
     def __call__(self, experts: Experts, tokens: Tensor, routing: Routing) -> Tensor:
-        """(tokens, inputs) in the type to compute in -> (tokens, outputs) in the same."""
+        """Map (tokens, inputs) in the dtype to compute in to (tokens, outputs) in the same."""
 
     def way(self, experts: Experts, num_tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> Way: ...
 
     def placement(self, num_slots: int) -> tuple[Placement, Sequence[float]]:
-        """The rank of each slot, and what each rank's device can do."""
+        """Return the rank of each slot, and the capability of each rank's device."""
 
     def row_of(self, slot: int) -> int | None:
-        """Where this rank keeps a slot's expert; None if it is another's."""
+        """Return this rank's row of a slot's expert; None if it is on another rank."""
 
     def fetch(self, rows: Tensor, slot: int) -> Tensor:
-        """A slot's row of a tensor of rows, on every rank. All ranks call this together."""
+        """Return a slot's row of a tensor of rows, on every rank. All ranks call this together."""
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """Runs all experts on this rank."""
 
     def __init__(self, way: Literal["auto"] | WayName = "auto") -> None:
         self._pinned = way

@@ -21,10 +21,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Experts(nn.Module):
-    """`mlp`: out(act(in(x))). `gated`: out(act(gate(x)) × up(x)), with gate and up in one tensor.
+    """Stacked experts. `mlp`: out(act(in(x))). `gated`: out(act(gate(x)) × up(x)), with gate and up in one tensor.
 
-    Experts narrower than the widest are filled up with hidden units whose weights are 0. Those get no gradient and no
-    decay, so they stay exactly 0: it is the narrow expert's own arithmetic.
+    Experts narrower than the widest are padded with hidden units whose weights are 0. Those get no gradient and no
+    decay, so they stay exactly 0: the result is the narrow expert's arithmetic.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Experts(nn.Module):
                 self._start(slot, wide)
 
     def _start(self, slot: int, wide: int) -> None:
-        """As `nn.Linear` starts, each expert by its own width; a slot of width 0 stays empty."""
+        """Initialize an expert as `nn.Linear` does, by its own width; a slot of width 0 stays empty."""
         if not wide:
             return
         for part in range(2 if self.kind == "gated" else 1):
@@ -75,7 +75,7 @@ class Experts(nn.Module):
         return self.w_in.shape[1] * self.w_in.shape[2] + self.w_out.shape[1] * self.w_out.shape[2]
 
     def dense(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Every expert on every token, two products in all; what was not chosen is weighed with 0."""
+        """Run every expert on every token, in two products overall; experts that were not chosen get weight 0."""
         dtype, count = tokens.dtype, self.num_slots
         share = torch.zeros(tokens.shape[0], count, dtype=weights.dtype, device=tokens.device)
         share = share.scatter(1, chosen, weights).to(dtype)
@@ -86,14 +86,14 @@ class Experts(nn.Module):
         return result if self.b_out is None else torch.addmm(result, share, self.b_out.to(dtype))
 
     def each(self, tokens: Tensor) -> Tensor:
-        """(slots, tokens, outputs): every slot on every token, in a few kernels and without a copy of any weight."""
+        """Run every slot on every token: (slots, tokens, outputs), in a few kernels and without copying weights."""
         hidden = functional.linear(tokens, self.w_in.flatten(0, 1), None if self.b_in is None else self.b_in.flatten())
         active = self._activate(hidden.view(tokens.shape[0], self.num_slots, self.w_in.shape[1])).transpose(0, 1)
         weights = self.w_out.transpose(1, 2)
         return active @ weights if self.b_out is None else torch.baddbmm(self.b_out.unsqueeze(1), active, weights)
 
     def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows sorted by expert, in one kernel for each product. It knows no autocast: weights are cast here."""
+        """Run rows sorted by expert, in one kernel per product. It does not support autocast: weights are cast here."""
         dtype = rows.dtype
         kinds = None
         if self.b_in is not None:
@@ -108,7 +108,7 @@ class Experts(nn.Module):
         return result if kinds is None or self.b_out is None else torch.addmm(result, kinds, self.b_out.to(dtype))
 
     def loop(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows sorted by expert, group by group. The reference: any device, any type of number."""
+        """Run rows sorted by expert, group by group. The reference: any device, any dtype."""
         dtype = rows.dtype
         w_in, w_out = self.w_in.to(dtype).unbind(0), self.w_out.to(dtype).unbind(0)
         b_in = [None] * len(w_in) if self.b_in is None else self.b_in.to(dtype).unbind(0)

@@ -1,6 +1,6 @@
-"""What is known of a layer's experts and of what they work on: a graph whose edges fade unless they are seen again.
+"""A graph of a layer's experts and of the concepts they serve; its edges decay unless they are seen again.
 
-Experts are nodes by their number, concepts (labels, or clusters of inputs) by their name. It holds no tensors and asks
+Experts are nodes by their number, concepts (labels, or clusters of inputs) by their name. It holds no tensors and reads
 no clock: the same facts in the same order make the same graph, on every rank and after every restart.
 """
 
@@ -21,7 +21,7 @@ _EXACT_COVER = 12  # of so many concepts the smallest cover is found by trying a
 
 @dataclass(frozen=True)
 class Limits:
-    """How long edges last, and how many there may be: what keeps the graph small however long a run is."""
+    """The decay of edges and their maximal number, which keep the graph small however long a run is."""
 
     memory: float = 0.9  # how much of a weight stays at a look; the rest is what was seen
     parent_memory: float = 0.99  # descent is seen once
@@ -31,11 +31,11 @@ class Limits:
 
 
 class Edge(NamedTuple):
-    """Between two experts, the older first, for a parent too; or from an expert to a concept (`composition`).
+    """An edge between two experts, the older first, for a parent too; or from an expert to a concept (`composition`).
 
-    Weights are above 0 and at most 1. `similarity`: they say the same, or are given the same. `co-activation`: how
-    often they are chosen together. `composition`: which part of a concept's tokens the expert gets. `split`: they have
-    the same concepts, but not the same tokens.
+    Weights are above 0 and at most 1. `similarity`: their outputs, or their inputs, are the same. `co-activation`: how
+    often they are chosen together. `composition`: the fraction of a concept's tokens that the expert gets. `split`:
+    they have the same concepts, but not the same tokens.
     """
 
     one: Node
@@ -58,7 +58,7 @@ class Cover(NamedTuple):
 
 
 class KnowledgeGraph:
-    """Kept as plain tables, since every look goes over all edges; `nx` is the same for networkx."""
+    """The graph, kept as plain tables, since every look visits all edges; `nx` is the same for networkx."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -69,7 +69,7 @@ class KnowledgeGraph:
 
     @property
     def nx(self) -> Any:
-        """A networkx graph of what is known now, made anew; the relation is the key of an edge."""
+        """Build a networkx graph of the present state; the relation is the key of an edge."""
         import networkx
 
         graph = networkx.MultiGraph()
@@ -111,7 +111,7 @@ class KnowledgeGraph:
             self._weights[parent, number, "parent"] = 1.0
 
     def remove_expert(self, number: int, into: int | None = None) -> None:
-        """With all its edges; what it was merged `into` takes them over, the stronger of two."""
+        """Remove an expert with all its edges; the one it was merged `into` takes them over, the stronger of two."""
         self._check_there(number)
         if into is not None:
             self._check_there(into)
@@ -119,7 +119,7 @@ class KnowledgeGraph:
         self._remove(number)
 
     def add_concept(self, name: str) -> None:
-        """Where there are too many, the one that the experts have least of goes."""
+        """Add a concept. Where there are too many, the one with the weakest ties to experts is removed."""
         if name in self._concepts:
             return
         if len(self._concepts) >= self.limits.max_concepts:
@@ -134,14 +134,14 @@ class KnowledgeGraph:
         facts.activations, facts.last_use = activations, last_use
 
     def correct(self, one: int, other: int, relation: Relation, weight: float) -> None:
-        """What was measured counts for as much as all that was seen before. Only of edges that there are."""
+        """Average an existing edge with a measured weight: a measurement counts as much as all that was seen before."""
         key = _key(one, other, relation)
         self._check_seen({key: weight})
         if key in self._weights:
             self._weights[key] = (self._weights[key] + weight) / 2
 
     def look(self, seen: Mapping[str, Mapping[tuple[Any, Any], float]]) -> None:
-        """One look: every edge moves towards what was seen of it, and what was not seen fades."""
+        """Move every edge towards what was seen of it in one look; edges that were not seen decay."""
         found = {
             _key(one, other, relation): weight
             for relation, edges in seen.items()
@@ -161,7 +161,7 @@ class KnowledgeGraph:
     # Questions
 
     def edges(self, relation: Relation | None = None) -> list[Edge]:
-        """In an order that depends on nothing but what they are."""
+        """Return the edges in an order that depends only on the edges themselves."""
         found = [Edge(*key, weight) for key, weight in self._weights.items() if relation in (None, key[2])]
         return sorted(found, key=lambda edge: (edge.relation, str(type(edge.other)), edge.one, edge.other))
 
@@ -169,7 +169,7 @@ class KnowledgeGraph:
         return self._weights.get(_key(one, other, relation), 0.0)
 
     def similar(self, number: int, at_least: float = 0.7) -> list[tuple[int, float]]:
-        """The most similar first."""
+        """Return the similar experts, the most similar first."""
         self._check_there(number)
         found = [
             (other, weight)
@@ -179,7 +179,7 @@ class KnowledgeGraph:
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
     def most_similar(self, count: int, among: Iterable[int] | None = None) -> list[tuple[int, int]]:
-        """Pairs, the most similar first."""
+        """Return pairs of experts, the most similar first."""
         wanted = set(self.experts if among is None else among)
         found = [
             (-weight, one, other)
@@ -189,18 +189,18 @@ class KnowledgeGraph:
         return [(one, other) for _, one, other in sorted(found)[:count]]
 
     def central(self, count: int | None = None) -> list[tuple[int, float]]:
-        """By the weight of what ties an expert to others, over how many others there are; the most central first."""
+        """Return experts by the mean weight of their edges over all other experts; the most central first."""
         experts = self.experts
         others = max(len(experts) - 1, 1)
         found = [(number, self._strength(number) / others) for number in experts]
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:count]
 
     def dormant(self, step: int, idle_steps: int) -> list[int]:
-        """Not used for more than so many steps."""
+        """Return the experts that were not used for more than `idle_steps` steps."""
         return [number for number in self.experts if step - self._facts[number].last_use > idle_steps]
 
     def isolated(self) -> list[int]:
-        """Tied to no other expert."""
+        """Return the experts without an edge to another expert."""
         import networkx
 
         return sorted(networkx.isolates(self.nx.subgraph(self.experts)))
@@ -211,14 +211,15 @@ class KnowledgeGraph:
         return next(found, None)
 
     def serving(self, concept: str) -> list[tuple[int, float]]:
-        """Who gets its tokens, and which part; the largest first."""
+        """Return the experts that get a concept's tokens, and their fraction; the largest first."""
         found = [(number, weight) for number, _, weight in self._ties(concept)]
         return sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
     def cover(self, concepts: Sequence[str], at_least: float = 0.1) -> Cover:
-        """The fewest experts of which each concept has one that gets this part of its tokens.
+        """Return the fewest experts such that each concept has one that gets this fraction of its tokens.
 
-        The fewest there are for up to 12 concepts; for more, always the one that adds most, which is near it.
+        The result is minimal for up to 12 concepts; for more, the expert that adds most is taken each time, which is
+        near it.
         """
         serves: dict[int, set[str]] = {}
         for concept in set(concepts):
@@ -259,7 +260,7 @@ class KnowledgeGraph:
     # How it is kept
 
     def _ties(self, node: Node) -> list[tuple[Any, Any, float]]:
-        """All edges of a node: to whom, what, how strong."""
+        """Return all edges of a node: the other node, relation and weight."""
         return [
             (other if one == node else one, relation, weight)
             for (one, other, relation), weight in self._weights.items()
@@ -272,11 +273,17 @@ class KnowledgeGraph:
         self._weights = {key: weight for key, weight in self._weights.items() if node not in key[:2]}
 
     def _strength(self, node: Node) -> float:
-        """Of all that ties it to experts. The order of edges, which a restart changes, does not matter to this sum."""
+        """Return the total weight of its edges to experts. The sum does not depend on the order of edges.
+
+        A restart changes that order.
+        """
         return fsum(weight for other, _, weight in self._ties(node) if isinstance(other, int))
 
     def _specialise(self) -> None:
-        """1 − the entropy of an expert's parts of all concepts, over that of equal ones. Nothing seen, nothing new."""
+        """Set each expert's specialisation: 1 − entropy of its fractions of all concepts ÷ that of equal ones.
+
+        It stays as it is where nothing was seen.
+        """
         parts: dict[int, list[float]] = {}
         for (number, _, relation), weight in self._weights.items():
             if relation == "composition":
@@ -301,7 +308,7 @@ class KnowledgeGraph:
             self._weights[key] = max(weight, self._weights.get(key, 0.0))
 
     def _drop_weak(self) -> None:
-        """Too weak ones, and those that are among the strongest of neither of their ends."""
+        """Drop edges that are too weak, and those that are among the strongest of neither of their ends."""
         strongest: dict[tuple[Node, str], list[tuple[float, _Key]]] = {}
         for key, weight in self._weights.items():
             if weight >= self.limits.least:
@@ -333,13 +340,13 @@ class KnowledgeGraph:
 
 
 def _key(one: Any, other: Any, relation: Any) -> _Key:
-    """The older expert first; an expert before a concept."""
+    """Return the key of an edge: the older expert first; an expert before a concept."""
     turned = isinstance(one, str) or (isinstance(other, int) and other < one)
     return (other, one, relation) if turned else (one, other, relation)
 
 
 def _smallest_cover(serves: Mapping[int, set[str]], wanted: Sequence[str]) -> list[int]:
-    """Which sets of concepts can be covered by one expert, by two, and so on, until it is all of them."""
+    """Find the sets of concepts that one expert can cover, then two, and so on, until all are covered."""
     bits = {concept: 1 << place for place, concept in enumerate(wanted)}
     masks = {number: sum(bits[concept] for concept in serves[number]) for number in sorted(serves)}
     everything = (1 << len(wanted)) - 1

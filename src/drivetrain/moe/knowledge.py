@@ -1,6 +1,6 @@
 """A hook that keeps a graph of every mixture's experts, from facts over all ranks: the same graph everywhere.
 
-What it sees is a sample of the last micro-batch's tokens, which layers keep anyway, so between looks it costs nothing.
+It sees a sample of the last micro-batch's tokens, which layers keep anyway, so between looks it costs nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ TOGETHER_MEMORY = 0.9  # how much of the shares by which experts are placed stay
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at one layer: this rank's tokens, and what they are about."""
+    """One look at one layer: this rank's tokens, and their concepts."""
 
     tokens: Tensor
     concepts: Tensor  # of each token its place in `names`; -1: none that is known
@@ -32,9 +32,9 @@ class Seen:
 
 
 class Knowledge:
-    """Give it to a `Lifecycle`, which then decides by it; or to a job as a hook of its own, to watch.
+    """Keeps the graphs. Pass it to a `Lifecycle`, which then decides by them; or to a job as a hook, to observe.
 
-    `labels` tells what the samples of a batch are: whole numbers from 0 to below `limits.max_concepts`, one for each
+    `labels` returns the classes of a batch's samples: whole numbers from 0 to below `limits.max_concepts`, one for each
     sample or one for each token; others, as the -100 of a loss, stand for none. Without it, concepts are clusters of
     the layer's inputs. `names` are for the labels.
     """
@@ -78,7 +78,10 @@ class Knowledge:
         graph.add_expert(number, step, parent=parent)
 
     def parent(self, name: str, nearest: Mapping[int, float], concepts: Mapping[str, float]) -> int:
-        """Who a new expert should come from: near its tokens, and serving what they are about. Shares, by number."""
+        """Return the expert to grow a new one from: near its tokens, and serving their concepts.
+
+        Both arguments are shares, by number and by concept.
+        """
         graph = self.graphs[name]
 
         def score(number: int) -> float:
@@ -88,7 +91,7 @@ class Knowledge:
         return min(nearest, key=lambda number: (-score(number), number))
 
     def alike(self, name: str, numbers: Sequence[int], count: int, turn: int) -> list[tuple[int, int]]:
-        """Pairs worth comparing: the most similar, and by turns one more, since others may say the same as well."""
+        """Return pairs worth comparing: the most similar, and by turns one more, since others may agree as well."""
         found = self.graphs[name].most_similar(count, among=numbers)
         every = list(combinations(sorted(numbers), 2))
         return list(dict.fromkeys([*found, *every[turn % len(every) :][:1]])) if every else []
@@ -105,7 +108,7 @@ class Knowledge:
 
     @torch.no_grad()
     def look(self, context: StepContext, name: str, layer: MixtureOfExperts) -> Seen:
-        """All ranks together, at a step's end. A second look at the same step is the first."""
+        """Look at a layer at a step's end, on all ranks together. A second look at the same step returns the first."""
         step, last = context.step, self._last.get(name)
         if last is not None and last[0] == step:
             return last[1]
@@ -117,7 +120,7 @@ class Knowledge:
         return seen
 
     def _graph(self, name: str, layer: MixtureOfExperts, step: int, besides: int = -1) -> KnowledgeGraph:
-        """With exactly the layer's experts, whoever let them come and go."""
+        """Return the layer's graph, updated to hold exactly the layer's experts, however they were added or removed."""
         graph = self.graphs.setdefault(name, KnowledgeGraph(self._limits))
         there = sorted(number for number in layer.expert_ids.tolist() if number >= 0 and number != besides)
         for number in graph.experts:
@@ -139,7 +142,7 @@ class Knowledge:
 
 
 class _Facts:
-    """What is seen of a layer at one look, over all ranks; the host waits once."""
+    """The facts of one look at a layer, over all ranks; the host waits once."""
 
     def __init__(self, layer: MixtureOfExperts, seen: Seen, context: StepContext) -> None:
         self._layer, self._names, self._step = layer, list(seen.names), context.step
@@ -196,7 +199,7 @@ class _Facts:
         )
 
     def _served(self, graph: KnowledgeGraph, numbers: Mapping[int, int], most: int) -> dict[tuple[int, str], float]:
-        """Which part of each concept's tokens experts get: of each concept so many of them."""
+        """Return the fraction of each concept's tokens that experts get: `most` experts of each concept."""
         shares = self._composed[self._slots] / self._of.clamp_min(1.0)
         best = shares.topk(min(most, len(self._slots)), 0)
         found: dict[tuple[int, str], float] = {}
@@ -207,7 +210,7 @@ class _Facts:
         return found
 
     def _shared(self) -> tuple[Tensor, Tensor]:
-        """How often two are chosen together, 1 for always; how alike their concepts are where their tokens are not."""
+        """Return how often two are chosen together, 1 for always; and how similar their concepts are beyond that."""
         counts = self._pairs.diagonal()
         together = self._pairs / (counts.unsqueeze(1) * counts).sqrt().clamp_min(1.0)
         profiles = self._composed / self._composed.sum(1, keepdim=True).clamp_min(1.0)
@@ -215,7 +218,7 @@ class _Facts:
         return together.clamp(0, 1), (overlap - together).clamp(0, 1)
 
     def _remember_who_works_together(self) -> None:
-        """In the layer, which is saved with the model: whoever places its experts reads it there."""
+        """Store co-activations in the layer, which is saved with the model: expert placement reads them there."""
         layer, shares = self._layer, self._pairs / max(self._num_tokens, 1.0)
         shares.fill_diagonal_(0.0)
         if self._num_tokens:
@@ -223,7 +226,7 @@ class _Facts:
 
 
 def _per_token(labels: Tensor, tokens: Tensor, per_sample: int, most: int) -> Tensor:
-    """A sample's label goes for all its tokens, where there is one for each sample."""
+    """Return each token's label; a sample's label applies to all its tokens, where there is one for each sample."""
     rows = torch.arange(len(tokens), device=tokens.device)
     flat = labels.to(tokens.device).reshape(-1).long()
     rows = rows // per_sample if labels.dim() == 1 and per_sample > 1 else rows
@@ -234,7 +237,7 @@ def _per_token(labels: Tensor, tokens: Tensor, per_sample: int, most: int) -> Te
 
 
 def _alikeness(layer: MixtureOfExperts, slots: Sequence[int]) -> Tensor:
-    """(slots, slots), from 0 to 1: how alike the router sees two, and what they were given, each against the mean."""
+    """Return (slots, slots), from 0 to 1: the similarity of router rows and of inputs, each relative to the mean."""
     result = torch.zeros(layer.num_slots, layer.num_slots, dtype=torch.float64, device=layer.centroids.device)
     index = torch.tensor(list(slots), device=result.device)
     routed = _cosines(layer.router.weight.detach()[index])
@@ -254,7 +257,7 @@ def _cosines(rows: Tensor) -> Tensor:
 def _strongest(
     weights: Tensor, slots: Sequence[int], numbers: Mapping[int, int], most: int
 ) -> dict[tuple[int, int], float]:
-    """Pairs of experts by number; of each expert so many, which is all that the graph would keep."""
+    """Return pairs of experts by number; `most` of each expert, which is all that the graph would keep."""
     index = torch.tensor(list(slots))
     among = weights[index.unsqueeze(1), index].clone()
     among.fill_diagonal_(0.0)

@@ -1,4 +1,4 @@
-"""A hook that writes the graphs and who lives where into the run folder, for the pictures that the report draws."""
+"""A hook that writes graphs and expert placement into the run folder, for the figures of the report."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FOLDER = "knowledge"
 
 
 class KnowledgeFiles:
-    """`knowledge/epoch_0003.json` at the end of the third epoch, or `step_…` where it is written by steps."""
+    """Writes `knowledge/epoch_0003.json` at the end of the third epoch, or `step_…` where it is written by steps."""
 
     def __init__(self, knowledge: Knowledge, every: int | Literal["epoch"] = "epoch") -> None:
         check_every("KnowledgeFiles", every)
@@ -44,9 +44,9 @@ class KnowledgeFiles:
         self._uses = {name: dict(uses) for name, uses in state["uses"].items()}
 
     def _whereabouts(self, name: str, layer: MixtureOfExperts) -> dict[str, Any]:
-        """By slot: the rank, the expert's number (-1: free), its tokens since this was written last. The host waits.
+        """Return, by slot, the rank, the expert's number (-1: free) and its tokens since the last file. The host waits.
 
-        `together`: which part of all that works together shares a rank.
+        `together`: the fraction of all co-activation between experts of one rank.
         """
         ranks, capabilities = layer.dispatcher.placement(layer.num_slots)
         experts, uses = layer.expert_ids.tolist(), layer.uses.tolist()

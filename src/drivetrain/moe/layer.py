@@ -1,4 +1,4 @@
-"""The layer: router, experts, what brings one to the other, and the books of who was chosen."""
+"""The layer: router, experts, the dispatcher between them, and the counts of chosen experts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from drivetrain.moe.ways import Way, WayName, check_way
 
 @dataclass(frozen=True)
 class Balance:
-    """What keeps experts equally busy. 0 turns a part off.
+    """The settings that keep experts equally busy. 0 turns a part off.
 
-    `bias_rate`: after each step the bias of every expert's choice moves by this much towards the mean load; weights
-    and gradients do not see it. `auxiliary`: the coefficient of experts × Σ load share × mean score (Switch), where the
+    `bias_rate`: after each step the bias of every expert's choice moves by this much towards the mean load; weights and
+    gradients do not see it. `auxiliary`: the coefficient of experts × Σ load share × mean score (Switch), where the
     load is that of the whole step before, over all ranks and micro-batches: so it means the same however a step is
     divided. `z`: the coefficient of the mean square of log Σ exp(logits), which keeps logits small.
     """
@@ -38,7 +38,7 @@ BALANCE = Balance()
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the `k` experts that the router prefers; their outputs are summed by the router's weights.
+    """Sends each token to the router's top `k` experts and sums their outputs by the router's weights.
 
     `hidden` is the width of every expert, or a list with one for each. `num_slots` is room for experts that come later:
     they take no part until they are active. Nothing is dropped, whatever the load. Inputs are (..., num_inputs).
@@ -133,11 +133,11 @@ class MixtureOfExperts(nn.Module):
         return self
 
     def way(self, num_tokens: int, dtype: torch.dtype) -> Way:
-        """How so many tokens would be run when computing in `dtype`, and why; for the plan."""
+        """Return how `num_tokens` tokens would be run when computing in `dtype`, and why; for the plan."""
         return self.dispatcher.way(self.experts, num_tokens, self.k, dtype, self.experts.w_in.device)
 
     def figures(self) -> LoadFigures:
-        """How the last step's tokens were spread. The host waits for the device."""
+        """Return how the last step's tokens were spread. The host waits for the device."""
         ranks, capabilities = self.dispatcher.placement(self.num_slots)
         return figures_of(self.load.tolist(), self.router.active.tolist(), ranks, len(capabilities))
 
@@ -158,7 +158,7 @@ class MixtureOfExperts(nn.Module):
             self.tally.losses.append((total, routing.logits.shape[0]))
 
     def _relative_load(self) -> Tensor:
-        """Each expert's share of the last step's tokens × their number: 1 for all before the first step."""
+        """Return each expert's share of the last step's tokens × number of experts: 1 for all before the first step."""
         active = self.router.active
         load, tokens = self.load.double(), self.load.sum()
         return torch.where(tokens > 0, load * active.sum() / tokens.clamp_min(1), active.double())

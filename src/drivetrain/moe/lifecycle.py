@@ -1,9 +1,10 @@
-"""A hook that lets experts come and go.
+"""A hook that adds and removes experts.
 
-Grown where inputs are new or the loss stays high, merged where two say the same, pruned where idle.
+They are grown where inputs are new or the loss stays high, merged where two agree, pruned where idle.
 
-All of it is decided at a step's end from facts over all ranks, so every rank does the same. What it knows is saved: in
-the layer (who is there, what their tokens are like) and in this hook's state (for how long something has been so).
+All decisions are made at a step's end from facts over all ranks, so every rank does the same. The state is saved: in
+the layer (its experts, and the statistics of their tokens) and in this hook's state (for how long a condition has
+held).
 """
 
 import math
@@ -35,9 +36,10 @@ CANDIDATES = 4  # pairs whose outputs are compared at a look, where a graph says
 
 @dataclass(frozen=True)
 class Rules:
-    """When experts come and go. A look is one call of the hook.
+    """The rules for adding and removing experts. A look is one call of the hook.
 
-    A token is new if its square distance from the nearest centroid is `far` times what is usual for that expert's own.
+    A token is new if its square distance from the nearest centroid is `far` times what is usual for that expert's
+    tokens.
     """
 
     max_experts: int | None = None  # None: as many as there are slots
@@ -89,7 +91,7 @@ _WORDS = {
 
 @dataclass
 class _Story:
-    """What the hook remembers of one layer."""
+    """The hook's state of one layer."""
 
     looks: int = 0
     num_new: int = 0  # looks in a row with many new tokens
@@ -105,7 +107,7 @@ class _Story:
 
 
 class Lifecycle:
-    """Looks at every mixture of the model that has room to grow, `every` so many steps.
+    """Examines every mixture of the model that has room to grow, every `every` steps.
 
     With `knowledge`, parents and pairs to merge are taken from its graphs, which are kept and saved with this hook.
     """
@@ -229,7 +231,7 @@ class _Look:
         return None
 
     def _watch_loss(self) -> None:
-        """The loss is of all layers together: each that has room may grow for it."""
+        """Track the loss, which is of all layers together: each that has room may grow for it."""
         story, loss = self._story, self._context.loss
         if not math.isfinite(loss):
             return  # nothing was counted: that is neither high nor low
@@ -246,7 +248,7 @@ class _Look:
         story.num_high = story.num_high + 1 if is_high else 0
 
     def _novelty(self, tokens: Tensor) -> "_Novelty":
-        """How many tokens are far from all centroids, to whom they are nearest, what they are like; then learn."""
+        """Count tokens far from all centroids, with their nearest experts and mean; then update the centroids."""
         layer, active = self._layer, self._slots.active
         tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # one that is not finite would spoil the sums of all
         chosen = route(self._layer, tokens).chosen[:, 0]
@@ -281,7 +283,7 @@ class _Look:
         return _Novelty(many / max(sum(loads), 1.0), parent, mean, busiest)
 
     def _parent(self, num_new: list[float], about: list[float]) -> int:
-        """The slot that most new tokens are nearest to; with a graph, also who serves what they are about."""
+        """Return the slot that most new tokens are nearest to; with a graph, one that also serves their concepts."""
         many, active = sum(num_new), self._slots.active
         nearest = max(range(len(num_new)), key=lambda slot: num_new[slot])
         if self._knowledge is None or self._seen is None or not many:
@@ -293,7 +295,7 @@ class _Look:
         return next(slot for slot in active if ids[slot] == found)
 
     def _learn(self, tokens: Tensor, chosen: Tensor, is_chosen: Tensor, sums: Tensor, count: Tensor) -> None:
-        """Centroids and spreads follow what their experts were given."""
+        """Move centroids and spreads towards the inputs of their experts."""
         layer = self._layer
         seen = count > 0
         mean = (sums / count.clamp_min(1).unsqueeze(1)).to(layer.centroids)
@@ -309,7 +311,7 @@ class _Look:
     # Moving
 
     def _move(self) -> None:
-        """Experts that work together to one rank, as far as none gets too much to do."""
+        """Move experts that are chosen together to one rank, as far as no rank gets too much work."""
         layer, ids = self._layer, self._slots.ids
         placement, capabilities = layer.dispatcher.placement(layer.num_slots)
         # Over looks: one step's loads may be of a small batch.
@@ -330,7 +332,7 @@ class _Look:
     # Going
 
     def _watch_loads(self) -> None:
-        """From the last step's loads, which are over all ranks."""
+        """Track idle experts by the last step's loads, which are over all ranks."""
         story, load = self._story, self._layer.load.tolist()
         active, ids = self._slots.active, self._slots.ids
         total = sum(load)
@@ -344,7 +346,7 @@ class _Look:
             story.idle[number] = story.idle.get(number, 0) + 1 if is_idle else 0
 
     def _prune(self) -> None:
-        """The idlest one that has been so for long enough, while enough are left."""
+        """Prune the idlest expert that has been so for long enough, while enough are left."""
         story, rules, ids = self._story, self._rules, self._slots.ids
         idle = [slot for slot in self._slots.active if story.idle.get(str(ids[slot]), 0) >= rules.idle_looks]
         if idle and len(self._slots.active) > max(rules.min_experts, self._layer.k):
@@ -354,7 +356,7 @@ class _Look:
             self._clear(slot)
 
     def _merge(self, tokens: Tensor) -> None:
-        """The two that agree best on some tokens, if the layer then says the same on others."""
+        """Merge the two that agree best on some tokens, if the layer's output is then the same on others."""
         rules, story, ids, active = self._rules, self._story, self._slots.ids, self._slots.active
         if rules.agreement > 1 or len(active) <= max(rules.min_experts, self._layer.k):
             return
@@ -390,7 +392,7 @@ class _Look:
         self._tell("merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
 
     def _pairs(self, active: list[int]) -> list[tuple[int, int]]:
-        """Of slots, the lower first: those that a graph holds to be alike; without one, all there are."""
+        """Return pairs of slots, the lower first: those that a graph considers similar; without one, all pairs."""
         if self._knowledge is None:
             return [(other, one) for first, one in enumerate(active) for other in active[:first]]
         places = {number: slot for slot, number in self._slots.ids.items()}
@@ -430,7 +432,7 @@ class _Look:
 
 
 def _one_hot(places: Tensor, count: int) -> Tensor:
-    """Products with it add up by place, in the same order every time; adding into place would not on a GPU."""
+    """Return a one-hot matrix: products with it sum by place in a fixed order, unlike index_add on a GPU."""
     return (places.unsqueeze(1) == torch.arange(count, device=places.device)).double()
 
 

@@ -1,4 +1,4 @@
-"""How many tokens each expert got: counted while training, once each, and what the counts say."""
+"""Counts the tokens of each expert during training, once each, and derives load figures."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ SAMPLE = 256  # tokens of a micro-batch that are kept to decide by which experts
 
 
 class Tally:
-    """What a layer counted since the last step, per device, and the auxiliary losses it has not handed over yet.
+    """A layer's counts since the last step, per device, and the auxiliary losses it has not handed over yet.
 
     It is no buffer: DDP would overwrite it with rank 0's. At a step's end it is empty, so it is not saved either. The
-    copies that `replicate` makes of a layer share it; a deep copy gets one of its own.
+    copies that `replicate` makes of a layer share it; a deep copy gets a separate one.
     """
 
     def __init__(self, num_slots: int, sample_width: int = 0) -> None:
@@ -39,13 +39,13 @@ class Tally:
         return self._sample(device)[0]
 
     def sampled(self, device: torch.device) -> tuple[Tensor, int]:
-        """The sample without repetitions, and how many tokens a sample of the batch has. The host waits."""
+        """Return the sample without repetitions, and the number of tokens per sample of the batch. The host waits."""
         tokens, sizes = self._sample(device)
         count, per_sample = sizes.tolist()
         return tokens[:count], per_sample
 
     def keep(self, tokens: Tensor, per_sample: int) -> None:
-        """In place and always as many, fewer ones several times: so it can be compiled and captured."""
+        """Keep a sample of tokens, in place and of fixed size (repeated if too few), so that it can be captured."""
         if tokens.shape[0] and tokens.device.type != "meta":
             keep(*self._sample(tokens.device), tokens.detach(), per_sample)
 
@@ -56,9 +56,9 @@ class Tally:
         return self.samples[device]
 
     def move(self, device: torch.device) -> None:
-        """The layer is there now. What it counted elsewhere is dropped: to ask for it would wait for the device.
+        """Follow the layer to a device. Counts elsewhere are dropped: reading them would wait for the device.
 
-        All is made before the first forward: a compiled one would notice it appear.
+        All tensors are allocated before the first forward: a compiled one would notice a new one.
         """
         self.counts.clear()
         self.samples.clear()
@@ -67,7 +67,7 @@ class Tally:
             self._sample(device)
 
     def total(self, device: torch.device) -> Tensor:
-        """Over all devices of this process."""
+        """Return the counts over all devices of this process."""
         here = self.on(device)
         return here + sum(there.to(device) for other, there in self.counts.items() if other != device)
 
@@ -87,12 +87,12 @@ class Tally:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward: activations that were not kept are computed again."""
+    """Return whether this forward runs inside a backward: activation checkpointing computes it again."""
     return torch._C._current_graph_task_id() != -1
 
 
 def count(tally: Tensor, chosen: Tensor) -> None:
-    """Adds up who was chosen, in place. Not for samples at weight 0, and not when a forward is computed again."""
+    """Add the chosen experts to the counts, in place. Skips samples at weight 0, and recomputed forwards."""
     if torch.compiler.is_compiling():
         torch.ops.drivetrain.count_tokens(tally, chosen)  # asks at run time, not once when it is traced
     else:
@@ -106,7 +106,7 @@ def _count(tally: Tensor, chosen: Tensor) -> None:
 
 
 def keep(sample: Tensor, sizes: Tensor, tokens: Tensor, per_sample: int) -> None:
-    """As `count`: what does not count is not kept."""
+    """Keep a sample of tokens; like `count`, it skips samples that do not count."""
     if torch.compiler.is_compiling():
         torch.ops.drivetrain.keep_tokens(sample, sizes, tokens, per_sample)
     else:
@@ -131,7 +131,7 @@ torch.library.register_fake("drivetrain::keep_tokens", lambda sample, sizes, tok
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """How evenly a step's tokens were spread over the active experts."""
+    """Figures of how evenly a step's tokens were spread over the active experts."""
 
     max_violation: float  # the fullest expert's load over the mean, less 1: 0 is perfect
     dead_experts: int  # active, and without a token
@@ -143,7 +143,7 @@ class LoadFigures:
 
 
 def figures_of(load: Sequence[int], active: Sequence[bool], ranks: Sequence[int], num_ranks: int) -> LoadFigures:
-    """`ranks` says where each slot's expert lives."""
+    """Compute the figures of a load; `ranks` holds the rank of each slot's expert."""
     loads = [tokens for tokens, is_active in zip(load, active, strict=True) if is_active]
     total = sum(loads)
     if not total:

@@ -1,8 +1,8 @@
 """One sleep of a model with mixtures of experts: replay, specialise, merge, prune, reorganise.
 
-Whatever is tried is checked, and taken back if the loss rises: on the validation set, where there is one, else on
-remembered samples that are never replayed. Those were trained on, and say little of what a sleep does to samples that
-the model has not seen. All of it comes from facts over all ranks, so every rank does the same.
+Every change is checked, and undone if the loss rises: on the validation set, where there is one, else on remembered
+samples that are never replayed. Those were trained on, and say little about the effect of a sleep on samples that the
+model has not seen. All decisions come from facts over all ranks, so every rank does the same.
 """
 
 import math
@@ -29,7 +29,7 @@ PROBES = 256  # tokens of each rank on which outputs of experts are compared
 
 @dataclass(frozen=True)
 class SleepRules:
-    """When a model sleeps, and what it does then."""
+    """The rules for when a model sleeps, and what it does then."""
 
     interval: int = 300  # steps between two sleeps at first; growth in between brings the next one nearer
     shortest: int = 100
@@ -81,7 +81,7 @@ _ALLOWED: dict[str, Allowed] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """What came of a part of a sleep."""
+    """The result of one stage of a sleep."""
 
     what: str  # replay, specialise, merge, prune, split
     kept: bool
@@ -95,7 +95,7 @@ class Stage:
 
 
 class Night:
-    """One sleep. `run` does all of it and returns what came of each part."""
+    """One sleep. `run` does all stages and returns the result of each."""
 
     def __init__(
         self,
@@ -135,14 +135,14 @@ class Night:
         return self.stages
 
     def specialisation(self) -> float:
-        """How much an expert's tokens are of one class, over all layers: 1 is one class each, 0 is all alike."""
+        """Return how much experts specialise in one class, over all layers: 1 is one class each, 0 a uniform mix."""
         found = [_focus(self._table(layer, self._looked()[name]).sum(2)) for name, layer in self._layers.items()]
         weights = [float(load.sum()) for _, load in found]
         focused = sum(float((focus * load).sum()) for focus, load in found)
         return focused / max(sum(weights), 1.0)
 
     def serves(self) -> dict[str, dict[str, dict[str, float]]]:
-        """By layer, expert and class: which part of the class's tokens, of those remembered, goes to the expert."""
+        """Return, by layer, expert and class, the fraction of the class's remembered tokens that goes to the expert."""
         found: dict[str, dict[str, dict[str, float]]] = {}
         for name, layer in self._layers.items():
             table = self._table(layer, self._looked()[name]).sum(2)
@@ -167,7 +167,7 @@ class Night:
         self._judge("replay", before, put_back, words, harm=0.0)
 
     def _specialise(self) -> None:
-        """The routers alone learn to tell by the expert what class a token is of, beside the loss."""
+        """Train the routers alone to separate classes by expert, in addition to the loss."""
         rules = self._rules
         if not rules.specialise_steps or len(self._groups) < 2 or not self._layers or not self._draw(1, 0):
             return
@@ -187,7 +187,7 @@ class Night:
         self._judge("specialise", loss, put_back, words, harm, **facts)
 
     def _told(self, numbers: Sequence[int], weight: int, routings: Mapping[str, Routing]) -> Tensor | None:
-        """Less of what experts tell about classes (mutual information), as this rank's tokens change it.
+        """Return the negative mutual information of experts and classes, as this rank's tokens change it.
 
         It is a function of a table over all ranks' tokens; so its gradient by the table, times this rank's table, has
         the gradient that one process with all tokens would have.
@@ -211,7 +211,7 @@ class Night:
     # Coming and going
 
     def _merge(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
-        """The two that agree best, if the model is no worse for it."""
+        """Merge the two that agree best, if the model is no worse for it."""
         active, ids = slots.active, slots.ids
         grown_up = self._grown_up(name, slots)
         if not grown_up or len(active) <= max(self._rules.min_experts, layer.k):
@@ -244,7 +244,7 @@ class Night:
             layer.centroids[gone], layer.spreads[gone] = 0.0, 0.0
 
     def _prune(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
-        """The idlest one, if it is idle and the model is no worse without it."""
+        """Prune the idlest expert, if it is idle and the model is no worse without it."""
         active, ids = slots.active, slots.ids
         grown_up = self._grown_up(name, slots)
         if not grown_up or len(active) <= max(self._rules.min_experts, layer.k):
@@ -263,7 +263,7 @@ class Night:
             layer.centroids[slot], layer.spreads[slot] = 0.0, 0.0
 
     def _split(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
-        """A busy expert that serves many classes leaves half of them to a child, if the model is no worse for it."""
+        """Split a busy expert that serves many classes: a child gets half of them, if the model is no worse for it."""
         rules, active = self._rules, slots.active
         limit = min(rules.max_experts or layer.num_slots, layer.num_slots)
         if not layer.can_grow or len(slots.ids) >= limit or len(self._groups) < 2 or not self._draw(1, 0):
@@ -309,7 +309,7 @@ class Night:
 
     @torch.no_grad()
     def _lean(self, layer: MixtureOfExperts, slots: Slots, parent: int, child: int, centres: Tensor) -> None:
-        """Logits of parent and child differ by 1 either way at the centres of the two halves."""
+        """Tilt the router so that logits of parent and child differ by 1 either way at the centres of the halves."""
         wanted = torch.tensor([-0.5, 0.5], dtype=torch.float64)
         direction = (torch.linalg.pinv(centres) @ wanted).to(layer.router.weight)
         tensors = [layer.router.weight.data, self._context.companions(layer.router.weight).get("average")]
@@ -321,7 +321,7 @@ class Night:
     # What all of it needs
 
     def _grown_up(self, name: str, slots: Slots) -> list[int]:
-        """Who may go: a child is much like its parent, and has to be given time."""
+        """Return the slots that may be removed: a child is much like its parent, and has to be given time."""
         first_young = self._young.get(name)
         return [slot for slot in slots.active if first_young is None or slots.ids[slot] < first_young]
 
@@ -334,9 +334,9 @@ class Night:
         harm: float | None = None,
         **facts: Any,
     ) -> bool:
-        """Keeps what was done if the loss is at most so much larger, than before it and than before the sleep.
+        """Keep a change if the loss rose by at most the allowed harm, over that before it and that before the sleep.
 
-        Otherwise takes it back: parts of a sleep that each do a little harm would add up.
+        Otherwise undo it: stages of a sleep that each do a little harm would add up.
         """
         after = self._judged_loss()
         allowed = self._rules.tolerance if harm is None else harm
@@ -351,22 +351,22 @@ class Night:
         return kept
 
     def _now(self) -> float:
-        """The loss of the model as it is; measured once."""
+        """Return the loss of the model as it is; measured once."""
         if self._loss is None:
             self._loss = self._judged_loss()
         return self._loss
 
     def _judged_loss(self) -> float:
-        """Of the validation set, where there is one: what was learnt by heart says little of anything else."""
+        """Return the loss on the validation set, where there is one: memorized samples say little about others."""
         found = self._context.measure()
         return found["valid_loss"] if "valid_loss" in found else self._replay.loss(self._checked)
 
     def _draw(self, count: int, number: int) -> list[int]:
-        """Samples to train on, none of which is checked with."""
+        """Draw samples to train on, none of which is used for checks."""
         return self._reservoir.draw(count, self._cycle, number, without=self._checked)
 
     def _looked(self) -> dict[str, Seen]:
-        """What is remembered as it comes to the mixtures now."""
+        """Return the remembered samples as they reach the mixtures now."""
         if self._seen is None:
             self._seen = self._replay.look(self._everything)
         return self._seen
@@ -380,7 +380,7 @@ class Night:
         return torch.tensor([places[self._reservoir.group_of(number)] for number in numbers])
 
     def _table(self, layer: MixtureOfExperts, seen: Seen) -> Tensor:
-        """(slots, classes, choices): how many of the remembered tokens chose an expert, on all ranks."""
+        """Return (slots, classes, choices): how many of the remembered tokens chose an expert, on all ranks."""
         device, num_classes, k = seen.tokens.device, len(self._groups), seen.chosen.shape[1]
         classes = self._group_numbers(seen.numbers).to(device)[seen.sample]
         places = (seen.chosen * num_classes + classes[:, None]) * k + torch.arange(k, device=device)
@@ -389,7 +389,7 @@ class Night:
         return self._context.world.all_reduce(table).view(layer.num_slots, num_classes, k)
 
     def _means(self, seen: Seen, slot: int) -> Tensor:
-        """(classes, inputs): the mean of an expert's tokens of each class, on all ranks."""
+        """Return (classes, inputs): the mean of an expert's tokens of each class, on all ranks."""
         classes = self._group_numbers(seen.numbers).to(seen.tokens.device)[seen.sample]
         chose = (seen.chosen == slot).any(1)
         sums = torch.zeros(len(self._groups), seen.tokens.shape[1] + 1, dtype=torch.float64, device=classes.device)
@@ -400,7 +400,7 @@ class Night:
 
 
 def _raised(loss: float, by: float) -> float:
-    """By a part of its size, which is more also where a loss is below 0."""
+    """Return the loss raised by a fraction of its size, which is larger also where a loss is below 0."""
     return loss + by * abs(loss)
 
 
@@ -411,7 +411,7 @@ class _Halves:
 
 
 def _halves(means: Tensor, counts: Tensor) -> _Halves | None:
-    """Classes in two clusters by the means of their tokens; None where there are not two."""
+    """Cluster classes into two by the means of their tokens; None where there are not two."""
     there = [index for index, count in enumerate(counts.tolist()) if count >= 2]
     if len(there) < 2:
         return None
@@ -429,7 +429,7 @@ def _halves(means: Tensor, counts: Tensor) -> _Halves | None:
 
 
 def _focus(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (slots, classes): 1 − entropy of an expert's classes ÷ that of equally many of each; and the load."""
+    """Return 1 − entropy of each expert's classes ÷ that of a uniform mix, and the load, from (slots, classes)."""
     load = table.sum(1)
     shares = table / load.clamp_min(1).unsqueeze(1)
     entropy = -(shares * shares.clamp_min(1e-30).log()).sum(1)
@@ -437,7 +437,7 @@ def _focus(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mutual_information(table: Tensor) -> Tensor:
-    """Between rows and columns of a table of weights, in nats."""
+    """Return the mutual information of rows and columns of a table of weights, in nats."""
     joint = table / table.sum()
     apart = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
     tiny = 1e-30

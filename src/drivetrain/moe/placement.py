@@ -1,4 +1,4 @@
-"""Which rank each expert lives on: by what it costs, by what the rank's device can do, and by who works with whom."""
+"""Assigns experts to ranks: by cost, by the capability of the rank's device, and by co-activation."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,12 +12,12 @@ WORTH = 0.005  # of all that works together: less is not worth moving an expert 
 
 
 def slots_of(placement: Placement, rank: int) -> list[int]:
-    """Which slots live on a rank."""
+    """Return the slots of a rank."""
     return [slot for slot, holder in enumerate(placement) if holder == rank]
 
 
 def place(costs: Sequence[float], capabilities: Sequence[float], together: Tensor | None = None) -> Placement:
-    """By costs; then slots change places as long as more of what works `together` is on one rank."""
+    """Place slots by cost; then swap slots while that puts more co-activation (`together`) on one rank."""
     ranks = list(_by_cost(costs, capabilities))
     for one, other in exchanges(costs, ranks, capabilities, together) if together is not None else ():
         ranks[one], ranks[other] = ranks[other], ranks[one]
@@ -27,10 +27,10 @@ def place(costs: Sequence[float], capabilities: Sequence[float], together: Tenso
 def exchanges(
     costs: Sequence[float], placement: Sequence[int], capabilities: Sequence[float], together: Tensor
 ) -> list[tuple[int, int]]:
-    """Which slots should change places, one pair after the other, so that experts that work together share a rank.
+    """Return pairs of slots to swap, one after the other, so that experts that are chosen together share a rank.
 
-    `together` is (slots, slots): which part of all tokens two experts get both of. Every rank keeps as many slots as it
-    has, and none gets more to do than the slowest would have if only costs mattered, and a tenth. Where one has more
+    `together` is (slots, slots): the fraction of all tokens that two experts both get. Every rank keeps its number of
+    slots, and none gets more work than the slowest would have if only costs mattered, plus a tenth. Where one has more
     than that now, it is relieved first.
     """
     tied = together.detach().cpu().double()
@@ -63,17 +63,17 @@ class _Exchanges:
         return pairs
 
     def _times(self, ranks: Tensor) -> Tensor:
-        """How long each rank takes."""
+        """Return the time that each rank takes."""
         return torch.zeros(len(self._power), dtype=torch.float64).index_add_(0, ranks, self._cost) / self._power
 
     def _slower(self) -> Tensor:
-        """(slots, slots): the longer of the times of both their ranks, if these two change places."""
+        """Return (slots, slots): the longer of the times of both their ranks, if these two swap."""
         ranks, power = self._ranks, self._power[self._ranks].unsqueeze(1)
         after = self._times(ranks)[ranks].unsqueeze(1) + (self._cost - self._cost.unsqueeze(1)) / power
         return torch.maximum(after, after.T)
 
     def _relieved(self) -> tuple[Tensor, float]:
-        """How much sooner the slowest rank would be done, while it takes too long."""
+        """Return how much sooner the slowest rank would be done, while it takes too long."""
         times = self._times(self._ranks)
         if times.max() <= self._limit:
             return torch.zeros_like(self._tied), 0.0
@@ -81,7 +81,7 @@ class _Exchanges:
         return (times.max() - self._slower()).where(of_slowest, 0.0), 1e-9 * float(times.max())
 
     def _gained(self) -> tuple[Tensor, float]:
-        """How much more would be together."""
+        """Return how much more co-activation would be within a rank."""
         at = torch.nn.functional.one_hot(self._ranks, len(self._power)).double()
         ties = self._tied @ at  # of each slot to each rank
         nearer = ties[:, self._ranks] - ties.gather(1, self._ranks.unsqueeze(1))  # to the rank of the other
@@ -91,7 +91,7 @@ class _Exchanges:
 
 
 def share_together(placement: Sequence[int], together: Tensor) -> float:
-    """Which part of all that works together is on one rank; 1 where nothing does."""
+    """Return the fraction of co-activation within a rank; 1 where there is none."""
     tied = together.detach().cpu().double()
     ranks = torch.tensor(list(placement))
     total = tied.sum()
@@ -99,9 +99,9 @@ def share_together(placement: Sequence[int], together: Tensor) -> float:
 
 
 def _by_cost(costs: Sequence[float], capabilities: Sequence[float]) -> Placement:
-    """The dearest first, each to the rank that would be done with it soonest; free slots are spread evenly.
+    """Assign the most expensive first, each to the rank that would be done soonest; free slots are spread evenly.
 
-    Where all cost the same and all ranks are alike, each rank gets a block of neighbours: fewer parts to save.
+    Where all cost the same and all ranks are equal, each rank gets a block of neighbours: fewer parts to save.
     """
     num_ranks = len(capabilities)
     if len(set(costs)) <= 1 and len(set(capabilities)) == 1:
@@ -122,7 +122,7 @@ def _by_cost(costs: Sequence[float], capabilities: Sequence[float]) -> Placement
 
 
 def costs_of(load: Sequence[int], active: Sequence[bool]) -> list[float]:
-    """What each slot costs: the tokens of the last step; before the first, every expert the same.
+    """Return the cost of each slot: the tokens of the last step; before the first, every expert the same.
 
     An expert without tokens still costs something: it will get some.
     """
@@ -141,7 +141,7 @@ def free_slot(
     placement: Placement,
     capabilities: Sequence[float],
 ) -> int | None:
-    """Where a new expert goes: a free slot of the rank with the least to do. None: there is no free slot."""
+    """Return the slot for a new expert: a free one of the rank with the least work. None: there is no free slot."""
     costs = costs_of(load, active)
     work = [0.0] * len(capabilities)
     held = [0] * len(capabilities)

@@ -1,4 +1,4 @@
-"""What experts say to given tokens, outside of steps: nothing is counted, and no noise is drawn."""
+"""Computes experts' outputs for given tokens, outside of steps: nothing is counted, and no noise is drawn."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ def route(layer: MixtureOfExperts, tokens: Tensor) -> Routing:
 
 
 def outputs(layer: MixtureOfExperts, tokens: Tensor) -> Tensor:
-    """Of the layer."""
+    """Return the outputs of the layer."""
     tokens = tokens.to(layer.experts.w_in.dtype)
     return layer.dispatcher(layer.experts, tokens, route(layer, tokens))
 
 
 def outputs_of(layer: MixtureOfExperts, tokens: Tensor, slots: Sequence[int]) -> Tensor:
-    """(experts, tokens, outputs): of some experts, each on all the tokens; in one go, whichever rank they live on."""
+    """Run some experts on all the tokens, at once, whichever rank they are on: (experts, tokens, outputs)."""
     tokens = tokens.to(layer.experts.w_in.dtype)
     _, capabilities = layer.dispatcher.placement(layer.num_slots)
     if tokens.is_cuda and len(capabilities) == 1:
@@ -38,7 +38,7 @@ def outputs_of(layer: MixtureOfExperts, tokens: Tensor, slots: Sequence[int]) ->
 
 @torch.no_grad()
 def agreements(layer: MixtureOfExperts, tokens: Tensor, slots: list[int], world: World) -> list[list[float]]:
-    """1 − |a − b| ÷ (|a| + |b|) of the outputs of each pair, over all ranks' tokens: the same is 1, opposites are 0."""
+    """Return 1 − |a − b| ÷ (|a| + |b|) of each pair's outputs, over all ranks' tokens: 1 if equal, 0 if opposite."""
     found = outputs_of(layer, tokens, slots).double().flatten(1)
     products = world.all_reduce(found @ found.T)
     norms = products.diagonal().clamp_min(0).sqrt()

@@ -1,9 +1,9 @@
-"""Training on some samples again, outside of steps, on all ranks together.
+"""Trains on some samples again, outside of steps, on all ranks together.
 
-It borrows the job's optimizer, whose learning rates and past gradients fit the model, and gives its state back as it
-was: steps are not counted, rates and moments are those of the last step, gradients that others hold are not touched.
-The model is in evaluation mode: no dropout, no noise, no statistics of batches, no loads counted; so what is computed
-does not depend on how samples are divided over ranks.
+It borrows the job's optimizer, whose learning rates and past gradients fit the model, and restores its state: steps are
+not counted, rates and moments are those of the last step, gradients that others hold are not touched. The model is in
+evaluation mode: no dropout, no noise, no batch statistics, no loads counted; so the results do not depend on how
+samples are divided over ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Extra = Callable[[Sequence[int], int, Mapping[str, Routing]], Tensor | None]
 
 
 class Seen(NamedTuple):
-    """What came to a layer of this rank's samples: each token, the experts it chose, and which sample it is of."""
+    """The inputs of a layer from this rank's samples: each token, the experts it chose, and the sample it is of."""
 
     tokens: Tensor
     chosen: Tensor
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
 
 class Replay:
-    """For one sleep."""
+    """Replays samples during one sleep."""
 
     def __init__(self, context: StepContext, rehearsal: Rehearsal, micro_batch: int) -> None:
         self._context, self._rehearsal, self._world = context, rehearsal, context.world
@@ -52,7 +52,7 @@ class Replay:
 
     @torch.no_grad()
     def loss(self, numbers: Sequence[int]) -> float:
-        """The mean over these samples, the same on every rank."""
+        """Return the mean loss over these samples, the same on every rank."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         with evaluating(self._model):
             for own, weight in self._parts(numbers):
@@ -63,7 +63,7 @@ class Replay:
 
     @torch.no_grad()
     def look(self, numbers: Sequence[int]) -> dict[str, Seen]:
-        """What these samples are at each mixture, on this rank."""
+        """Return the inputs of each mixture for these samples, on this rank."""
         found: dict[str, list[Seen]] = {name: [] for name in self._layers}
         with evaluating(self._model), self._routings() as routings:
             for own, weight in self._parts(numbers):
@@ -79,7 +79,7 @@ class Replay:
 
     @contextmanager
     def borrowed(self, rate: float) -> Iterator[None]:
-        """Inside, the job's optimizer may be stepped, at so much of its learning rates; then it is as it was."""
+        """Let the job's optimizer be stepped inside, at `rate` times its learning rates; restore it on exit."""
         state = self._optimizer.state
         had = {parameter: {name: _copied(value) for name, value in kept.items()} for parameter, kept in state.items()}
         rates = [_copied(group["lr"]) for group in self._optimizer.param_groups]
@@ -101,10 +101,10 @@ class Replay:
                 parameter.grad = gradient
 
     def step(self, numbers: Sequence[int], only: set[int] | None = None, extra: Extra | None = None) -> None:
-        """One step on these samples, inside `borrowed`. `only`: ids of the parameters that move.
+        """Step once on these samples, inside `borrowed`. `only`: ids of the parameters that move.
 
         `extra` is added to the mean loss: it gets this rank's samples, their weight and routings, and returns this
-        rank's part. It is asked once for each portion that is computed at once.
+        rank's part. It is called once for each portion that is computed at once.
         """
         trained = [p for p in self._trained if p.requires_grad and (only is None or id(p) in only)]
         sums = [torch.zeros_like(parameter) for parameter in trained]
@@ -134,7 +134,7 @@ class Replay:
 
     @contextmanager
     def learning(self, rate: float) -> Iterator[None]:
-        """Around steps: the optimizer is borrowed, and a moving average of the weights moves by as much as they do."""
+        """Borrow the optimizer for steps inside; on exit the EMA of the weights is moved by as much as they were."""
         averages = self._averages()
         before = [parameter.detach().clone() for parameter, _ in averages]
         with self.borrowed(rate):
@@ -144,7 +144,7 @@ class Replay:
                 average += parameter - old
 
     def saved(self) -> Callable[[], None]:
-        """What puts weights and their averages back as they are now; the optimizer is lent only."""
+        """Return a function that restores weights and their EMA to their present values; the optimizer is borrowed."""
         tensors = [*self._trained, *(average for _, average in self._averages())]
         before = [tensor.detach().clone() for tensor in tensors]
 
@@ -161,7 +161,7 @@ class Replay:
     # What all of it needs
 
     def _parts(self, numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
-        """This rank's samples, in portions; all ranks get equally many, those with nothing left at weight 0."""
+        """Yield this rank's samples in portions; all ranks get equally many, those with nothing left at weight 0."""
         rank, size = self._world.rank, self._world.size
         own = numbers[len(numbers) * rank // size : len(numbers) * (rank + 1) // size]
         most = -(-len(numbers) // size)
@@ -202,7 +202,7 @@ class Replay:
 
     @contextmanager
     def _routings(self) -> Iterator[dict[str, tuple[Tensor, Routing]]]:
-        """What each router of the model was given and said last."""
+        """Collect each router's last input and routing."""
         found: dict[str, tuple[Tensor, Routing]] = {}
 
         def note(name: str) -> Callable[..., None]:
@@ -237,7 +237,7 @@ def _copied(value: Any) -> Any:
 
 
 def _put_back(kept: Any, name: str, value: Any) -> None:
-    """In place where it is a tensor: what was captured reads it where it was."""
+    """Restore a value, in place where it is a tensor: a captured graph reads it at its address."""
     if isinstance(value, Tensor):
         kept[name].copy_(value)
     else:

@@ -1,8 +1,8 @@
-"""Some samples of everything that was seen: equally many of each group, however rare or long ago.
+"""A balanced sample of everything that was seen: equally many of each group, however rare or long ago.
 
-Every sample has a rank that follows from the seed and its number, as good as drawn by lot. Of each group those with the
-lowest ranks are kept. So what is kept is a fair sample of the group's different samples, whatever their order and
-however often each was seen; it is the same on every rank; and there is no generator whose state would have to be saved.
+Every sample has a pseudo-random rank that follows from the seed and its number. Of each group those with the lowest
+ranks are kept. So the reservoir is a fair sample of the group's distinct samples, whatever their order and however
+often each was seen; it is the same on every rank; and there is no generator whose state would have to be saved.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ CHECKED = 4  # one in so many is kept aside to check with, and never replayed
 
 
 class Reservoir:
-    """Numbers of samples by group. At most `capacity` in all."""
+    """The numbers of samples by group. At most `capacity` in all."""
 
     def __init__(self, capacity: int, seed: int = 0) -> None:
         self._capacity, self._seed = capacity, seed
@@ -32,7 +32,7 @@ class Reservoir:
         return self._group_of[number]
 
     def unknown(self, numbers: Iterable[int], most: int) -> list[int]:
-        """Those that are not here: the ones of the lowest ranks, which are the ones that may be kept."""
+        """Return the numbers that are not in it: those of the lowest ranks, which may be kept."""
         new = {number for number in numbers if number not in self._group_of}
         return sorted(new, key=self._rank)[:most]
 
@@ -50,11 +50,14 @@ class Reservoir:
 
     @property
     def checked(self) -> list[int]:
-        """What is never replayed: by its rank, so that it stays so."""
+        """The samples that are never replayed: selected by rank, so that they stay so."""
         return [number for kept in self.groups.values() for number in kept if self._is_checked(number)]
 
     def draw(self, count: int, *key: int, without: Collection[int] = ()) -> list[int]:
-        """Of what may be replayed: equally many of each group, by lot. The key says which draw it is."""
+        """Draw from the samples that may be replayed: equally many of each group, at random.
+
+        The key identifies the draw.
+        """
         groups = [
             [number for number in kept if not self._is_checked(number) and number not in without]
             for kept in self.groups.values()

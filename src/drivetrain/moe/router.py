@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight: token-choice top-k, in fp32 or better."""
+"""Chooses the experts of a token, and their weights: token-choice top-k, in fp32 or better."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Self
@@ -22,8 +22,8 @@ class Router(nn.Module):
     """A linear map from a token to a score for each slot.
 
     Slots without an active expert are never chosen: their scores are 0, and no gradient reaches their rows. `bias`
-    moves the choice and not the weights; balancing sets it. Noise, in training, is drawn from torch's own generators,
-    which a run keys by step, rank and micro-step.
+    moves the choice and not the weights; balancing sets it. Noise, in training, is drawn from torch's generators, which
+    a run keys by step, rank and micro-step.
     """
 
     mask: Tensor  # 0 for an active expert, -inf for any other slot
@@ -65,7 +65,7 @@ class Router(nn.Module):
         return Routing(chosen, self._weights(logits, chosen), logits)
 
     def score(self, logits: Tensor) -> Tensor:
-        """(tokens, slots): 0 where there is no expert."""
+        """Return the scores, (tokens, slots): 0 where there is no expert."""
         return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
 
     @property

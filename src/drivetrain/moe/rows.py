@@ -1,8 +1,8 @@
-"""From tokens to rows sorted by expert, and back: the two permutations, with backwards that gather instead of adding.
+"""Permutes tokens to rows sorted by expert, and back; the backwards of both gather instead of adding.
 
-Autograd's own backward of `tokens[index]` adds rows into place one by one, by sorting or with atomics. Each token has
-exactly k rows and their places are known, so both directions are gathers: fast, and the same bits every time. Where
-some have fewer than others (`Spread`), first rows are gathered, then second ones of those that have one, and so on.
+Autograd's backward of `tokens[index]` adds rows into place one by one, by sorting or with atomics. Each token has
+exactly k rows and their places are known, so both directions are gathers: fast, and bitwise reproducible. Where some
+have fewer than others (`Spread`), first rows are gathered, then second ones of those that have one, and so on.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 class Order(NamedTuple):
-    """Where the rows of (token, choice) pairs stand when they are sorted by expert."""
+    """The rows of (token, choice) pairs when they are sorted by expert."""
 
     pairs: Tensor  # (rows): which pair, token × k + choice, stands in this row
     tokens: Tensor  # (rows): its token
@@ -23,7 +23,7 @@ class Order(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Items with one copy or more each, and where the copies stand when they are sorted by something else."""
+    """Items with one copy or more each, and the places of the copies when they are sorted by something else."""
 
     items: Tensor  # (copies): whose copy stands here
     places: Tensor  # (copies): where the first copies stand, by item; then the second ones of those that have one; ...
@@ -31,7 +31,7 @@ class Spread(NamedTuple):
 
 
 def order_of(chosen: Tensor, num_experts: int) -> Order:
-    """Of the experts that each token chose, (tokens, k). Stable: the rows of an expert are in the order of tokens."""
+    """Sort the experts that each token chose, (tokens, k). Stable: an expert's rows are in the order of tokens."""
     flat = chosen.reshape(-1)
     # Fewer bits to sort by; the values are small.
     keys, pairs = (flat.to(torch.int16) if num_experts < 2**15 else flat).sort(stable=True)
@@ -125,7 +125,7 @@ class _Summed(Function):
 
 
 def _sum(copies: Tensor, spread: Spread, dtype: torch.dtype, weights: Tensor | None) -> Tensor:
-    """Of each item's copies, in order. No item takes part in another's sum, not even with a weight of 0."""
+    """Sum each item's copies, in order. No item takes part in another's sum, not even with a weight of 0."""
     layers = [places for places in torch.split(spread.places, list(spread.sizes)) if len(places)]
     first, *others = layers or [spread.places]
     total = copies.index_select(0, first)
@@ -149,7 +149,10 @@ def _added(total: Tensor, more: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _GatedSilu(Function):
-    """silu(gate) × up of one fused tensor. Its backward writes both halves into place instead of joining them."""
+    """Computes silu(gate) × up of one fused tensor.
+
+    Its backward writes both halves in place instead of concatenating.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -169,25 +172,25 @@ class _GatedSilu(Function):
 
 
 def to_rows(tokens: Tensor, order: Order) -> Tensor:
-    """A row for each (token, choice), sorted by expert."""
+    """Return a row for each (token, choice), sorted by expert."""
     result: Tensor = _ToRows.apply(tokens, order.tokens, order.places)  # type: ignore[no-untyped-call]
     return result
 
 
 def from_rows(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """The weighted sum of each token's rows, added up in the precision of the weights."""
+    """Return the weighted sum of each token's rows, accumulated in the precision of the weights."""
     result: Tensor = _FromRows.apply(rows, weights, order.pairs, order.places)  # type: ignore[no-untyped-call]
     return result
 
 
 def copied(items: Tensor, spread: Spread) -> Tensor:
-    """The copies, in their order."""
+    """Return the copies, in their order."""
     result: Tensor = _Copied.apply(items, *spread)  # type: ignore[no-untyped-call]
     return result
 
 
 def summed(copies: Tensor, spread: Spread, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
-    """The sum of each item's copies, added up in `dtype`; weighed if there are weights (copies), of that type."""
+    """Return the sum of each item's copies, accumulated in `dtype`; weighted if there are weights, of that dtype."""
     result: Tensor = _Summed.apply(copies, weights, *spread, dtype)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,7 +1,7 @@
-"""A hook that lets a model with mixtures of experts sleep now and then: it replays what it remembers, and tidies up.
+"""A hook that lets a model with mixtures of experts sleep now and then: it replays remembered samples, and tidies up.
 
-Between sleeps it only notes which samples were seen. What it keeps is saved with every checkpoint; a sleep is over
-before the next checkpoint is written, so a run that dies in one sleeps again, the same.
+Between sleeps it only notes which samples were seen. Its state is saved with every checkpoint; a sleep is over before
+the next checkpoint is written, so a run that dies in one sleeps again, the same.
 """
 
 import time
@@ -27,10 +27,10 @@ _CHANGES = {"merge": "merged", "prune": "pruned", "split": "split"}  # as events
 
 
 class Sleep:
-    """Looks every `every` steps which samples were seen, and whether it is time to sleep.
+    """Checks every `every` steps which samples were seen, and whether it is time to sleep.
 
-    `label_of` and `task_of` get an item of the data set; replay is balanced over (task, label). A `lifecycle` is told
-    to grow more or less readily, by how full the slots are.
+    `label_of` and `task_of` get an item of the dataset; replay is balanced over (task, label). A `lifecycle` is set to
+    grow more or less readily, by how full the slots are.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Sleep:
         return str(label) if self._task_of is None else f"{self._task_of(item)}/{label}"
 
     def _num_grown(self, context: StepContext) -> int:
-        """Since the last sleep; splits in it aside."""
+        """Return the number of experts grown since the last sleep, without splits in it."""
         now = _next_ids(context)
         if not self._ids:
             self._ids.append(now)
@@ -161,7 +161,7 @@ class Sleep:
         _say(context, facts, stages)
 
     def _tell_changes(self, context: StepContext, stages: list[Stage]) -> None:
-        """To the run's books, and to the graph of who knows what."""
+        """Report changes to the run's event log, and to the knowledge graph."""
         knowledge = None if self._lifecycle is None else self._lifecycle.knowledge
         layers = mixtures_in(context.model)
         for stage in stages:
@@ -176,7 +176,7 @@ class Sleep:
                 knowledge.went(name, facts["expert"], facts.get("into"))
 
     def _adapt(self, context: StepContext, stages: list[Stage], grown: int) -> None:
-        """Thresholds and the time to the next sleep, by what this one found."""
+        """Adapt thresholds and the time to the next sleep to the findings of this one."""
         rules, changes = self.rules, [stage for stage in stages if stage.what in _CHANGES]
         has_changed = grown > 0 or any(stage.kept for stage in changes)
         factor = BUSIER if has_changed else CALMER
@@ -199,7 +199,7 @@ class Sleep:
 
 
 def second_of(item: Any) -> Any:
-    """The label of an item that is a pair, or has an entry named label or target; one for all where there is none."""
+    """Return the label of a pair, or of an item with an entry named label or target; one for all without any."""
     found: Any = None
     if isinstance(item, Mapping):
         names = [name for name in ("label", "labels", "target", "targets") if name in item]

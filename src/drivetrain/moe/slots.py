@@ -1,8 +1,8 @@
-"""Experts that come and go, in slots that were there from the start.
+"""Adds and removes experts in slots that exist from the start.
 
-An expert is a row of many tensors: its weights, the router's row, what the optimizer keeps of each, their moving
-averages. All of them change here and nowhere else, in place: so DDP, compiled and captured steps go on as they are.
-Every rank calls these together, at a step's end, with the same arguments.
+An expert is a row of many tensors: its weights, the router's row, the optimizer's state of each, their moving averages.
+All of them change here and nowhere else, in place: so DDP, compiled and captured steps continue unchanged. Every rank
+calls these together, at a step's end, with the same arguments.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What was read of two tensors, and when: torch counts how often each was written to."""
+    """The values that were read of two tensors, with their version counters at that time."""
 
     ids: Tensor
     mask: Tensor
@@ -46,9 +46,10 @@ class _Read(NamedTuple):
 
 
 class Slots:
-    """The slots of one layer, with all that is kept row by row for them.
+    """The slots of one layer, with all tensors that have a row for each.
 
-    `companions` tells what goes with a parameter and has its shape, by name: the optimizer's state, and `average`.
+    `companions` returns the tensors that belong to a parameter and have its shape, by name: the optimizer's state, and
+    `average`.
     """
 
     def __init__(self, layer: MixtureOfExperts, companions: Companions = no_companions) -> None:
@@ -64,7 +65,7 @@ class Slots:
 
     @property
     def ids(self) -> dict[int, int]:
-        """Slots that hold an expert, and its number, which no other expert ever gets. The host waits."""
+        """The slots that hold an expert, and its number, which is never reused. The host waits."""
         return {slot: number for slot, number in enumerate(self._now()[0]) if number >= 0}
 
     @property
@@ -72,7 +73,7 @@ class Slots:
         return [slot for slot, is_active in enumerate(self._now()[1]) if is_active]
 
     def _now(self) -> tuple[list[int], list[int]]:
-        """Numbers, and who is active; read again only after somebody has written to either."""
+        """Return expert numbers and active flags; read again only after either tensor was written to."""
         ids, mask = self.layer.expert_ids, self.layer.router.mask
         read = self._read
         if read is None or not read.is_of(ids, mask):
@@ -84,12 +85,11 @@ class Slots:
 
     @torch.no_grad()
     def grow(self, parent: int, *, noise: float = 0.01, seed: int = 0) -> int | None:
-        """A copy of the parent in a free slot of the rank with the least to do; None if no slot is free.
+        """Copy the parent into a free slot of the rank with the least work; None if no slot is free.
 
-        It takes no part until it is activated, so nothing that is computed changes by a bit. Copies that are quite
-        alike would stay alike: each weight gets noise, by the spread of its row. What an optimizer keeps of past
-        gradients starts at 0, and of their squares as the parent's: with zeros in both, the first steps would be
-        several times too long.
+        The copy takes no part until it is activated, so no result changes by a bit. Equal copies would stay equal: each
+        weight gets noise, scaled by the RMS of its row. The optimizer's moments of past gradients start at 0, and of
+        their squares as the parent's: with zeros in both, the first steps would be several times too long.
         """
         self._check_there(parent)
         layer = self.layer
@@ -119,7 +119,7 @@ class Slots:
 
     @torch.no_grad()
     def prune(self, slot: int) -> None:
-        """The slot is as if nothing had ever been in it. Its expert's number is not given again."""
+        """Empty a slot, as if nothing had ever been in it. Its expert's number is not reused."""
         self._check_there(slot)
         layer = self.layer
         left = [other for other in self.active if other != slot]
@@ -137,10 +137,10 @@ class Slots:
 
     @torch.no_grad()
     def merge(self, into: int, gone: int, share: float) -> None:
-        """One expert from two: the weighted mean of all that is kept of them, `share` of it the first's.
+        """Merge two experts into one: the weighted mean of all their rows, `share` of it the first's.
 
-        Hidden units of two experts correspond only where one was grown from the other; who merges others looks at what
-        comes out. What the optimizer keeps of past gradients starts at 0.
+        Hidden units of two experts correspond only where one was grown from the other; the caller of other merges
+        checks the result. The optimizer's moments of past gradients start at 0.
         """
         self._check_there(into)
         self._check_there(gone)
@@ -154,7 +154,7 @@ class Slots:
 
     @torch.no_grad()
     def exchange(self, one: int, other: int) -> None:
-        """What is in one slot is then in the other, which may be on another rank. Nothing that is computed changes."""
+        """Swap the contents of two slots, which may be on different ranks. No result changes."""
         layer = self.layer
         for kept in self._kept():
             first, second = self._fetch(kept, one).clone(), self._fetch(kept, other).clone()
@@ -167,7 +167,7 @@ class Slots:
             buffer[[one, other]] = buffer[[other, one]]
 
     def saved(self, slots: list[int]) -> Callable[[], None]:
-        """What puts these slots back as they are now."""
+        """Return a function that restores these slots to their present state."""
         layer = self.layer
         rows = [(kept, slot, self._fetch(kept, slot).clone()) for kept in self._kept() for slot in slots]
         buffers = [layer.router.mask, layer.router.bias, layer.load, layer.uses, layer.expert_ids]
@@ -184,7 +184,7 @@ class Slots:
         return put_back
 
     def _forget(self, slot: int) -> None:
-        """Who worked there, and with whom."""
+        """Clear a slot's load and co-activations."""
         layer = self.layer
         layer.load[slot] = layer.uses[slot] = 0
         if layer.can_grow:
@@ -213,12 +213,12 @@ class Slots:
 
 
 def _is_of_squares(kind: str) -> bool:
-    """`exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, Adagrad's `sum`."""
+    """Return whether it holds squares: `exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, Adagrad's `sum`."""
     return "sq" in kind or kind == "sum"
 
 
 def _noise(row: Tensor, key: tuple[object, ...]) -> Tensor:
-    """By the row's own spread, drawn on the host so that every device gets the same; none where a weight is 0."""
+    """Draw noise scaled by the row's RMS, on the host so that every device gets the same; none where a weight is 0."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     drawn = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)

@@ -1,4 +1,4 @@
-"""Ways of running the experts of a layer, and which one is best for a size and a type of number.
+"""Kernels for running a layer's experts, and the choice of the best one for a size and dtype.
 
 They compute the same: `dense` runs every expert on every token as two large products and weighs with zeros, `grouped`
 sorts the tokens by expert and multiplies the groups in one kernel, `loop` multiplies group by group.
@@ -25,7 +25,7 @@ class Way(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a layer has to do in one forward."""
+    """The work of a layer in one forward."""
 
     num_tokens: int
     k: int
@@ -62,7 +62,7 @@ def choose_way(work: Work) -> Way:
 
 
 def name_of_way(work: Work) -> WayName:
-    """Without words: while it is compiled for any number of tokens, there is no number to put into them."""
+    """Return the name without a reason: compiled for any number of tokens, there is no number to put into one."""
     if work.device.type != "cuda":
         return "loop"
     if work.dense_gflop <= DENSE_GFLOP.get(work.dtype, 20.0):
@@ -71,7 +71,7 @@ def name_of_way(work: Work) -> WayName:
 
 
 def grouped_obstacle(work: Work) -> str | None:
-    """Why the grouped product is not there, or not fast."""
+    """Return why the grouped product is unavailable or slow; None if it is neither."""
     if work.dtype != torch.bfloat16:
         return f"grouped products are for bf16, not {str(work.dtype).removeprefix('torch.')}"
     odd = [length for length in work.row_lengths if length % ALIGNED]
