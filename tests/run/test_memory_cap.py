@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 from drivetrain import DrivetrainError
@@ -54,6 +55,8 @@ def test_it_comes_to_what_whole_batches_come_to(tmp_path: Path, after_samples: i
         np.testing.assert_allclose(found.weights[name], value, rtol=0, atol=1e-12)
     told = events(tmp_path / "suite", "micro-batch capped")
     assert told[-1]["micro_batch"] == 8
+    choice = yaml.safe_load((tmp_path / "suite" / "plan.yaml").read_text())["choices"]["batch.size"]
+    assert (choice["value"], choice["why"]) == (8, "micro-batches of 16 samples or more ran out of memory")
     where = "from the last checkpoint" if after_samples == 360 else "from the beginning"
     words = f"out of memory with micro-batches of 16 samples: going on with half as many {where}"
     assert words in capfd.readouterr().err

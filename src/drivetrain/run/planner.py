@@ -131,6 +131,9 @@ def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
     kept = f"as in the checkpoint of step {checkpoint.step}"
     before = Way.model_validate(checkpoint.meta["plan"]["way"])
     changed = {name for name in run.pinned() if getattr(before, name) != getattr(run.way, name)}
+    if run.why_capped:
+        changed.discard("micro_batch")
+        kept = f"{run.why_capped}; else {kept}"
     if not changed:
         return kept
     file, lines = run.config.plan.file, run.config.plan_pins.lines
