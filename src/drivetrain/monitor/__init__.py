@@ -1,1 +1,1 @@
-"""Watching a run."""
+"""Monitors a run."""

@@ -1,4 +1,4 @@
-"""What the main process writes of a run: its files, its trackers, and the terminal."""
+"""The recorder of the main process: writes a run's files, its trackers, and the terminal."""
 
 import queue
 import time
@@ -28,7 +28,7 @@ from drivetrain.monitor.trackers import BackgroundTracker, start_trackers
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a run is done, as it is written to plan.yaml and shown at the start."""
+    """The plan of a run, as it is written to plan.yaml and shown at the start."""
 
     world_size: int
     num_devices: int
@@ -46,7 +46,7 @@ class RunPlan:
 
     @property
     def batch_in_words(self) -> str:
-        """`8 × 2 accumulated × 4 devices = 64`, or what is left over where it does not divide."""
+        """Return `8 × 2 accumulated × 4 devices = 64`, with `holds` for `=` where it does not divide."""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         product = self.micro_batch * self.accumulation * self.world_size
         sign = "=" if product == self.global_batch else "holds"
@@ -56,7 +56,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the books have to know of a run."""
+    """The facts of a run that the recorder needs."""
 
     name: str
     path: Path
@@ -79,7 +79,7 @@ class RunFacts:
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
-    """One line; all of it is in plan.yaml."""
+    """Return the plan in one line; all of it is in plan.yaml."""
     if not planned:
         return ""
     tried = [row for row in planned["tried"] if "problem" not in row and not row.get("is_brief")]
@@ -90,7 +90,7 @@ def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
 
 
 def _part_losses(window: Sequence[StepRecord]) -> dict[str, float]:
-    """The mean of each part of the loss over some steps, by its own count; not of one that they have no item of."""
+    """Return each loss part's mean over some steps, by its own count, except for parts without an item in them."""
     sums = dict[str, list[float]]()
     for record in window:
         for name, part in (record.parts or {}).items():
@@ -102,7 +102,7 @@ def _part_losses(window: Sequence[StepRecord]) -> dict[str, float]:
 
 
 class NoBooks:
-    """Of ranks that are not the main one: nothing is written."""
+    """The recorder of ranks other than the main one: writes nothing."""
 
     before_step: Callable[[int], None] | None = None  # wants to be called before each step, with its number
 
@@ -132,7 +132,7 @@ class NoBooks:
 
 
 class Books(NoBooks):
-    """Of one run, on its main process. What cannot be written is said once; the run goes on."""
+    """The recorder of one run, on its main process. A failing write is reported once; the run goes on."""
 
     DEFAULT_LOG_EVERY = 10
     LEAST_SECONDS = 0.5  # between points where nobody said how many steps: short steps need no hundred a second
@@ -182,7 +182,7 @@ class Books(NoBooks):
         self._profiler: StepProfiler | None = None
 
     def _known(self, peak_origin: str) -> Observed:
-        """What the doctor is told of the run before it begins."""
+        """Return what the doctor is told of the run before it begins."""
         facts, plan, config = self._facts, self._facts.plan, self._config
         return Observed(
             steps=0,
@@ -250,7 +250,7 @@ class Books(NoBooks):
         self._pass_messages_on()
 
     def __exit__(self, *error: Any) -> None:
-        """Nothing here may hide the error that ended the run, or make one of its own."""
+        """Close all outputs. This never hides the error that ended the run, and never raises another one."""
         for part in (self._profiler, self._sampler, *self._trackers):
             if part is not None:
                 part.close()
@@ -281,7 +281,7 @@ class Books(NoBooks):
             self._write_speed(record)
 
     def _write_speed(self, record: StepRecord, *, is_over: bool = False) -> None:
-        """One row for the steps since the last, and the same to the trackers."""
+        """Write one row for the steps since the last row, and the same to the trackers."""
         window, laps = self._window, self._clock.take()
         phases, seconds = laps.per_step(), sum(found.seconds for found in window)
         row = {"step": record.step, "epoch": record.epoch, "steps": len(window), "seconds": seconds}
@@ -315,7 +315,7 @@ class Books(NoBooks):
         self.event("verdict", step=step, final=is_final, steps=found.steps, findings=findings)
 
     def _rates(self, window: Sequence[StepRecord], seconds: float) -> dict[str, float]:
-        """Of some steps; checkpoints, validation and hooks are not in their time."""
+        """Return mean loss and throughput of some steps; checkpoints, validation and hooks are not in their time."""
         if not seconds:
             return {}
         samples, items = sum(record.samples for record in window), sum(record.num_items for record in window)
@@ -343,7 +343,7 @@ class Books(NoBooks):
             tracker.log(figures, step)
 
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
-        """Of a validation after `step` steps; `epoch` is that of the last of them, from 0, as in `steps.jsonl`."""
+        """Record a validation after `step` steps; `epoch` is that of the last of them, from 0, as in `steps.jsonl`."""
         self._checkups.saw_validation()
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
         self._track(values, step)
@@ -351,7 +351,7 @@ class Books(NoBooks):
         self.say(f"            {shown}")
 
     def flush(self) -> None:
-        """Before a checkpoint: what it counts as done is written. A disk that was full may have room again."""
+        """Write buffered rows before a checkpoint, which counts on them. A disk that was full may have room again."""
         for name, log in self._logs.items():
             if self._guarded(name, log.flush):
                 self._broken.discard(name)
@@ -367,7 +367,7 @@ class Books(NoBooks):
             self._guarded("events", self._logs["events"].flush)
 
     def finish(self, finished: bool, steps: int, because: str = "", **facts: Any) -> None:
-        """The loop is over. `facts` go to the event of it."""
+        """Record the end of the loop. `facts` go to its event."""
         self._clock.finish()
         if self._last is not None:
             self._write_speed(self._last, is_over=True)
@@ -382,7 +382,7 @@ class Books(NoBooks):
             self._folder.finish({"steps": steps})
 
     def _conclude(self) -> None:
-        """The verdict on the whole run: all of it to the records, what leads to the terminal."""
+        """Record the verdict on the whole run: all of it in the records, its leading findings on the terminal."""
         found = self._checkups.final()
         if found is None:
             return
@@ -393,7 +393,7 @@ class Books(NoBooks):
             self.say(f"  next       {escape(leading.next_step)}")
 
     def _say_flops(self) -> tuple[float | None, str]:
-        """What was counted, and what it is compared with: the peak of all devices together, in FLOP/s; its origin."""
+        """Record the counted FLOPs. Returns the peak of all devices together, in FLOP/s, and its origin."""
         facts = self._facts
         if not facts.flops_per_sample:
             return None, ""

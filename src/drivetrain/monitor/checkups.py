@@ -1,4 +1,4 @@
-"""When the doctor looks, and at what: the last half minute while a run goes on, all of it at the end."""
+"""Decides when the doctor looks, and at what: the last half minute during a run, all of it at the end."""
 
 import time
 from collections import deque
@@ -12,7 +12,7 @@ from drivetrain.monitor.phases import PHASES, Laps
 
 @dataclass
 class _Figures:
-    """Of some steps: sums and counts, so that two of them add up to one."""
+    """The figures of some steps: sums and counts, so that two of them add up to one."""
 
     seconds: Sequence[float]  # by phase
     steps: int = 0
@@ -35,7 +35,7 @@ class _Figures:
 
 
 class Checkups:
-    """Gets the figures of the run as they are written down. A look costs some 50 µs, and is due once a second."""
+    """Gets the figures of the run as they are recorded. A look costs some 50 µs, and is due once a second."""
 
     EVERY_SECONDS = 1.0
     RECENT_SECONDS = 30.0
@@ -62,7 +62,7 @@ class Checkups:
         self._next.validations += 1
 
     def saw_card(self, row: Mapping[str, Any] | None) -> None:
-        """What the sampler read last of this process's GPU. Its first row is from before the first step."""
+        """Take the sampler's last row for this process's GPU. Its first row is from before the first step."""
         if not row or row is self._card:
             return
         is_first, self._card = self._card is None, row
@@ -92,7 +92,7 @@ class Checkups:
         self._recent.append((time.monotonic(), figures))
 
     def look(self) -> tuple[Diagnosis | None, bool]:
-        """What the last half minute shows, if a look is due; and whether that is news."""
+        """Return the diagnosis of the last half minute, if a look is due; and whether its leading kind is new."""
         now = time.monotonic()
         if now - self._looked < self.EVERY_SECONDS or not self._recent:
             return None, False
@@ -109,7 +109,10 @@ class Checkups:
         return found, is_news
 
     def final(self) -> Diagnosis | None:
-        """Of the whole run, without its first figures where there are enough others. None: nothing was measured."""
+        """Return the diagnosis of the whole run, without its first figures if there are enough others.
+
+        None: nothing was measured.
+        """
         first, others = self._first, self._others
         if first is None or not first.steps + others.steps:
             return None

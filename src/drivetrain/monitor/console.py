@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: how it starts, a bar while it runs, a line per epoch.
+"""The terminal output of a run: how it starts, a bar while it runs, a line per epoch.
 
 Only the main process has one.
 """
@@ -16,14 +16,14 @@ from drivetrain.core.records import StepRecord
 
 
 class _Console(Console):
-    """A terminal or pipe that goes away ends the output, never the run."""
+    """A console for which a terminal or pipe that goes away ends the output, never the run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class RunConsole:
-    """A sober one: where the output is no terminal, only the lines remain, and a long epoch gets one a minute.
+    """Shows a run. Where the output is no terminal, only the lines remain, and a long epoch gets one a minute.
 
     `line_every` asks for a line after every so many steps.
     """
@@ -82,18 +82,18 @@ class RunConsole:
         self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
 
     def warn(self, text: str) -> None:
-        """Beside the progress, from now on; empty: no more."""
+        """Show a warning beside the progress from now on; empty: show none."""
         self._warning = text
 
     def _shown(self, show: Callable[[], None]) -> None:
-        """A full disk behind a pipe, a terminal that was closed: nothing that concerns the run."""
+        """Show something. A full disk behind a pipe or a closed terminal ends the output, not the run."""
         try:
             show()
         except (OSError, ValueError):
             self._console.quiet = True
 
     def take_up(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Steps that were done before this run went on, as `steps.jsonl` has them: those of its last epoch count."""
+        """Take up steps done before this run went on, as `steps.jsonl` has them: those of its last epoch count."""
         for row in rows:
             if {"epoch", "loss", "num_items"} <= row.keys():
                 self._add_to_epoch(row["epoch"], row["loss"], row["num_items"])
@@ -145,7 +145,7 @@ class RunConsole:
         )
 
     def _say_line(self, record: StepRecord, *, of_epoch: bool) -> None:
-        """Show the mean loss of an epoch that ends, else of the steps since the last line; and how fast these were."""
+        """Show the mean loss of an epoch that ends, else of the steps since the last line; and their throughput."""
         total, count = (self._epoch_sum, self._epoch_count) if of_epoch else (self._loss_sum, self._count)
         rate = self._samples / self._seconds if self._seconds else 0.0
         sums = self._epoch_parts if of_epoch else self._parts
@@ -168,7 +168,7 @@ class RunConsole:
 
 
 def _add(sums: dict[str, list[float]], name: str, loss: float, num_items: float) -> None:
-    """Add what a step's part of the loss came to; nothing where the step had no item of it."""
+    """Add a step's value of a loss part; nothing where the step had no item of it."""
     if num_items:
         found = sums.setdefault(name, [0.0, 0.0])
         found[0] += loss * num_items

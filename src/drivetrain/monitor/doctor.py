@@ -1,7 +1,8 @@
-"""What holds a run up, by figures that were measured, and what to do about it.
+"""Diagnoses what slows a run down, by figures that were measured, and what to do about it.
 
-A pure function: from what was observed to findings, the gravest first. A gain is an estimate from a model that stands
-here in a line or two; the words say what it assumes, and it is left out where there is nothing to estimate it from.
+A pure function: from what was observed to findings, the gravest first. A gain is an estimate from a model that is
+written here in a line or two; the message says what it assumes, and it is left out where there is nothing to estimate
+it from.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +29,7 @@ TOLERABLE = 0.05  # of the time, for saves and validations
 
 @dataclass(frozen=True)
 class Observed:
-    """Of some steps of a run, on its main process."""
+    """The observations of some steps of a run, on its main process."""
 
     steps: int
     phases: Mapping[str, float]  # mean seconds of a step
@@ -89,7 +90,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of one look; there is always one at least."""
+    """The findings of one look; there is always at least one."""
 
     findings: tuple[Finding, ...]
     steps: int  # that were looked at
@@ -100,7 +101,7 @@ class Diagnosis:
 
     @property
     def warning(self) -> str:
-        """For the progress line: empty unless something takes far more than it should."""
+        """The text for the progress line: empty unless something takes far more time than it should."""
         leading = self.leading
         return leading.brief if leading.kind not in _NO_PROBLEM and leading.share > LOUD else ""
 
@@ -110,7 +111,7 @@ def is_enough(steps: int, seconds: float) -> bool:
 
 
 def diagnose(seen: Observed) -> Diagnosis:
-    """What takes time that it should not leads if it takes much; otherwise how the device is used does."""
+    """Diagnose some steps. Avoidable waits lead if they take much; otherwise how the device is used does."""
     seconds = seen.steps * seen.step_seconds
     if not is_enough(seen.steps, seconds):
         words = f"{seen.steps} steps in {seconds:.1f} s are too short to judge"
@@ -143,9 +144,10 @@ _NO_PROBLEM = frozenset({"compute-bound", "bandwidth-bound", "balanced", "too sh
 
 
 def _input(seen: Observed) -> Finding:
-    """Loading takes L per step. W workers share it beside the rest of the step, r; without workers it stands before it.
+    """Judge loading, which takes L per step.
 
-    Either way all of it is work for the cores: a step takes max(r, L / W, (L + r) / cores).
+    W workers share it in parallel with the rest of the step, r; without workers it comes before it. Either way all of
+    it is work for the cores: a step takes max(r, L / W, (L + r) / cores).
     """
     if seen.is_resident:
         words = f"waits {_of_time(seen, 'data')} for batches that the device gathers from data it holds"
@@ -182,9 +184,10 @@ def _input(seen: Observed) -> Finding:
 
 
 def _copy(seen: Observed) -> Finding:
-    """Half the bytes take half the time. Pinned by a process of its own, a batch is copied beside the step before it.
+    """Judge copying: half the bytes take half the time.
 
-    The pinning is a copy, too, at about the same rate; so a step takes max(rest, copying) at least.
+    Pinned by a separate process, a batch is copied in parallel with the step before it. The pinning is a copy, too, at
+    about the same rate; so a step takes max(rest, copying) at least.
     """
     whole, copying = seen.step_seconds, seen.phases.get("copy", 0.0)
     words = f"waits {_of_time(seen, 'copy')} for batches on their way to the device"
@@ -203,7 +206,7 @@ def _copy(seen: Observed) -> Finding:
 
 
 def _communication(seen: Observed) -> Finding:
-    """What is not hidden of a reduction takes as long for a global batch of twice the size."""
+    """Judge communication: the part that is not overlapped takes as long for a global batch of twice the size."""
     words = (
         f"waits {_of_time(seen, 'communication')} for gradients of {seen.world_size} processes, or for the slowest of "
         "them"
@@ -218,7 +221,7 @@ def _communication(seen: Observed) -> Finding:
 
 
 def _checkpoint(seen: Observed) -> Finding:
-    """Beside training only the copy is left, unless a save is due before the one before it is done."""
+    """Judge saves: in the background only the copy is left, unless a save is due before the previous one is done."""
     waited, every = seen.phases.get("checkpoint", 0.0), seen.steps / max(seen.num_saves, 1)
     share = seen.share("checkpoint")
     rest = seen.step_seconds - waited
@@ -242,7 +245,7 @@ def _checkpoint(seen: Observed) -> Finding:
 
 
 def _validation(seen: Observed) -> Finding:
-    """Half as often takes half of the time."""
+    """Judge validation: half as often takes half of the time."""
     share, spent = seen.share("validation"), seen.phases.get("validation", 0.0)
     times = f"{seen.num_validations} time{'' if seen.num_validations == 1 else 's'}"
     words = f"spends {_of_time(seen, 'validation')} on validation, {times} in {seen.steps} steps"
@@ -256,9 +259,10 @@ def _validation(seen: Observed) -> Finding:
 
 
 def _launch(seen: Observed) -> Iterator[Finding]:
-    """The host never waited for the device, though the loop reads each step's outcome: so the device waits for it.
+    """Detect launch overhead: the host never waited for the device, though it reads each step's outcome.
 
-    How long, the driver's count of busy time says: what is missing of the phases that compute was spent idle.
+    So the device waits for the host. How long, the driver's count of busy time says: what is missing of the phases that
+    compute was spent idle.
     """
     if seen.device != "cuda" or seen.waited_seconds is None:
         return
@@ -308,7 +312,7 @@ def _memory_limit(seen: Observed) -> Iterator[Finding]:
 
 
 def _use(seen: Observed, *, is_led: bool) -> Iterator[Finding]:
-    """How the device is used while it computes."""
+    """Yield how the device is used while it computes."""
     share = seen.share(*COMPUTE)
     if share < 0.5:
         if not is_led:
@@ -343,12 +347,12 @@ def _faster(seen: Observed) -> str:
 
 
 def _of_time(seen: Observed, name: str) -> str:
-    """`43 % of the time (6.1 of 14.2 ms a step)`."""
+    """Return `43 % of the time (6.1 of 14.2 ms a step)`."""
     part, whole = 1e3 * seen.phases.get(name, 0.0), 1e3 * seen.step_seconds
     return f"{seen.share(name):.0%} of the time ({part:.3g} of {whole:.3g} ms a step)"
 
 
 def _gain(seen: Observed, saved: float) -> float:
-    """Of a step that takes so many seconds less."""
+    """Return the speed-up of a step that takes `saved` seconds less."""
     whole = seen.step_seconds
     return whole / (whole - saved) if whole > saved else 1.0

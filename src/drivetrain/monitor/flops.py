@@ -1,4 +1,4 @@
-"""How much a model computes per sample, counted while it is tried out before the first step."""
+"""Counts how much a model computes per sample, while it is tried before the first step."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from drivetrain.hardware import Hardware, Rate
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products, convolutions and attention by torch's own formulas. It never fails, it only misses."""
+    """Counts matrix products, convolutions and attention by torch's own formulas. It never fails; it may miss some."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def counted(trial: Callable[[], Result], counts: bool = True) -> tuple[int, Result]:
-    """FLOPs of what is done anyhow, and what it returned. 0: it was not to be counted."""
+    """Return the FLOPs of work that is done anyhow, and its result. 0: it was not to be counted."""
     if not counts:
         return 0, trial()
     with FlopCount() as count:
@@ -40,10 +40,10 @@ def counted(trial: Callable[[], Result], counts: bool = True) -> tuple[int, Resu
 def count_apart(
     loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any, around: AbstractContextManager[Any] | None
 ) -> int:
-    """FLOPs of a forward and a backward of their own, for a model that is going to be compiled. 0: it did not work.
+    """Count the FLOPs of a separate forward and backward, for a model that is going to be compiled. 0: it did not work.
 
     A dispatch mode, even one that only looks on, keeps torch.compile from compiling what is called under it, for good.
-    Gradients are not kept, buffers are put back. Every rank must take part: the model may communicate.
+    Gradients are not kept, buffers are restored. Every rank must take part: the model may communicate.
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -66,7 +66,7 @@ def count_apart(
 
 
 def peak_rate(hardware: Hardware, device: torch.device, precision: str) -> Rate | None:
-    """What one device can do at best with these numbers; None where nobody knows."""
+    """Return the peak rate of one device in this precision; None where it is not known."""
     peaks: dict[Any, Rate] = hardware.cpu.peaks
     if device.type == "cuda":
         peaks = next((gpu.peaks for gpu in hardware.gpus if gpu.index == device.index), {})

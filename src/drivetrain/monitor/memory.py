@@ -1,9 +1,9 @@
-"""Device memory over the epochs: the peak of each, a warning when it comes near the limit, and the cache given back.
+"""Watches device memory over the epochs: the peak of each, a warning near the limit, and the cache released.
 
-Of epochs that are over in a moment several are told together.
+Epochs that are over in a moment are reported together.
 
-Giving the cache back costs time, and what was given back is soon asked for again. It helps only where the cache holds
-much that nobody uses while others find nothing left: then, and only at the end of an epoch, it is done.
+Releasing the cache costs time, and the memory is soon allocated again. It helps only where the cache holds much unused
+memory while other processes find none left: then, and only at the end of an epoch, it is done.
 """
 
 import math
@@ -27,7 +27,7 @@ class MemoryWatch(Protocol):
 
 
 class NoMemoryWatch:
-    """Where torch does not keep count: on a CPU."""
+    """Watches nothing: torch does not count the memory of a CPU."""
 
     def observe(self, record: StepRecord) -> None: ...
 
@@ -35,7 +35,7 @@ class NoMemoryWatch:
 
 
 class CudaMemoryWatch:
-    """`tell` gets the facts of each epoch; `warn` a sentence, once per run."""
+    """Watches a GPU. `tell` gets the facts of each epoch; `warn` a sentence, once per run."""
 
     def __init__(self, device: torch.device, tell: Callable[..., None], warn: Callable[[str], None]) -> None:
         self._device, self._tell, self._warn = device, tell, warn

@@ -1,11 +1,11 @@
-"""Where the time of a step goes: laps, each of which gives the time since the one before to a phase.
+"""Measures where the time of a step goes: laps, each of which assigns the time since the one before to a phase.
 
 Laps leave no gap, so the phases of a step add up to its time. On a CPU the clock is the host's. On a GPU it is the
-device's: a lap is an event in its stream, read steps later, when it is long past, so that nobody waits for it. There a
-phase is what the device spent on it, and what it spent idle before the next was given to it. Events take microseconds
-of the device's time, and of the host's: of steps that take less than some milliseconds only some are measured, and each
-stands for those before it; of those that were given to the device in one go, only the steps themselves. What does not
-happen in every step is measured whenever it does.
+device's: a lap is an event in its stream, read steps later, when it is long past, so that the host does not wait for
+it. There a phase is what the device spent on it, and what it spent idle before the next was enqueued. Events take
+microseconds of the device's time, and of the host's: of steps that take less than some milliseconds only some are
+measured, and each stands for those before it; of those that were enqueued in one go, only the steps themselves. What
+does not happen in every step is measured whenever it does.
 """
 
 from collections import deque
@@ -29,44 +29,44 @@ RARE = frozenset((HOOKS, VALIDATION, CHECKPOINT))  # not part of every step
 
 
 class Laps(NamedTuple):
-    """What was measured since the last look."""
+    """The measurements since the last look."""
 
     steps: int
     seconds: Sequence[float]  # by phase, of all these steps together
     waited: float | None = None  # seconds that the host waited for the device meanwhile; None: it is not told
 
     def per_step(self) -> dict[str, float]:
-        """Seconds of a step, by the name of each phase that there was."""
+        """Return the seconds of a step, by the name of each phase that occurred."""
         pairs = zip(PHASES, self.seconds, strict=True)
         return {name: total / self.steps for name, total in pairs if total} if self.steps else {}
 
 
 class PhaseClock(Protocol):
-    """What the loop tells of itself."""
+    """Takes the loop's reports of what it does."""
 
     def start(self) -> None:
-        """The loop begins now."""
+        """Start the clock: the loop begins now."""
 
     def lap(self, phase: int) -> None:
-        """The time since the lap before was this phase's."""
+        """Assign the time since the lap before to this phase."""
 
     def watch_backward(self, objective: Tensor) -> None:
-        """Before a backward that communicates: gradients that are done end the phase `backward`."""
+        """Prepare for a backward that communicates: the phase `backward` ends when the gradients are done."""
 
     def end_backward(self) -> None:
-        """After it: the rest was communication that nothing hid."""
+        """End that backward: the rest was communication that was not overlapped."""
 
     def look(self) -> None:
-        """What comes now is not part of every step: it is measured, whether or not the rest of the step is."""
+        """Measure what comes now, even if the rest of the step is not measured: it is not part of every step."""
 
     def waited(self, seconds: float) -> None:
-        """The host has waited so long for the device, to read how a step went."""
+        """Add the seconds that the host has waited for the device, to read how a step went."""
 
     def next_step(self) -> None:
-        """The step is over."""
+        """End the step."""
 
     def next_steps(self, count: int) -> None:
-        """So many are, that were given to the device in one go: not where the first of them is to be measured."""
+        """End `count` steps that were enqueued in one go. Not used where the first of them is to be measured."""
 
     @property
     def measures_next(self) -> bool:
@@ -75,7 +75,7 @@ class PhaseClock(Protocol):
     def take(self) -> Laps: ...
 
     def finish(self) -> None:
-        """The loop is over: read what has not been read yet. The host may wait for the device here."""
+        """Read what has not been read yet, after the loop. The host may wait for the device here."""
 
 
 class NoClock:
@@ -117,7 +117,7 @@ class NoClock:
 
 
 class _Clock(NoClock):
-    """What clocks share: the sums, and how communication is told from backward."""
+    """The base of clocks: keeps the sums, and separates communication from backward."""
 
     def __init__(self) -> None:
         self._sums, self._steps = [0.0] * len(PHASES), 0  # of steps that are over
@@ -147,7 +147,7 @@ class _Clock(NoClock):
 
 
 class HostClock(_Clock):
-    """For a CPU: what the host does is what is done."""
+    """The clock for a CPU, where the host does the work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class HostClock(_Clock):
 
 
 class _StepLaps:
-    """The events of one step. Kept and used again: making one costs more than recording it."""
+    """The events of one step. They are reused: making one costs more than recording it."""
 
     __slots__ = ("before", "begin", "events", "num_seams", "phases", "stands_for", "used")
 
@@ -193,7 +193,7 @@ class _StepLaps:
 
 
 class EventClock(_Clock):
-    """For a GPU: laps are events in its stream.
+    """The clock for a GPU: laps are events in its stream.
 
     A step is read once its last event is past, which is asked whenever another has been measured. Its first lap counts
     from the last event of the step before where that was measured, too: so events are used again one reading later.
@@ -264,7 +264,7 @@ class EventClock(_Clock):
         return self._current is not None
 
     def _put_by(self) -> torch.cuda.Event | None:
-        """The step that is over, to be read when it is past. Returns its last event."""
+        """Keep the step that is over, to be read when it is past. Returns its last event."""
         step, self._current = self._current, None
         if step is None:
             return None

@@ -1,4 +1,4 @@
-"""`--profile 10:15`: a torch.profiler trace of these steps and its table, in the run folder."""
+"""`--profile 10:15`: writes a torch.profiler trace of these steps and its table into the run folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +11,10 @@ TRACE, TABLE = "profile/trace.json", "profile/table.txt"
 
 
 class StepProfiler:
-    """Watches the steps from `first` to `last`, both included, counted from 1. A profile that fails never fails a run.
+    """Profiles the steps from `first` to `last`, both included, counted from 1. A failing profile never fails a run.
 
-    `before_step` is called with each step's number before its work is given to the device. The host waits for the
-    device where the window begins and where it ends: that is what being watched costs.
+    `before_step` is called with each step's number before its work is enqueued. The host waits for the device where the
+    window begins and where it ends: that is the cost of profiling.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StepProfiler:
         num_steps: int | None,
         report: Callable[[str], None],
     ) -> "StepProfiler | None":
-        """For a window like `10:15` of a run that goes from `done` to `num_steps`. What lies outside is said."""
+        """Return the profiler of a window like `10:15`, in a run from `done` to `num_steps`. Reports steps outside."""
         first, last = map(int, window.split(":"))
         here_first, here_last = max(first, done + 1), last if num_steps is None else min(last, num_steps)
         here = f"this run does steps {done + 1} to {num_steps or 'the end of the data'}"
@@ -66,7 +66,7 @@ class StepProfiler:
             self._report(f"--profile: the profiler does not start: {error}")
 
     def close(self) -> None:
-        """Also before the window's end, where the run ended first."""
+        """End the profile, also before the window's end, where the run ended first."""
         watched, self._profile = self._profile, None
         if watched is None:
             return

@@ -1,6 +1,6 @@
-"""What the devices of a run do meanwhile: a thread asks NVML, torch's allocator and the kernel, and writes gpu.jsonl.
+"""Samples what a run's devices do: a thread asks NVML, torch's allocator and the kernel, and writes gpu.jsonl.
 
-It asks only about the GPUs that the run uses, by UUID, and creates a CUDA context on none. What cannot be had on this
+It asks only about the GPUs that the run uses, by UUID, and creates a CUDA context on none. What cannot be read on this
 machine is left out of the rows, and `missing` says why.
 """
 
@@ -33,7 +33,7 @@ _THROTTLING = {
 
 
 def label(gpu: Gpu) -> str:
-    """As nvidia-smi counts: ranks may each call their own GPU `cuda:0`."""
+    """Return a GPU's name by nvidia-smi's numbers: ranks may each call their own GPU `cuda:0`."""
     return f"gpu{gpu.physical_index}" + (f"-{gpu.uuid[-4:]}" if gpu.mig else "")
 
 
@@ -46,7 +46,7 @@ def pynvml_module() -> Nvml | None:
 
 
 class NvmlReader:
-    """Figures of some GPUs. Those that a GPU, its driver or a MIG device has no answer for are left out."""
+    """Reads figures of some GPUs. Those that a GPU, its driver or a MIG device has no answer for are left out."""
 
     def __init__(self, nvml: Nvml | None, gpus: Sequence[Gpu]) -> None:
         self._nvml = nvml
@@ -54,7 +54,7 @@ class NvmlReader:
         self.missing = self._open(gpus) if gpus else ""
 
     def _open(self, gpus: Sequence[Gpu]) -> str:
-        """Why there is nothing to read, or nothing of some; empty if all is well."""
+        """Open the GPUs. Returns why nothing can be read, or nothing of some; empty if all is well."""
         if self._nvml is None:
             return "the package nvidia-ml-py is not installed"
         try:
@@ -108,7 +108,7 @@ class NvmlReader:
 
 
 class HostReader:
-    """CPU and memory of the machine and of this process."""
+    """Reads CPU and memory of the machine and of this process."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -133,7 +133,7 @@ class HostReader:
 
 
 def torch_memory(device: torch.device) -> Row:
-    """What this process holds on its GPU by torch's own count. Starts nothing where CUDA is not started."""
+    """Return what this process holds on its GPU by torch's own count. Does not initialise CUDA."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     stats: Mapping[str, int] = torch.cuda.memory_stats(device)
@@ -175,7 +175,7 @@ class Sampler:
         self._thread.start()
 
     def at_step(self, step: int) -> None:
-        """Costs an assignment, and now and then the setting of a flag."""
+        """Note the step. Costs an assignment, and now and then the setting of a flag."""
         self._step = step
         if self._every is not None and step % self._every == 0:
             self._asked.set()

@@ -1,7 +1,7 @@
-"""Where a run's figures go besides its own files: TensorBoard, Weights & Biases.
+"""Sends a run's figures to trackers besides its own files: TensorBoard, Weights & Biases.
 
-Each runs behind a thread and a bounded queue of its own. One that fails, or hangs, is reported once and dropped.
-Training does not stop for it and does not wait for it.
+Each runs behind its own thread and bounded queue. One that fails, or hangs, is reported once and dropped. Training does
+not stop for it and does not wait for it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ WANDB_START_SECONDS = 30.0  # that `wandb.init` may take before it raises
 
 
 class Tracker(Protocol):
-    """Takes figures, by name, of a step."""
+    """Takes the figures of a step, by name."""
 
     def log(self, metrics: Metrics, step: int) -> None: ...
 
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class BackgroundTracker:
-    """A tracker in a thread of its own. Its `log` costs microseconds and never raises; neither does `close`."""
+    """Runs a tracker in a separate thread. Its `log` costs microseconds and never raises; neither does `close`."""
 
     CAPACITY = 1000  # figures on their way; more are not kept
     PATIENCE_SECONDS = 15.0  # for what is still on its way at the end
@@ -84,10 +84,10 @@ class BackgroundTracker:
 
 
 class TensorBoardTracker:
-    """An event file in the run folder.
+    """Writes an event file in the run folder.
 
-    Written record by record, and not by torch's SummaryWriter: that one has a thread of its own, which on a full disk
-    dies with a traceback on the terminal.
+    It writes record by record, and does not use torch's SummaryWriter: that one has its own thread, which on a full
+    disk dies with a traceback on the terminal.
     """
 
     def __init__(self, folder: Path, resumed_from: int) -> None:
@@ -116,7 +116,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases, online where somebody is logged in, else in a folder to be synced later."""
+    """Writes a run of Weights & Biases, online where a user is logged in, else in a folder to be synced later."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -136,8 +136,11 @@ def start_trackers(
     resumed_from: int,
     report: Callable[[str], None],
 ) -> list[BackgroundTracker]:
-    """Those that were asked for. Packages are imported here and now: loader workers may be forked a moment later, and
-    a process forked during an import cannot import the same module again."""
+    """Start the trackers that were asked for.
+
+    Packages are imported here and now: loader workers may be forked a moment later, and a process forked during an
+    import cannot import the same module again.
+    """
     started = []
     for name in names:
         try:
@@ -186,7 +189,7 @@ def _prepare_wandb(
 
 
 def _is_logged_in(wandb: Any) -> bool:
-    """Never asks: a question on the terminal would hold the tracker for good."""
+    """Return whether a user is logged in, without asking: a prompt on the terminal would block the tracker for good."""
     try:
         return bool(wandb.login(prompt=False))
     except Exception:  # noqa: BLE001 - no key, no network, no server: all the same
@@ -194,7 +197,7 @@ def _is_logged_in(wandb: Any) -> bool:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The same for a run that is continued."""
+    """Return the run's id, which is the same for a run that is continued."""
     path = folder / "wandb.id"
     if not path.exists():
         path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
