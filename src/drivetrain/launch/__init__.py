@@ -1,1 +1,1 @@
-"""Starting processes, here and elsewhere, watching them, and saying why they ended. Without torch."""
+"""Starts processes, here and on other machines, watches them, and explains why they ended. Does not need torch."""

@@ -1,4 +1,4 @@
-"""Which cores each process gets, so that it works next to its GPU and its memory."""
+"""Chooses the CPU cores of each process, so that it works next to its GPU and its memory."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ NODES = Path("/sys/devices/system/node")
 
 
 def numa_cores(root: Path = NODES) -> dict[int, list[int]]:
-    """The cores of each NUMA node, as far as this process may use them."""
+    """Return the cores of each NUMA node, as far as this process may use them."""
     allowed = os.sched_getaffinity(0) if root == NODES else None
     found = {}
     for folder in sorted(root.glob("node[0-9]*")):
@@ -25,9 +25,9 @@ def numa_cores(root: Path = NODES) -> dict[int, list[int]]:
 def choose_cores(
     bind: str, num_processes: int, gpu_nodes: Sequence[int | None], numa: Mapping[int, Sequence[int]]
 ) -> list[list[int]]:
-    """For each local rank its cores; empty where it is not bound. `gpu_nodes` are the NUMA nodes of the ranks' GPUs.
+    """Return each local rank's cores; empty where it is not bound. `gpu_nodes` are the NUMA nodes of the ranks' GPUs.
 
-    Ranks of one NUMA node share its cores equally. There are never fewer cores than ranks in a share: then nobody is
+    Ranks of one NUMA node share its cores equally. There are never fewer cores than ranks in a share: then no rank is
     bound, because two ranks on one core are worse off than two ranks that the kernel moves around.
     """
     unbound: list[list[int]] = [[] for _ in range(num_processes)]
@@ -59,7 +59,7 @@ def choose_cores(
 
 
 def _parse(text: str) -> list[int]:
-    """`0-3,8` are the cores 0, 1, 2, 3 and 8."""
+    """Parse a list of cores: `0-3,8` are the cores 0, 1, 2, 3 and 8."""
     cores: list[int] = []
     for part in text.strip().split(","):
         if part:

@@ -1,4 +1,4 @@
-"""Why a job ended: of all that failed, what failed first by itself; its class, and what to do about it."""
+"""Finds the root cause of a job's end: of all failures the first that no other caused; its class and remedy."""
 
 import json
 import re
@@ -39,7 +39,7 @@ _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot alloc
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank that failed, or one node that is gone."""
+    """One rank that failed, or one node that was lost."""
 
     kind: str
     rank: int | None
@@ -66,17 +66,17 @@ class Failure:
 
     @property
     def is_ours_to_retry(self) -> bool:
-        """Whether the same start can go better: not where the input is wrong, nor where a rank left of its own."""
+        """Whether the same start can succeed: not where the input is wrong, nor where a rank left by itself."""
         return self.kind not in (REFUSED, LEFT_EARLY)
 
     def resembles(self, other: "Failure") -> bool:
-        """The same error at the same step: it would come a third time."""
+        """Return whether it is the same error at the same step: it would come a third time."""
         by_itself = self.kind in (EXCEPTION, DEVICE_MEMORY, EXIT)
         return by_itself and (self.kind, self.exception, self.step) == (other.kind, other.exception, other.step)
 
 
 def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
-    """Of what a worker told of its exception."""
+    """Return the failure of a worker from its report of an exception."""
     kind, message, trace = str(error["type"]), str(error["message"]), str(error["traceback"])
     first_line = message.splitlines()[0] if message else ""
     exception = f"{kind}: {first_line}" if first_line else kind
@@ -104,7 +104,10 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
 
 
 def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any) -> Failure:
-    """Of a worker that ended without a word: by a signal, or with a code of its own. `said` is the end of its log."""
+    """Return the failure of a worker that ended without a report: by a signal, or with its own exit code.
+
+    `said` is the end of its log.
+    """
     if code < 0:
         name = _signal_name(-code)
         common = {"signal": name, "exit_code": 128 - code, "traceback": said, **place}
@@ -126,7 +129,7 @@ def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any
 
 
 def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
-    """The failure that the others follow from.
+    """Return the failure that the others follow from.
 
     What a rank did by itself comes before what it suffered, then the earlier before the later. `left` are ranks that
     ended with code 0: if all others only suffered, the first to leave is the cause.
@@ -152,7 +155,7 @@ def left_early(**place: Any) -> Failure:
 
 
 def never_came(waiting: Failure, stack: str, **place: Any) -> Failure:
-    """The others waited for this rank in a collective, and it is still alive."""
+    """Return the failure of a rank that is still alive, and that the others waited for in a collective."""
     return Failure(
         TIMEOUT,
         headline=f"did not come to a collective that rank {waiting.rank} waited for ({waiting.exception})",
@@ -170,7 +173,7 @@ def node_lost(node: int, host: str, why: str, at: float) -> Failure:
 def in_words(
     cause: Failure, attempt: int, others: Sequence[Failure] = (), report: str = "", not_again: str = ""
 ) -> str:
-    """The last lines on the screen: traceback, class, remedy."""
+    """Return the last lines on the screen: traceback, class, remedy."""
     at = f" after step {cause.step}" if cause.step else ""
     again = f", attempt {attempt + 1}" if attempt else ""
     lines = [f"drivetrain: {cause.where} failed first{at}{again}"]

@@ -1,4 +1,4 @@
-"""`drivetrain launch SCRIPT`: an unchanged script on every GPU here, or on several machines."""
+"""`drivetrain launch SCRIPT`: runs an unchanged script on every GPU here, or on several machines."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""How the supervisors of several machines talk: JSON over TCP, every message authenticated with a shared secret.
+"""Connects the supervisors of several machines: JSON over TCP, every message authenticated with a shared secret.
 
 Nothing is unpickled or run. Each side draws a nonce, so no message of another connection can be played again, and
 numbers its messages, so none can be dropped or repeated. A clock is read only to measure time that passes here.
@@ -27,7 +27,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One connection, after both sides drew their nonces. Never blocks; `poll` sends, receives and beats."""
+    """One connection, after both sides drew their nonces. Never blocks; `poll` sends, receives and sends heartbeats."""
 
     def __init__(self, connection: socket.socket, token: bytes, *, is_server: bool) -> None:
         connection.setblocking(False)
@@ -50,7 +50,7 @@ class Channel:
         self._out += _HEAD.pack(len(body), self._mac(body, from_server=self._is_server)) + body
 
     def poll(self) -> list[Message]:
-        """Messages that came. After the connection is lost, `closed_because` is set and there are none."""
+        """Return the messages received. After the connection is lost, `closed_because` is set and there are none."""
         if self.closed_because:
             return []
         now = time.monotonic()
@@ -73,7 +73,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """What was sent before is on its way; a receiver that is gone does not hold this up."""
+        """Send the buffered messages, and close. A receiver that is gone does not block this."""
         if not self.closed_because:
             with contextlib.suppress(OSError):
                 self._socket.setblocking(True)
@@ -138,7 +138,7 @@ class Channel:
         return messages
 
     def refuse_unheard(self, reason: str) -> None:
-        """Tell a stranger why; without a mac, since there is no common secret."""
+        """Tell an unknown peer why it is refused; without a mac, since there is no common secret."""
         body = reason.encode()
         self._out += _HEAD.pack(len(body), _NO_MAC) + body
         self.close()
@@ -157,7 +157,7 @@ def token_file(folder: Path, address: str, port: int) -> Path:
 
 
 def make_token(path: Path) -> bytes:
-    """The secret of this job: from the environment, or a new one in the shared folder that only this user can read."""
+    """Return the job's secret: from the environment, or a new one in the shared folder that only this user can read."""
     if given := os.environ.get(TOKEN, ""):
         return given.encode()
     token = secrets.token_hex(32)
@@ -176,7 +176,7 @@ def make_token(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> bytes | None:
-    """As the main machine made it; None as long as it is not there."""
+    """Return the token that the main machine made; None as long as there is none."""
     if given := os.environ.get(TOKEN, ""):
         return given.encode()
     try:

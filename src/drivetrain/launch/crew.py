@@ -1,4 +1,4 @@
-"""The workers of one machine in one attempt: started, listened to, signalled, ended."""
+"""Runs the workers of one machine in one attempt: starts, listens to, signals and ends them."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ _LONGEST_REPORT = 1 << 20
 
 @dataclass(frozen=True)
 class Task:
-    """What every worker runs: `script FILE ARGUMENTS` or `command NAME FLAGS`."""
+    """The command that every worker runs: `script FILE ARGUMENTS` or `command NAME FLAGS`."""
 
     words: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Start:
-    """One attempt, as all machines are told of it."""
+    """One attempt, as it is described to all machines."""
 
     attempt: int
     first_rank: int  # of this machine
@@ -148,7 +148,7 @@ class Crew:
         return self._logs
 
     def poll(self, seconds: float) -> list[Event]:
-        """What happened, after waiting for at most so long."""
+        """Return the events that happened, after waiting for at most so long."""
         for key, _ in self._selector.select(seconds):
             worker, read = key.data
             read(worker)
@@ -174,7 +174,7 @@ class Crew:
                 self._signal(worker, signal.SIGKILL)
 
     def stack_of(self, rank: int) -> str:
-        """Where a rank is, asked for by a signal that is answered in any state but a stopped process."""
+        """Return a rank's stack, asked for by a signal that is answered in any state except of a stopped process."""
         worker = next((worker for worker in self._workers if worker.rank == rank), None)
         if worker is None or worker.ended:
             return ""
@@ -222,7 +222,7 @@ class Crew:
         self._drain(worker.reports, take)
 
     def _drain(self, descriptor: int, take: Callable[[bytes], None]) -> None:
-        """A round of what is there. At its end the pipe is let go."""
+        """Read what a pipe holds, in one round. A pipe at its end is unregistered."""
         for _ in range(64):
             try:
                 data = os.read(descriptor, _PIECE)

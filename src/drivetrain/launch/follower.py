@@ -1,4 +1,4 @@
-"""A machine that is not the main one: does what the main one says, tells what happens, and never works alone."""
+"""Runs a machine that is not the main one: obeys the main one, reports what happens, and never works alone."""
 
 import errno
 import socket
@@ -22,7 +22,7 @@ _SAY_AFTER_SECONDS = 5.0
 
 
 class Follower:
-    """`run` returns the exit code that the main machine gave the job."""
+    """Follows the main machine. `run` returns the exit code that the main machine gave the job."""
 
     def __init__(
         self, task: Task, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
@@ -68,7 +68,7 @@ class Follower:
             guard.close()
 
     def _connect(self, seconds: float, wish: StopWish, lost: str) -> Channel | None:
-        """Until the main machine is there. It may start later than this one."""
+        """Wait until the main machine answers, and return the connection. It may start later than this one."""
         began, said, why = time.monotonic(), False, ""
         path = token_file(self._output_dir, self._layout.main_address, self._layout.main_port)
         while time.monotonic() - began < seconds:
@@ -120,7 +120,7 @@ class Follower:
         }
 
     def _serve(self, channel: Channel, guard: Guard, wish: StopWish) -> int | None:
-        """Until the job ends, which gives its code, or the main machine is lost, which gives None."""
+        """Obey until the job ends, which returns its code, or the main machine is lost, which returns None."""
         told = False
         while True:
             for message in channel.poll():

@@ -1,4 +1,4 @@
-"""Launching from Python: a script on several processes, and the environment of one of them."""
+"""Launches from Python: a script on several processes, and the environment of one of them."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from drivetrain.launch.options import LaunchOptions
 def launch_distributed_training(
     script_path: str | Path, world_size: int | None = None, *, arguments: Sequence[str] = (), **options: Any
 ) -> None:
-    """What `drivetrain launch` does, with its flags as keywords; returns when the job is done.
+    """Launch a script as `drivetrain launch` does, with its flags as keywords; returns when the job is done.
 
     `world_size` is the number of processes here (None: one per GPU). Raises after a failure, whose cause was printed.
     """
@@ -44,7 +44,7 @@ def launch_distributed_training(
 def setup_distributed_environment(
     world_size: int | None = None, backend: str | None = None, init_method: str | None = None
 ) -> World:
-    """Join the other processes, whoever launched them, and take this one's device. `close()` leaves them.
+    """Join the other processes, under any launcher, and take this one's device. `close()` leaves them.
 
     `world_size` is checked, not obeyed: only a launcher can start processes.
     """

@@ -1,6 +1,6 @@
 """A small process that outlives a killed supervisor just long enough to end everything it started.
 
-The kernel kills the workers when the supervisor dies; their children (loader workers, compilers) it does not.
+The kernel kills the workers when the supervisor dies, but not their children (loader workers, compilers).
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class Guard:
-    """Knows the process groups of the workers. Made by forking before anything else runs."""
+    """Knows the process groups of the workers. Forked before anything else runs."""
 
     def __init__(self) -> None:
         heard, self._say = os.pipe()
@@ -24,7 +24,7 @@ class Guard:
         self._write(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Before its number can be another's."""
+        """Forget a process group, before its number can be reused by another."""
         self._write(f"-{group}\n")
 
     def close(self) -> None:

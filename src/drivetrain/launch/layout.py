@@ -1,4 +1,4 @@
-"""How many processes this machine starts, on which devices, cores and interface; refused where it cannot work."""
+"""Decides how many processes this machine starts, on which devices, cores and interface; refuses what cannot work."""
 
 import os
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def _problem(flag: str, message: str, value: object, allowed: str = "", remedy: 
 
 
 def _gpus(options: LaunchOptions, hardware: Hardware, problems: list[Problem]) -> list[int]:
-    """Indices of the GPUs to use; none means the CPU."""
+    """Return the indices of the GPUs to use; none means the CPU."""
     here = list(range(len(hardware.gpus))) if hardware.accelerator in ("cuda", "rocm") else []
     asked = [
         flag
@@ -158,7 +158,7 @@ def _nodes(options: LaunchOptions, problems: list[Problem]) -> tuple[int, str]:
 
 
 def _interface(options: LaunchOptions, node_rank: int, address: str) -> tuple[str, str]:
-    """The interface that workers talk over, and how it was found."""
+    """Return the interface that workers talk over, and how it was found."""
     if options.interface is not None:
         if options.interface not in interface_names():
             names = ", ".join(interface_names())

@@ -1,4 +1,4 @@
-"""What the ranks print: each into a file of its own, some on the screen, and the last lines kept for the diagnosis."""
+"""Keeps what the ranks print: each in its own file, some on the screen, and the last lines for the diagnosis."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ class RankLogs:
         return b"\n".join(line[:_LONGEST_LINE] for line in lines).decode(errors="replace").strip("\n")
 
     def move(self, folder: Path) -> None:
-        """Into the run folder. Where that is on another disk, files are copied."""
+        """Move the logs into the run folder. Where that is on another disk, files are copied."""
         target = folder / f"attempt-{self._attempt}"
         if target == self._folder:
             return
@@ -81,7 +81,7 @@ class RankLogs:
 
 
 def to_screen(data: bytes) -> None:
-    """Raw, as the rank wrote it. A screen that went away ends nothing."""
+    """Write bytes to the screen as the rank wrote them. A screen that went away ends nothing."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         view = memoryview(data)

@@ -1,4 +1,4 @@
-"""Addresses, ports and interfaces."""
+"""Finds addresses, ports and interfaces."""
 
 import ipaddress
 import socket
@@ -10,14 +10,14 @@ from drivetrain.core.launchers import LOOPBACK
 
 
 def get_free_port(address: str = LOOPBACK) -> int:
-    """A port that was free just now. Another process may take it: where it matters, bind it and keep the socket."""
+    """Return a port that was free just now. Another process may take it: if it matters, bind it and keep the socket."""
     with socket.socket() as found:
         found.bind((address, 0))
         return int(found.getsockname()[1])
 
 
 def listen_on(address: str, port: int, what: str) -> socket.socket:
-    """A listening socket on one address. Port 0 is any free one."""
+    """Return a listening socket on one address. Port 0 is any free one."""
     listening = socket.socket(_family(address), socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -49,13 +49,13 @@ def resolve_address(host: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """IPv4 of this machine; those that others can reach first."""
+    """Return the IPv4 addresses of this machine; those that others can reach first."""
     found = [address for _, address in _interfaces()]
     return sorted(found, key=lambda address: ipaddress.ip_address(address).is_loopback)
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an address of this machine; empty if none has."""
+    """Return the interface that has an address of this machine; empty if none has."""
     return next((name for name, own in _interfaces() if own == address), "")
 
 
@@ -64,7 +64,7 @@ def loopback_interface() -> str:
 
 
 def interface_towards(address: str) -> str:
-    """The interface by which this machine would reach an address; empty if there is no way."""
+    """Return the interface by which this machine would reach an address; empty if there is no way."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing: it only asks the routing table

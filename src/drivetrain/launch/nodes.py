@@ -19,7 +19,7 @@ _SAY_AFTER_SECONDS = 5.0
 
 @dataclass
 class Node:
-    """A machine that came, with what it told of itself."""
+    """A machine that has joined, with what it reported about itself."""
 
     rank: int
     host: str
@@ -47,7 +47,10 @@ class Nodes:
         return [rank for rank in range(1, self._layout.nodes) if rank not in self.here]
 
     def gather(self, seconds: float, wants_to_stop: Callable[[], bool]) -> list[int]:
-        """Until all machines are here; else those that are not. A machine that does not fit ends the job, by name."""
+        """Wait until all machines have joined, and return those that have not.
+
+        A machine that does not fit ends the job, by name.
+        """
         began = time.monotonic()
         said = False
         while self.missing and time.monotonic() - began < seconds and not wants_to_stop():
@@ -61,7 +64,7 @@ class Nodes:
         return self.missing
 
     def poll(self) -> list[tuple[int, Message]]:
-        """What the machines said; newcomers are let in on the way."""
+        """Return the messages of the machines; newcomers are admitted on the way."""
         self._accept()
         said = [(node.rank, message) for node in self.here.values() for message in node.channel.poll()]
         for channel in [*self._strangers]:
@@ -75,7 +78,7 @@ class Nodes:
         return said
 
     def lost(self) -> list[tuple[Node, str]]:
-        """Machines whose connection is gone, or that were silent for too long; they may come again."""
+        """Return machines whose connection is gone, or that were silent for too long; they may come again."""
         gone = []
         for node in [*self.here.values()]:
             why = node.channel.closed_because

@@ -1,4 +1,4 @@
-"""`drivetrain plan TARGET`: in this process, or in as many as `train` would start."""
+"""`drivetrain plan TARGET`: plans in this process, or in as many as `train` would start."""
 
 import shutil
 import tempfile
@@ -50,7 +50,7 @@ class Options(BaseModel):
 
 
 def run(options: Options, resolved: Resolved) -> int | None:
-    """None: here, in this process."""
+    """Plan in other processes, and return the exit code; None: plan here, in this process."""
     given = options.model_fields_set & {"num_processes", "cpu"}
     elsewhere = {"--for": options.machine, "--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
     there = next((flag for flag, value in elsewhere.items() if value is not None), "")

@@ -1,4 +1,4 @@
-"""How runs stand, read from the records in their folders. Nothing is written, and no lock is taken."""
+"""Reads the state of runs from the records in their folders. Nothing is written, and no lock is taken."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ _LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence
 
 @dataclass(frozen=True)
 class RunState:
-    """One run. What is not known is None."""
+    """The state of one run. What is not known is None."""
 
     name: str
     folder: str
@@ -39,7 +39,7 @@ class RunState:
 
 
 def runs_in(output_dir: Path) -> list[RunState]:
-    """All runs below a folder, the latest last."""
+    """Return all runs below a folder, the latest last."""
     folders = [path.parent for path in output_dir.glob("*/job.yaml")]
     return [state_of(folder) for folder in sorted(folders, key=_last_change)]
 
@@ -74,7 +74,7 @@ def state_of(folder: Path) -> RunState:
 
 
 def _job(folder: Path) -> tuple[dict[str, Any], str]:
-    """What it is a run of, and what is wrong with the file that says so: one damaged run does not hide the others."""
+    """Return the job of a run, and what is wrong with its file: one damaged run does not hide the others."""
     try:
         return read_job(folder), ""
     except DrivetrainError as error:
@@ -101,7 +101,7 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
 
 
 def _missing_report(folder: Path) -> str:
-    """It is written last: a process that is killed meanwhile leaves a run that is finished, without it."""
+    """Return a hint if the report is missing. It is written last: a killed process leaves a finished run without it."""
     if (folder / "report.html").exists():
         return ""
     try:
@@ -113,7 +113,7 @@ def _missing_report(folder: Path) -> str:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a run holds the folder's lock. Asked without taking it: a run that starts now must not find it taken."""
+    """Return whether a run holds the folder's lock, without taking it: a run that starts now must not find it taken."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
@@ -129,7 +129,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Half a line at either end is no line."""
+    """Return the last rows. Half a line at either end is dropped."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - LAST_BYTES)
@@ -150,7 +150,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _newest_checkpoint(folder: Path) -> tuple[int | None, str]:
-    """Its step, and in words why a newer one cannot be used. Hashes are not compared: only that files are there."""
+    """Return its step, and in words why a newer one cannot be used. Only checks that files exist, not their hashes."""
     problem = ""
     for step, manifest in sorted(_checkpoints(folder), reverse=True):
         missing = next((file for file in _shared_files(manifest) if not (folder / "checkpoints" / file).is_file()), "")
@@ -161,7 +161,7 @@ def _newest_checkpoint(folder: Path) -> tuple[int | None, str]:
 
 
 def _shared_files(manifest: Path) -> Iterator[str]:
-    """The files that a checkpoint shares with others. They are named at the beginning of its manifest."""
+    """Return the files that a checkpoint shares with others. They are named at the beginning of its manifest."""
     try:
         with manifest.open("rb") as file:
             start = file.read(MANIFEST_START_BYTES).decode(errors="replace").partition('"meta":')[0]
@@ -185,7 +185,7 @@ def _last_change(folder: Path) -> float:
 
 
 def _error_since_start(events: Sequence[Mapping[str, Any]]) -> str:
-    """Of a run in one process, which has nobody to write a crash down."""
+    """Return the error of a run in one process, which has no supervisor to record a crash."""
     for row in reversed(events):
         if row.get("event") in ("start", "resume"):
             break

@@ -1,4 +1,4 @@
-"""Ctrl-C and the signals of schedulers, as a supervisor hears them: the first means save and stop, a second at once."""
+"""Handles Ctrl-C and the signals of schedulers in a supervisor: the first means save and stop, a second at once."""
 
 import signal
 import time
@@ -12,7 +12,7 @@ _SAME_PRESS_SECONDS = 0.3  # a scheduler may send a signal to the group and to t
 
 
 class StopWish:
-    """Which signal came, and whether a second one did."""
+    """Holds which signal came, and whether a second one did."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -1,7 +1,7 @@
-"""SLURM: a batch script from the flags, submitted on request; and inside the job, the place of this machine.
+"""SLURM: makes a batch script from the flags, submits it on request; inside the job, finds this machine's place.
 
 The script starts one supervisor per node. A signal before the time limit makes them save and end with the code of
-that signal; the script then puts the job back into the queue, and its next start goes on from there.
+that signal; the script then requeues the job, and its next start goes on from there.
 """
 
 import os
@@ -44,7 +44,7 @@ class SlurmOptions(LaunchOptions):
 
 
 def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], output_dir: Path, folder: Path) -> str:
-    """The text of it. `folder` is where it was written, and where it runs."""
+    """Return the text of the script. `folder` is where it was written, and where it runs."""
     name = options.job_name or script.stem
     gpus = len(options.gpu_ids) if options.gpu_ids else options.num_gpus
     if gpus is None and not options.cpu:
@@ -110,7 +110,7 @@ def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[st
 
 
 def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = None) -> LaunchOptions:
-    """One supervisor per node under `srun`: how many, which one, and where the first is, unless flags say so."""
+    """Fill in from `srun`, with one supervisor per node: how many, which one, where the first is, unless flags do."""
     environ = os.environ if environ is None else environ
     nodes = environ.get("SLURM_STEP_NUM_NODES", "")
     one_each = nodes and environ.get("SLURM_STEP_NUM_TASKS") == nodes
@@ -125,7 +125,7 @@ def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = Non
 
 
 def _flags(options: SlurmOptions, output_dir: Path) -> list[str]:
-    """Those that were given and are not SLURM's own business."""
+    """Return the flags that were given, except those that SLURM decides."""
     flags = [f"--output-dir={output_dir}"]
     for name in sorted(options.model_fields_set & set(LaunchOptions.model_fields) - {"nodes", "node_rank"}):
         value = getattr(options, name)

@@ -1,4 +1,4 @@
-"""The SLURM jobs that were submitted from here: written down at the submit, and what SLURM says of them now."""
+"""Lists the SLURM jobs that were submitted from here: recorded at submission, with what SLURM says of them now."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def write_down(output_dir: Path, job: str, name: str, script: Path, output: str)
 
 
 def jobs_of(output_dir: Path) -> tuple[list[SlurmJob], str]:
-    """Those that were submitted into this folder, and why nothing more is known of them; empty if all is well."""
+    """Return the jobs submitted into this folder, and why nothing more is known of them; empty if all is well."""
     try:
         rows, _ = read_rows(output_dir / _RECORD)
     except OSError:
@@ -52,7 +52,7 @@ def jobs_of(output_dir: Path) -> tuple[list[SlurmJob], str]:
 
 
 def _asked(command: Sequence[str], jobs: Sequence[SlurmJob]) -> dict[str, dict[str, str]]:
-    """Job by job: one that SLURM has forgotten makes it refuse the whole list."""
+    """Ask SLURM job by job: one that it has forgotten makes it refuse the whole list."""
     found: dict[str, dict[str, str]] = {}
     if shutil.which(command[0]) is None:
         return found

@@ -1,4 +1,4 @@
-"""From flags to a running job: the checks that need no other machine, then the supervisor or its follower."""
+"""Starts a job from its flags: the checks that need no other machine, then the supervisor or its follower."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def start(
 
 
 def check_script(path: Path) -> None:
-    """Once, here, instead of once per rank."""
+    """Check the script once, here, instead of once per rank."""
     if not path.is_file():
         raise ConfigError([Problem(str(path), "there is no such script", remedy="give the path of a Python file")])
     try:

@@ -1,4 +1,4 @@
-"""`drivetrain status`: how runs stand, and jobs that were submitted to SLURM."""
+"""`drivetrain status`: shows the state of runs, and of jobs that were submitted to SLURM."""
 
 import json
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def _rate(samples_per_second: float) -> str:
 
 
 def in_words(one: RunState) -> str:
-    """A line of facts, and one of the cause where there is one."""
+    """Return a line of facts, and one of the cause where there is one."""
     of = "" if one.num_steps is None else f" of {one.num_steps}"
     facts = [f"step {one.step}{of}"]
     facts += [] if one.epoch is None else [f"epoch {one.epoch + 1}"]

@@ -1,7 +1,7 @@
-"""Starts the workers, watches them, starts them again while that makes sense, and says why it ended.
+"""Starts the workers, watches them, restarts them while that makes sense, and reports why the job ended.
 
-The world is fixed: every attempt has all ranks of all machines, or does not begin. Every attempt has a store of its
-own. Time is measured with the monotonic clock only. On several machines this is the main one; `follower` is the others.
+The world is fixed: every attempt has all ranks of all machines, or does not begin. Every attempt has its own store.
+Time is measured with the monotonic clock only. On several machines this is the main one; `follower` is the others.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without prog
 
 @dataclass
 class _Attempt:
-    """What is known of one attempt."""
+    """The state of one attempt, as far as known."""
 
     number: int
     world_size: int
@@ -76,7 +76,7 @@ class _Outcome:
 
 
 class Supervisor:
-    """`run` returns the exit code."""
+    """Supervises a job. `run` returns the exit code."""
 
     def __init__(
         self, task: Task, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
@@ -107,7 +107,7 @@ class Supervisor:
             self._guard.close()
 
     def _run(self) -> tuple[int, str]:
-        """The exit code, and the last words for the screen of every machine."""
+        """Return the exit code, and the final message for the screen of every machine."""
         missing = self._nodes.gather(self._options.join_seconds, self._wish.has_come)
         if self._wish.has_come():
             return self._wish.exit_code, f"drivetrain: {self._wish.name} before anything was started"
@@ -135,7 +135,7 @@ class Supervisor:
             _say(self._restart_in_words(cause, number))
 
     def _why_not_all_here(self, cause: Failure) -> str:
-        """A machine that was lost may come back. Why there is no start, where it does not."""
+        """Wait for lost machines, which may come back. Returns why there is no start, where one does not."""
         seconds = self._options.rejoin_seconds
         if self._nodes.missing:
             _say(
@@ -253,7 +253,7 @@ class Supervisor:
             self._wish.hear(int(event["signal"]))
 
     def _is_settled(self, attempt: _Attempt, crew: Crew, seconds: float) -> bool:
-        """Whether all that belongs to a failure was heard."""
+        """Return whether all reports that belong to a failure have arrived."""
         if len(attempt.nodes_gone) == self._layout.nodes:
             return True
         if not attempt.failures or any(failure.kind == NODE_LOST for failure in attempt.failures):
@@ -296,7 +296,7 @@ class Supervisor:
         return self._layout.nodes - 1
 
     def _end_all(self, attempt: _Attempt, crew: Crew) -> None:
-        """No worker of this attempt is left anywhere, or its machine is cut off and will have ended it itself."""
+        """End all workers of this attempt everywhere; a machine that is cut off will have ended its own."""
         self._nodes.tell("kill")
         crew.kill()
         deadline = time.monotonic() + GONE_SECONDS
@@ -304,7 +304,7 @@ class Supervisor:
             self._listen(attempt, crew, TICK_SECONDS)
 
     def _why_not_again(self, cause: Failure, attempt: _Attempt) -> str:
-        """Why the job is not started again; `-` where nobody would ask; empty if it is."""
+        """Return why the job is not restarted; `-` where the reason is not worth reporting; empty if it is."""
         limit = self._options.max_restarts
         made_progress = attempt.checkpoint > self._best_checkpoint or attempt.step > self._best_step
         self._best_checkpoint = max(self._best_checkpoint, attempt.checkpoint)
@@ -330,7 +330,7 @@ class Supervisor:
         return self._first_logs if self._run_folder is None else self._run_folder / "logs"
 
     def _write_crash(self, cause: Failure, others: tuple[Failure, ...], attempt: _Attempt, *, last: bool) -> Path:
-        """In the log folder of the attempt; and of the one that ended the job, where its run is."""
+        """Write crash.json in the log folder of the attempt, or in the run's folder for the one that ended the job."""
         logs = self._log_folder()
         folder = (self._run_folder or logs) if last else logs / f"attempt-{attempt.number}"
         path = folder / "crash.json"

@@ -1,4 +1,4 @@
-"""`drivetrain train TARGET`: in this process where one device is used, else in one process per GPU."""
+"""`drivetrain train TARGET`: trains in this process where one device is used, else in one process per GPU."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -60,14 +60,14 @@ FOR_RECIPES = ("run.seed", "optimizer.learning_rate", *READ_BY)
 
 
 def run(options: Options, resolved: Resolved) -> int | None:
-    """None: here, in this process."""
+    """Train in other processes, and return the exit code; None: train here, in this process."""
     if find_place().launcher != "drivetrain":  # which hands a file's values on as flags
         _refuse_unread(options.target, resolved)
     return started("train", options.target, (), options, options.model_fields_set - {"target"}, resolved)
 
 
 def _refuse_unread(target: str, resolved: Resolved) -> None:
-    """Flags that would be passed over. A file may hold any key for any job."""
+    """Refuse flags that would have no effect. A file may hold any key for any job."""
     is_recipe = ":" not in target and not target.endswith(".py")
     problems = []
     for name in FOR_RECIPES:
@@ -92,9 +92,9 @@ def started(
     given: Collection[str],
     resolved: Resolved,
 ) -> int | None:
-    """Runs a command in one process per device, or as the options say that were `given`. None: here, in this one.
+    """Run a command in one process per device, or as the `given` options say. None: here, in this process.
 
-    `words` are flags of its own, beside those of the configuration.
+    `words` are flags of the command, beside those of the configuration.
     """
     place = find_place()
     if place.launcher == "drivetrain":
@@ -118,7 +118,7 @@ def started(
 
 
 def _flags(resolved: Resolved) -> list[str]:
-    """The configuration as flags, wherever each value came from; workers get none of those about starting them."""
+    """Return the configuration as flags, from any source; workers get none of those about starting them."""
 
     def text(value: object) -> str:
         if isinstance(value, (list, tuple)):
@@ -129,7 +129,7 @@ def _flags(resolved: Resolved) -> list[str]:
 
 
 def _with_devices(options: LaunchOptions, config: Config) -> LaunchOptions:
-    """The configuration may choose devices, too; workers read it themselves, counted from the same visible ones."""
+    """Apply the configuration's choice of devices; workers read it themselves, counted from the same visible ones."""
     cpu = options.cpu or config.device.mode == "cpu" or config.device.device == "cpu"
     number = options.num_processes
     if number is None and options.num_gpus is None and options.gpu_ids is None and config.device.ids is not None:
@@ -138,7 +138,7 @@ def _with_devices(options: LaunchOptions, config: Config) -> LaunchOptions:
 
 
 def _num_devices(options: LaunchOptions, config: Config, hardware: Hardware) -> int:
-    """How many processes are started where nobody says how many."""
+    """Return how many processes are started where the number is not given."""
     if options.cpu or hardware.accelerator not in ("cuda", "rocm") or config.device.mode == "single_gpu":
         return 1
     if config.distributed.strategy in ("single", "data_parallel") or config.device.device != "auto":

@@ -1,4 +1,4 @@
-"""The first lines of every worker: bound to its supervisor's life, it runs the script and tells how that ended.
+"""The entry point of every worker: bound to its supervisor's life, it runs the script and reports how that ended.
 
 Loads nothing heavy before the script does: a script may set variables that torch reads when it is imported.
 """
@@ -33,7 +33,10 @@ _store: list[Any] = []  # of this process, kept as long as it lives
 
 
 def main() -> NoReturn:
-    """`python -c "from drivetrain.launch.worker import main; main()" script FILE …` or `… command train …`."""
+    """Run one worker.
+
+    Its command is `python -c "from drivetrain.launch.worker import main; main()" script FILE …` or `… command train …`.
+    """
     _live_with_the_supervisor()
     cores = os.environ.get(CORES, "")
     if cores:
@@ -75,7 +78,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _run_script(words: list[str]) -> None:
-    """As `python script.py` does: in the module `__main__`, with the script's folder first on the path."""
+    """Run a script as `python script.py` does: in the module `__main__`, with the script's folder first on the path."""
     path = words[0]
     sys.argv[:] = words
     sys.path[0] = str(Path(path).absolute().parent)
@@ -88,9 +91,9 @@ def _run_script(words: list[str]) -> None:
 
 
 def _serve_store_later() -> None:
-    """On rank 0: the store where ranks meet, as soon as the script loads what would look for it.
+    """Start the rendezvous store on rank 0, as soon as the script imports what would look for it.
 
-    All ranks, this one too, come as clients (TORCHELASTIC_USE_AGENT_STORE), whatever script runs.
+    All ranks, this one too, come as clients (TORCHELASTIC_USE_AGENT_STORE), in any script.
     """
     descriptor = os.environ.pop(STORE_FD, "")
     if descriptor:
@@ -120,7 +123,7 @@ class _StoreFinder(MetaPathFinder):
 
 
 def _serve_store(descriptor: int) -> None:
-    """On the socket that the supervisor bound: it listens on that address and no other."""
+    """Start the store on the socket that the supervisor bound: it listens on that address and no other."""
     from torch._C._distributed_c10d import TCPStore
 
     with socket.socket(fileno=os.dup(descriptor)) as listening:
@@ -129,7 +132,7 @@ def _serve_store(descriptor: int) -> None:
 
 
 def _live_with_the_supervisor() -> None:
-    """The kernel kills this process when the supervisor dies, however that happens; `guard` its children."""
+    """Have the kernel kill this process when the supervisor dies, however that happens; `guard` kills its children."""
     parent = int(os.environ.pop(SUPERVISOR_PID, "0"))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -159,7 +162,7 @@ def _tell_error(error: BaseException) -> None:
 
 
 def _origin(error: BaseException) -> str:
-    """The exception that began it: one that is raised on the way out hides it, but does not explain it."""
+    """Return the original exception: one that is raised during cleanup hides it, but does not explain it."""
     seen = {id(error)}
     while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
         error = earlier
@@ -174,7 +177,7 @@ def _qualified(kind: type) -> str:
 
 
 def _trace(error: BaseException) -> str:
-    """Without the frames of this file, which are nobody's fault."""
+    """Return the traceback without the frames of this file, which are never the cause."""
     return "".join(traceback.format_exception(type(error), error, _below_here(error.__traceback__)))
 
 
