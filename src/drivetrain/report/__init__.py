@@ -1,4 +1,4 @@
-"""A run folder turned into words and pictures. Reads only the folder: it works long after the run, and anywhere."""
+"""Turns a run folder into text and pictures. Reads only the folder: it works long after the run, and anywhere."""
 
 import contextlib
 from collections.abc import Callable
@@ -29,7 +29,7 @@ MOST_GRAPHS = 6  # of single epochs: the first, the last, and some between
 
 
 def write_report(folder: Path) -> list[str]:
-    """Writes `performance_summary.txt`, the pictures and `report.html`.
+    """Write `performance_summary.txt`, the pictures and `report.html`.
 
     Never raises: returns what went wrong, in words.
     """
@@ -71,7 +71,7 @@ def write_report(folder: Path) -> list[str]:
 
 
 def _epochs(folder: Path) -> list[int]:
-    """Those of which the graph is drawn."""
+    """Return the epochs whose graph is drawn."""
     found = sorted(int(path.stem.removeprefix("epoch_")) for path in (folder / "knowledge").glob("epoch_*.json"))
     count = min(MOST_GRAPHS, len(found))
     return [found[round(place * (len(found) - 1) / max(count - 1, 1))] for place in range(count)]

@@ -1,4 +1,4 @@
-"""`drivetrain report RUN`: the words, pictures and page of a run, made again from its records."""
+"""`drivetrain report RUN`: makes the text, pictures and page of a run again from its records."""
 
 from pathlib import Path
 from typing import Annotated

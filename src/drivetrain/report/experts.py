@@ -1,4 +1,4 @@
-"""Pictures of a mixture of experts: who works on what, who came and went and why, where they live."""
+"""Draws a mixture of experts: which expert works on what, which were added and removed and why, where they are."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -22,7 +22,7 @@ _MARKS: Mapping[str, tuple[str, str, int]] = {
 
 
 def draw_activations(data: RunData) -> bytes | None:
-    """expert_activations.png: each expert's share of the tokens over the run, and of each class at the end."""
+    """Draw expert_activations.png: each expert's share of the tokens over the run, and of each class at the end."""
     layer, loads = _of_first_layer(data.told("load"))
     if not loads:
         return None
@@ -47,7 +47,7 @@ def draw_activations(data: RunData) -> bytes | None:
 
 
 def draw_lifecycle(data: RunData) -> bytes | None:
-    """expert_lifecycle.png: how many experts there were and what became of them; what each sleep did."""
+    """Draw expert_lifecycle.png: how many experts there were and what became of them; what each sleep did."""
     layer, loads = _of_first_layer(data.told("load"))
     nights = data.told("sleep")
     events = [row for row in data.told("expert") if row.get("what") in _MARKS and row.get("layer") == layer]
@@ -69,7 +69,7 @@ def draw_lifecycle(data: RunData) -> bytes | None:
 
 
 def draw_devices(data: RunData) -> bytes | None:
-    """expert_device_distribution.png: which expert lives on which device, and how much each has to do."""
+    """Draw expert_device_distribution.png: which expert is on which device, and the load of each."""
     loads = _of_first_layer(data.told("load"))[1]
     if not loads or "ranks" not in loads[-1]:
         return None
@@ -95,7 +95,7 @@ def draw_devices(data: RunData) -> bytes | None:
 
 
 def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int], least_gap: float) -> None:
-    """Stacked, the oldest expert below. Of numbers closer than `least_gap`, that of the larger share is written."""
+    """Draw stacked shares, oldest expert below. Of numbers closer than `least_gap`, the larger share's is written."""
     steps = np.array([row["step"] for row in loads])
     numbers = sorted({int(number) for row in loads for number in row["loads"]})
     totals = np.array([max(sum(row["loads"].values()), 1) for row in loads])
@@ -197,7 +197,7 @@ def _draw_number(axis: Any, data: RunData, loads: Sequence[Row], events: Sequenc
 
 
 def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
-    """For each sleep, from before to after: accuracy where that was measured, else whatever was."""
+    """Draw each sleep from before to after: accuracy where that was measured, else the first metric that was."""
     names = [name for name in nights[0]["before"] if name != "valid_loss"] or list(nights[0]["before"])
     shown = [night for night in nights if names and names[0] in night["before"]]
     if not shown:
@@ -258,13 +258,13 @@ def _classes(serves: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _under(classes: Sequence[str]) -> float:
-    """Inches that slanted names need below the picture; 0: they are short, and stand straight."""
+    """Return the inches that slanted names need below the picture; 0: they are short, and stay upright."""
     longest = max(map(len, classes))
     return 0.0 if longest < 4 else 0.055 * min(longest, 24)
 
 
 def _each(count: int, room: float, needed: float) -> int:
-    """Every which of so many labels has the inches it needs."""
+    """Return n such that every n-th of so many labels has the inches it needs."""
     return max(1, ceil(count * needed / room))
 
 
@@ -278,7 +278,7 @@ def _mark_nights(axis: Any, steps: Sequence[int]) -> None:
 
 
 def _of_first_layer(loads: Sequence[Row]) -> tuple[str, list[Row]]:
-    """Rows of the first mixture that have the experts' own loads."""
+    """Return the rows of the first mixture that have the experts' own loads."""
     rows = [row for row in loads if row.get("loads")]
     if not rows:
         return "", []

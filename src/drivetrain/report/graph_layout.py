@@ -1,6 +1,6 @@
-"""Where the nodes of a knowledge graph are drawn: experts on a circle, concepts around them, near those who serve them.
+"""Lays a knowledge graph out: experts on a circle, concepts around them, near the experts that serve them.
 
-Circles, since nothing on one can lie on something else, and the picture of the next epoch looks much the same.
+Circles are used, since nothing on one can overlap, and the picture of the next epoch looks much the same.
 """
 
 import math
@@ -36,7 +36,7 @@ def layout(graph: KnowledgeGraph) -> Layout:
 
 
 def _in_a_ring(graph: KnowledgeGraph) -> list[int]:
-    """Neighbours are tied: a chain of what hangs together most, then pairs that change places as long as it helps."""
+    """Order experts so that neighbours are tied: a chain of the strongest ties, then pairs swap while it helps."""
     ties = _ties(graph)
     left = list(graph.experts)
     ring: list[int] = []
@@ -55,7 +55,7 @@ def _in_a_ring(graph: KnowledgeGraph) -> list[int]:
 
 
 def _ties(graph: KnowledgeGraph) -> dict[tuple[Node, Node], float]:
-    """Between experts, also through the concepts they share."""
+    """Return the weights of ties between experts, also through the concepts they share."""
     ties: dict[tuple[Node, Node], float] = {}
 
     def tie(one: Node, other: Node, weight: float) -> None:
@@ -83,7 +83,7 @@ def _length(ring: Sequence[int], ties: Mapping[tuple[Node, Node], float]) -> flo
 
 
 def _around(graph: KnowledgeGraph, angles: Mapping[Node, float]) -> dict[Node, float]:
-    """Each concept near its experts, all of them evenly apart, the whole turned to where it fits best."""
+    """Place each concept near its experts, all of them evenly apart, the whole rotated to where it fits best."""
     wanted: dict[str, float] = {}
     for concept in graph.concepts:
         serving = graph.serving(concept)

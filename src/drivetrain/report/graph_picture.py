@@ -1,4 +1,4 @@
-"""knowledge_graph.png and expert_placement.png: what experts know and how they are tied; on which device they live."""
+"""Draws knowledge_graph.png and expert_placement.png: what experts know, how they are tied, where they are placed."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ _FOLDER = "knowledge"
 
 
 def draw_knowledge(data: RunData, epoch: int | None = None) -> bytes | None:
-    """Of the last that was written, or of that epoch; None if there is none."""
+    """Draw the graph that was written last, or that of the given epoch; None if there is none."""
     found = knowledge_of(data, epoch)
     if not found:
         return None
@@ -40,7 +40,7 @@ def draw_knowledge(data: RunData, epoch: int | None = None) -> bytes | None:
 
 
 def draw_places(data: RunData) -> bytes | None:
-    """None where all experts are on one device."""
+    """Draw the placement of experts; None where all experts are on one device."""
     found = knowledge_of(data)
     name, layer = next(iter(found["layers"].items())) if found else ("", {"capabilities": ()})
     if len(layer["capabilities"]) < 2:
@@ -50,7 +50,7 @@ def draw_places(data: RunData) -> bytes | None:
 
 
 def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
-    """What the hook `KnowledgeFiles` wrote."""
+    """Return what the hook `KnowledgeFiles` wrote."""
     pattern = "[es]*.json" if epoch is None else f"epoch_{epoch:04d}.json"
     found = sorted((data.folder / _FOLDER).glob(pattern))
     rows = [row for path in found if (row := as_row(path.read_bytes())) is not None]
@@ -58,7 +58,7 @@ def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
 
 
 def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "") -> bytes:
-    """Size: tokens in all. Colour: specialisation. Red border: long without a token. Width of lines: their weight."""
+    """Draw a graph. Size: all tokens. Colour: specialisation. Red border: long without a token. Line width: weight."""
     plan = layout(graph)
     with canvas(11.5, 8.2) as drawn:
         axis = drawn.figure.add_axes((0.0, 0.01, 0.73, 0.9))
@@ -84,7 +84,7 @@ def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "")
 
 
 def draw_placement(layer: Mapping[str, Any], title: str, subtitle: str = "") -> bytes:
-    """A box for each device, its experts in it, and lines between those that are chosen together."""
+    """Draw a box for each device, its experts in it, and lines between those that are chosen together."""
     graph = KnowledgeGraph.from_json(layer["graph"])
     ranks = range(len(layer["capabilities"]))
     held = {rank: [s for s, r in enumerate(layer["ranks"]) if r == rank] for rank in ranks}
@@ -129,7 +129,7 @@ def _frame(axis: Any, plan: Layout) -> None:
 
 
 def _radii(graph: KnowledgeGraph, plan: Layout) -> dict[int, float]:
-    """By the square root of tokens, so that the area tells; never so large that neighbours touch."""
+    """Return radii by the square root of tokens, so that areas are proportional; neighbours never touch."""
     experts = graph.experts
     room = plan.inner * math.sin(math.pi / max(len(experts), 2)) * 0.8
     largest = min(0.125, room)
@@ -138,7 +138,10 @@ def _radii(graph: KnowledgeGraph, plan: Layout) -> dict[int, float]:
 
 
 def _shown(graph: KnowledgeGraph) -> list[Edge]:
-    """Of each node what is strongest, the weaker first, so that the stronger lie above. All of it would be a ball."""
+    """Return the strongest edges of each node, the weaker first, so that the stronger are drawn above.
+
+    All of the edges would be a ball.
+    """
     left: dict[tuple[Node, Relation], int] = {}
     found = []
     for edge in sorted(graph.edges(), key=lambda edge: -edge.weight):
@@ -205,7 +208,7 @@ def _draw_concept(axis: Any, concept: str, plan: Layout) -> None:
 
 
 def _draw_legend(side: Any, relations: set[Relation], has_dormant: bool) -> None:
-    """From above: lines, sizes, colours."""
+    """Draw the legend, from top to bottom: lines, sizes, colours."""
     from matplotlib.lines import Line2D
 
     side.set_xlim(0, 1)
@@ -276,7 +279,7 @@ def _draw_box(
 
 
 def _in_box(corner: tuple[float, float], numbers: Sequence[int]) -> list[tuple[int, float, float]]:
-    """The experts of a device on a ring, one alone in the middle."""
+    """Place the experts of a device on a ring, a single one in the middle."""
     there = sorted(number for number in numbers if number >= 0)
     x, y = corner[0] + 0.46, corner[1] + 0.5
     radius = 0.0 if len(there) == 1 else 0.25
@@ -330,7 +333,7 @@ def _draw_bonds_legend(figure: Any) -> None:
 
 
 def _has_many(plan: Layout) -> bool:
-    """Concepts: more than fit with their names side by side."""
+    """Return whether there are more concepts than fit side by side with their names."""
     return sum(isinstance(node, str) for node in plan.places) > 24
 
 

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs nothing but itself: words, pictures, what happened."""
+"""Writes report.html: a run on one self-contained page: text, pictures, what happened."""
 
 import base64
 import html
@@ -24,7 +24,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 
 
 def page(data: RunData, summary: str, pictures: Mapping[str, str]) -> str:
-    """`pictures`: the names of those in the folder, with what they show."""
+    """Return the page. `pictures`: the names of those in the folder, with what they show."""
     parts = [f"<h1>{_text(data.name)}</h1>", f'<p class="about">{_text(_about(data))}</p>']
     for name, about in pictures.items():
         source = _as_data(data.folder / name)
@@ -51,7 +51,7 @@ def _about(data: RunData) -> str:
 
 
 def _what_happened(data: RunData) -> str:
-    """What became of experts, and each sleep."""
+    """Return the table of what became of experts, and of each sleep."""
     rows = [*data.told("expert"), *data.told("sleep")]
     words = [(row["step"], *_in_words(row)) for row in sorted(rows, key=lambda row: row["step"])]
     lines = [

@@ -1,4 +1,4 @@
-"""training_metrics.png: the loss, what validation found, and the time."""
+"""Draws training_metrics.png: the loss, the validation metrics, and the time."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _MOST_LOSS_PARTS = 8
 
 
 def draw(data: RunData) -> bytes:
-    """The picture as PNG."""
+    """Return the picture as PNG."""
     with canvas(14, 4.6) as drawn:
         axes = drawn.figure.subplots(1, 3)
         drawn.figure.subplots_adjust(left=0.055, right=0.985, top=0.79, bottom=0.125, wspace=0.2)
@@ -61,7 +61,7 @@ def _draw_loss(axis: Any, data: RunData) -> None:
 
 
 def _draw_parts(axis: Any, data: RunData) -> None:
-    """Each named part of the training loss, without its weight."""
+    """Draw each named part of the training loss, without its weight."""
     for number, name in enumerate(data.part_names[:_MOST_LOSS_PARTS]):
         rows = [row for row in data.steps if row.get(name) is not None]
         steps, values = np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
@@ -72,7 +72,7 @@ def _draw_parts(axis: Any, data: RunData) -> None:
 
 
 def _draw_metrics(axis: Any, data: RunData) -> None:
-    """What validation found besides the loss; the speed where there is nothing."""
+    """Draw the validation metrics besides the loss; the throughput where there are none."""
     axis.set_xlabel("step")
     losses = {"valid_loss", *(f"valid_{name}" for name in data.part_names)}
     names = [name for name in data.metric_names if name not in losses][:_MOST_METRICS]
@@ -102,7 +102,7 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
 
 
 def _draw_time(axis: Any, data: RunData) -> None:
-    """Seconds of each epoch; of each step where there is but one."""
+    """Draw the seconds of each epoch; of each step where there is only one epoch."""
     epochs = data.epochs
     if len(epochs) < 2:
         axis.set_title("Time per step (ms)")
@@ -128,7 +128,7 @@ def _draw_time(axis: Any, data: RunData) -> None:
 
 
 def _smoothed(values: Any, window: int) -> Any:
-    """Mean of the last `window` values, of fewer at the beginning."""
+    """Return the mean of the last `window` values, of fewer at the beginning."""
     sums = np.cumsum(np.insert(values, 0, 0.0))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(0, ends - window)
@@ -136,7 +136,7 @@ def _smoothed(values: Any, window: int) -> Any:
 
 
 def _thinned(steps: Any, values: Any) -> tuple[Any, Any]:
-    """Few enough points to draw: means of neighbours."""
+    """Return few enough points to draw: means of neighbours."""
     size = -(-len(steps) // _MOST_POINTS)
     if size < 2:
         return steps, values

@@ -1,4 +1,4 @@
-"""What a run folder holds, read into plain rows. Files that are missing are empty; half a last line is not a line."""
+"""Reads a run folder into plain rows. Files that are missing are empty; an incomplete last line is left out."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,13 +25,13 @@ class Epoch:
 
     @property
     def whole_seconds(self) -> float:
-        """With validation and sleep."""
+        """The seconds of the epoch, with validation and sleep."""
         return self.seconds + self.aside_seconds
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run."""
+    """The records of one run."""
 
     folder: Path
     job: Row
@@ -77,12 +77,12 @@ class RunData:
 
     @cached_property
     def metric_names(self) -> list[str]:
-        """Of what validations found, in the order in which it was first found."""
+        """The names of validation metrics, in the order in which they first appear."""
         names = {name: None for row in self.metrics for name in row if name not in ("step", "epoch", "seconds")}
         return [name for name in names if any(isinstance(row.get(name), (int, float)) for row in self.metrics)]
 
     def metric(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values."""
+        """Return steps and values."""
         rows = [row for row in self.metrics if isinstance(row.get(name), (int, float))]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
@@ -92,7 +92,7 @@ class RunData:
         return list(dict.fromkeys(name for row in self.steps for name in row if name.startswith("loss_")))
 
     def part_loss(self, name: str) -> float | None:
-        """The mean of a part over the last epoch, by its own count; None if that had no item of it."""
+        """Return the mean of a part over the last epoch, by its own count; None if that had no item of it."""
         last = self.steps[-1]["epoch"]
         items = f"num_items_{name.removeprefix('loss_')}"
         rows = [row for row in self.steps if row["epoch"] == last and row.get(name) is not None]
@@ -102,7 +102,7 @@ class RunData:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Mean seconds of a step, by phase, over all steps that were measured."""
+        """The mean seconds of a step, by phase, over all steps that were measured."""
         totals: dict[str, float] = {}
         for row in self.speed:
             for name, seconds in row["phases"].items():
@@ -114,7 +114,7 @@ class RunData:
         return sum(row["phase_steps"] for row in self.speed)
 
     def told(self, kind: str) -> list[Row]:
-        """Events of a kind, in order; without those of steps that were done again after a resume."""
+        """Return events of a kind, in order; without those of steps that were done again after a resume."""
         found: list[Row] = []
         for row in self.events:
             if row.get("event") == "resume":
@@ -124,7 +124,7 @@ class RunData:
         return found
 
     def event(self, *kinds: str) -> Row:
-        """The last of these kinds."""
+        """Return the last event of these kinds."""
         return next((row for row in reversed(self.events) if row.get("event") in kinds), {})
 
 

@@ -1,4 +1,4 @@
-"""How all pictures of a report look."""
+"""Defines how all pictures of a report look."""
 
 import io
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _STYLE: dict[Any, Any] = {
 
 
 class Canvas:
-    """A figure with a heading; `png` is it as bytes."""
+    """A figure with a heading; `png` returns it as bytes."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure
@@ -40,7 +40,7 @@ class Canvas:
 
 @contextmanager
 def canvas(width: float, height: float) -> Iterator[Canvas]:
-    """matplotlib's state and backend stay as they are: the caller may draw too."""
+    """Make a canvas. matplotlib's state and backend stay as they are: the caller may draw too."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,5 +57,5 @@ def say_nothing(axis: Any) -> None:
 
 
 def end_at_all(axis: Any) -> None:
-    """Of an axis of shares: more than all means nothing. A little above, so that a point there is seen whole."""
+    """End an axis of shares just above 1, so that a point there is seen whole: larger shares mean nothing."""
     axis.set_ylim(top=min(axis.get_ylim()[1], 1.005))

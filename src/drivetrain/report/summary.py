@@ -1,4 +1,4 @@
-"""A run in words: how it was done, how fast, where the time went, what the devices did."""
+"""Summarises a run in words: how it was done, how fast, where the time went, what the devices did."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -122,7 +122,7 @@ def _phases(data: RunData) -> Iterator[str]:
 
 
 def _verdict(data: RunData) -> Iterator[str]:
-    """What the doctor found at the end; what it found last, if there was no end."""
+    """Yield what the doctor found at the end; what it found last, if there was no end."""
     verdict = data.event("verdict")
     if not verdict:
         return
@@ -152,7 +152,7 @@ def _devices(data: RunData) -> Iterator[str]:
 
 
 def _memory_efficiency(rows: list[Row]) -> Iterator[str]:
-    """How much of the card the model needed, and how much of what torch took it used."""
+    """Yield how much of the card the model needed, and how much of torch's reserved memory it used."""
     peak = max((row["memory_peak_gib"] for row in rows if "memory_peak_gib" in row), default=0.0)
     reserved = max((row["memory_peak_reserved_gib"] for row in rows if "memory_peak_reserved_gib" in row), default=0.0)
     total = next((row["memory_total_gib"] for row in rows if "memory_total_gib" in row), 0.0)
