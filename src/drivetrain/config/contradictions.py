@@ -1,4 +1,4 @@
-"""Values that are right alone and wrong together, or wrong on this machine."""
+"""Finds values that are valid alone and wrong together, or wrong on this machine."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class _Case:
         return Problem(given.spelled, message, given.value, given.source, allowed, remedy)
 
     def spelled(self, name: str) -> str:
-        """As the user wrote it, with its value, for the other half of a contradiction."""
+        """Return the setting as the user wrote it, with its value, for the other half of a contradiction."""
         given = self.given[name]
         return f"{given.spelled} {given.value}" if given.spelled.startswith("-") else f"{given.spelled}: {given.value}"
 
@@ -39,7 +39,7 @@ def find_contradictions(
     unusable: Collection[str],
     hardware: Callable[[], Hardware] | None,
 ) -> list[Problem]:
-    """Every contradiction among the valid values. An invalid value takes no part: its own problem is enough."""
+    """Return every contradiction among the valid values. Invalid values take no part: their own problem is enough."""
     case = _Case(config, given)
     problems = [*_between_values(case)]
     if hardware is not None and any(name in given for name in _NEEDS_THE_MACHINE):
@@ -51,7 +51,7 @@ def find_contradictions(
 
 
 def _cpu_asked_by(case: _Case) -> str | None:
-    """The setting that asks for the CPU, as the user wrote it."""
+    """Return the setting that asks for the CPU, as the user wrote it."""
     if case.config.device.mode == "cpu" and "device.mode" in case.given:
         return case.spelled("device.mode")
     if case.config.device.device == "cpu" and "device.device" in case.given:
@@ -220,7 +220,7 @@ _OF_DEEPSPEED = ("stage", "offload_optimizer", "config")
 
 
 def _options_of_others(case: _Case) -> Iterator[Problem]:
-    """Options that the strategy which was asked for would not obey. With `auto` they count if theirs is chosen."""
+    """Yield options that the chosen strategy would not obey. With `auto` they count if theirs is chosen."""
     distributed = case.config.distributed
     strategy = distributed.strategy
     of_fsdp, of_ddp = {"fsdp": _OF_FSDP}, {"ddp": _OF_DDP}

@@ -1,8 +1,8 @@
-"""Configuration files that were written for other trainers: which one a file speaks, and what each line becomes.
+"""Configuration files that were written for other trainers: detects the dialect, and translates each line.
 
 The same key means different things in them: `train_batch_size` is per GPU beside Accelerate and global in DeepSpeed's
 JSON. So a file is read in one dialect, found from keys that only that one has, and two are never merged. A line with an
-equivalent sets it; one without is named, with the reason. Keys that no dialect knows are read as our own.
+equivalent sets it; one without is named, with the reason. Keys that no dialect knows are read as drivetrain's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from drivetrain.core.errors import Problem
 
 @dataclass(frozen=True)
 class Line:
-    """A key of a file, below its section if it has one, and where it stands."""
+    """A key of a file, below its section if it has one, and its position."""
 
     key: str
     value: Any
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a line becomes.
+    """The translation of a line.
 
     Attributes:
         settings: the fields that it sets, by dotted name.
@@ -47,12 +47,12 @@ Rule = Callable[[Any], Meaning]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one trainer's files are read.
+    """The rules for reading one trainer's files.
 
     Attributes:
         name: what messages call it.
         marks: keys that only its files have.
-        rules: what its keys become; all others are our own.
+        rules: what its keys become; all others are drivetrain's.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Dialect:
 
 
 def translate(lines: Sequence[Line]) -> tuple[list[Given], list[Problem], list[Line]]:
-    """What the lines of a foreign file set, what is wrong with them, and the lines that are our own."""
+    """Translate a foreign file: the settings of its lines, their problems, and the lines that are drivetrain's."""
     marking = [(dialect, [line for line in lines if _marks(dialect, line)]) for dialect in DIALECTS]
     spoken = [(dialect, marks) for dialect, marks in marking if marks]
     if not spoken:

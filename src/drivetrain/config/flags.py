@@ -1,4 +1,4 @@
-"""The command line, generated from the fields: nothing is listed twice, and every problem is reported at once.
+"""Parses the command line, generated from the fields: nothing is listed twice, every problem is reported at once.
 
 argparse does the parsing. Before it, flags get one spelling (`_` is `-`), a boolean takes the next word only if that is
 a boolean (`--compile digits` leaves `digits` alone), and unknown flags are taken out: one typo does not hide another.
@@ -36,7 +36,7 @@ _MISSING = _Missing()
 
 @dataclass
 class ParsedFlags:
-    """What the command line said, unchecked against the other sources."""
+    """The parsed command line, not yet checked against the other sources."""
 
     options: dict[str, Any] = field(default_factory=dict)
     given: list[Given] = field(default_factory=list)
@@ -45,7 +45,7 @@ class ParsedFlags:
 
 
 class _Record(argparse.Action):
-    """Keep each value with the spelling it came under."""
+    """Keeps each value with the spelling it came under."""
 
     def __call__(
         self,
@@ -59,7 +59,7 @@ class _Record(argparse.Action):
 
 
 class _Help(argparse.HelpFormatter):
-    """Two columns; all names of a flag, then the value once."""
+    """Formats help in two columns; all names of a flag, then the value once."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=100)
@@ -77,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class FlagParser:
-    """The flags of one command: its own options, and those of the configuration's fields that it obeys."""
+    """Parses the flags of one command: its options, and those of the configuration's fields that it obeys."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class FlagParser:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every flag this command takes, for the test that freezes the list."""
+        """Every flag that this command takes, for the test that freezes the list."""
         return tuple(sorted(f"--{name}" for name in self._known))
 
     def format_help(self) -> str:
@@ -156,7 +156,7 @@ class FlagParser:
         return parsed
 
     def _first_positional(self, argv: Sequence[str]) -> int:
-        """Where the flags end and what they are for begins: its own flags, which follow, are not ours."""
+        """Return where the command's flags end and its target begins: the target's flags follow, and are not parsed."""
         place = 0
         while place < len(argv) and argv[place].startswith("-"):
             name, equals, _ = argv[place].partition("=")
@@ -261,7 +261,7 @@ class FlagParser:
                 self._take_option(setting, value, spelled, parsed)
 
     def _take_switch(self, name: str, value: str, spelled: str, parsed: ParsedFlags) -> None:
-        """Take a flag that stands for a value of its field; switched off, it says nothing."""
+        """Take a flag that stands for a value of its field; switched off, it sets nothing."""
         setting = SWITCHES[name]
         if value.lower() in _TRUE_WORDS:
             parsed.given.append(Given(setting.name, setting.switches[name], spelled, COMMAND_LINE))
@@ -278,9 +278,9 @@ class FlagParser:
             parsed.problems.append(value_problem(setting, given, str(error)))
 
     def passed_on(self, parsed: ParsedFlags) -> str:
-        """One line where the words after the script hold flags of ours that the script's own text does not name.
+        """Return one line where the words after the script hold drivetrain flags that the script's text does not name.
 
-        A notice, no problem: a script may read such a flag somewhere else.
+        It is a notice, not a problem: a script may read such a flag somewhere else.
         """
         if self._rest is None:
             return ""

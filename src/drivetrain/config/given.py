@@ -1,4 +1,4 @@
-"""One value that a user set, and where."""
+"""One value that a user set, and its source."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Given:
-    """One value that somebody set."""
+    """One value that a user set."""
 
     name: str  # the field's dotted name; empty if the line sets nothing, and the note says why
     value: Any

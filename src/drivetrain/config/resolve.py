@@ -1,4 +1,4 @@
-"""From what was given to one checked `Config`: flags over YAML over defaults, every problem at once."""
+"""Resolves all sources to one checked `Config`: flags over YAML over defaults, every problem at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
 
 @dataclass(frozen=True)
 class Resolved:
-    """The configuration, and for each field that was set: by what."""
+    """The configuration, and the origin of each field that was set."""
 
     config: Config
     origins: Mapping[str, Given]
@@ -30,10 +30,10 @@ class Resolved:
 
 
 def configure(file: Path | str | None = None, /, hardware: Hardware | None = None, **values: Any) -> Config:
-    """A configuration from a YAML file and values by any of their names: `configure("train.yaml", batch_size=64)`.
+    """Make a configuration from a YAML file and values by any of their names: `configure("train.yaml", batch_size=64)`.
 
-    Values win over the file. Raises `ConfigError` with every problem at once. With `hardware`, what this machine cannot
-    do is a problem too.
+    Values win over the file. Raises `ConfigError` with every problem at once. With `hardware`, settings that this
+    machine cannot fulfil are problems too.
     """
     from_file, problems = from_yaml(Path(file)) if file is not None else ([], [])
     from_python, more = from_values(values)
@@ -90,7 +90,7 @@ def resolve(
 def _without_gpu(
     sources: Sequence[Sequence[Given]], hardware: Callable[[], Hardware] | None
 ) -> tuple[list[list[Given]], list[str]]:
-    """The lines that set something, without those that need a GPU where none is used; and what to tell of all."""
+    """Return the lines that set something, without those that need a GPU where none is used; and the notes on all."""
     everything = [given for source in sources for given in source]
     asked = {given.name: given.value for given in everything}
     has_gpu = not any(given.needs_gpu for given in everything) or (
@@ -106,7 +106,7 @@ def _without_gpu(
 
 
 def _without_deepspeed(sources: Sequence[Sequence[Given]], notes: list[str]) -> list[list[Given]]:
-    """The sources without DeepSpeed's options of another trainer's file, where the strategy is not DeepSpeed.
+    """Return the sources without DeepSpeed's options of another trainer's file, where the strategy is not DeepSpeed.
 
     Such files hold them beside a switch (`deepspeed.enabled`), and a flag may choose otherwise.
     """
@@ -127,7 +127,7 @@ def _without_deepspeed(sources: Sequence[Sequence[Given]], notes: list[str]) -> 
 
 
 def value_problem(setting: Setting, given: Given, why: str) -> Problem:
-    """A value that does not fit its field."""
+    """Return the problem of a value that does not fit its field."""
     value = given.value
     wrong = setting.wrong_parts(value) if setting.choices else []
     meant = nearest(wrong[0], setting.choices) if wrong else None
@@ -144,7 +144,7 @@ def value_problem(setting: Setting, given: Given, why: str) -> Problem:
 
 
 def _sign(given: Given) -> str:
-    """What stands between a name and its value: on the command line, in Python, in a file."""
+    """Return the sign between a name and its value: on the command line, in Python, in a file."""
     return " " if given.spelled.startswith("-") else "=" if given.source == "Python" else ": "
 
 
@@ -153,7 +153,7 @@ def _lower_first(text: str) -> str:
 
 
 def _same_field_twice(source: Sequence[Given]) -> list[Problem]:
-    """Two names of one field in the same source, with different values: nobody can say which was meant."""
+    """Return a problem for each field that one source sets twice, to different values: it is ambiguous."""
     first: dict[str, Given] = {}
     problems = []
     for given in source:

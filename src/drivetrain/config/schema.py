@@ -14,7 +14,7 @@ from drivetrain.core.precision_name import PrecisionName
 
 
 class Flag:
-    """Short names of a field, beside its dotted one. `-` and `_` are alike; the first is the one shown in messages."""
+    """The short names of a field, besides its dotted one. `-` and `_` are equal; messages show the first."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -36,7 +36,7 @@ class Rest:
 
 
 class Allowed:
-    """What a text field takes, in words, where the type alone does not say it."""
+    """The allowed values of a text field in words, where the type alone does not show them."""
 
     def __init__(self, words: str) -> None:
         self.words = words
@@ -210,7 +210,7 @@ class MoeSection(Section):
 
 
 def _as_texts(value: Any) -> Any:
-    """YAML reads `[0, 1]` as numbers; labels are texts."""
+    """Convert numbers to texts: YAML reads `[0, 1]` as numbers; labels are texts."""
     if isinstance(value, (list, tuple)):
         return [str(each) if isinstance(each, int) and not isinstance(each, bool) else each for each in value]
     return value
@@ -430,7 +430,7 @@ class CompileSection(Section):
 
 
 def _seconds_in_words(value: Any) -> Any:
-    """`60s` is 60."""
+    """Convert `60s` to 60."""
     return value.removesuffix("s") if isinstance(value, str) else value
 
 
@@ -495,7 +495,7 @@ class WatchSection(Section):
 
 @dataclass(frozen=True)
 class PlanPins:
-    """What of a configuration comes from a plan's file."""
+    """The part of a configuration that comes from a plan's file."""
 
     lines: Mapping[str, str] = field(default_factory=dict)  # by setting, where in the file it stands: `a.yaml line 3`
     global_batch: int | None = None  # of the job that was planned; None: the file does not say
@@ -537,7 +537,7 @@ class Config(Section):
 
     @property
     def foreign(self) -> frozenset[str]:
-        """The fields that a file for another trainer set: what cannot be done of them is reported, not refused."""
+        """The fields that a file for another trainer set: those that cannot be obeyed are reported, not refused."""
         return self._foreign
 
     def with_foreign(self, names: frozenset[str]) -> Self:
@@ -547,7 +547,7 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the lines of a file for another trainer became, where nobody was told yet."""
+        """The translations of another trainer's file that were not reported yet."""
         return self._notes
 
     def with_notes(self, notes: tuple[str, ...]) -> Self:
@@ -557,12 +557,12 @@ class Config(Section):
 
     @property
     def batch_asked(self) -> BatchSection:
-        """What the user says of the global batch. A plan's file says nothing of it: it only divides a step."""
+        """The user's settings of the global batch. A plan's file has none: it only divides a step."""
         of_plan = {name: None for name in BatchSection.model_fields if f"batch.{name}" in self._plan_pins.lines}
         return self.batch.model_copy(update=of_plan)
 
     def pins(self) -> dict[str, Any]:
-        """What it fixes of a plan, in the planner's words. `plan` stands beside `config` and does not know it."""
+        """The choices that it pins, in the planner's terms. `plan` stands beside `config` and does not import it."""
         return {
             "gpu_mode": self.device.mode,
             "device": self.device.device,

@@ -1,11 +1,11 @@
-"""Which flags a script takes itself, as far as its text tells: argparse and click are given them in so many words."""
+"""Finds the flags that a script takes, as far as its text shows: argparse and click get them as literal strings."""
 
 import ast
 from pathlib import Path
 
 
 def flags_in(script: Path) -> frozenset[str]:
-    """Every text in it that is a flag. Empty where it cannot be read: whoever runs it says why."""
+    """Return every string in a script that is a flag. Empty where it cannot be read: running it reports why."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, ValueError, SyntaxError, RecursionError):

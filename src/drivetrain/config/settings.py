@@ -1,4 +1,4 @@
-"""What can be set, by every name it has: read off the fields, so that the list cannot drift from them."""
+"""The settings by every name they have: derived from the fields, so that the list cannot drift from them."""
 
 import difflib
 import types
@@ -16,7 +16,7 @@ from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest, Sw
 
 
 def normal(name: str) -> str:
-    """One spelling for a name: `--Batch_Size`, `batch_size` and `batch-size` are the same."""
+    """Return one spelling for a name: `--Batch_Size`, `batch_size` and `batch-size` are the same."""
     return name.strip().lstrip("-").replace("_", "-").lower()
 
 
@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The name shown in messages and help."""
+        """The flag shown in messages and help."""
         return f"--{normal(self.aliases[0] if self.aliases else self.name)}"
 
     @property
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def switches(self) -> dict[str, str]:
-        """Flags that take no value, each with the value that it stands for."""
+        """The flags that take no value, each with the value that it stands for."""
         marks = [item for item in self.info.metadata if isinstance(item, Switch)]
         return {normal(name): mark.value for mark in marks for name in mark.names}
 
@@ -70,12 +70,12 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that may stand here, alone or in a list."""
+        """The allowed words, alone or in a list."""
         members = (get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self._kinds)
         return tuple(value for kind in members if get_origin(kind) is Literal for value in get_args(kind))
 
     def wrong_parts(self, value: Any) -> list[str]:
-        """What of a value is none of the choices: the members of a list, or all of it."""
+        """Return the parts of a value that are none of the choices: the members of a list, or all of it."""
         parts = _split(value) if self.is_list and isinstance(value, str) else value
         found = [str(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts])]
         return [part for part in found if part not in self.choices]
@@ -87,7 +87,7 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """What may stand here, in words."""
+        """The allowed values, in words."""
         return self._allowed + (", or auto" if self.takes_auto else "")
 
     @property
@@ -114,7 +114,7 @@ class Setting:
         return TypeAdapter(annotated)
 
     def parse(self, value: Any) -> Any:
-        """The checked value. Raises `ValueError` with nothing but what is wrong; the caller adds names and remedy."""
+        """Return the checked value. Raises `ValueError` with only the problem; the caller adds names and remedy."""
         if self.takes_auto and value == "auto":
             return None
         if self.is_list and isinstance(value, str):
@@ -161,7 +161,7 @@ def _holds_bool(value: Any) -> bool:
 
 
 def settings_of(model: type[BaseModel], section: str = "") -> tuple[Setting, ...]:
-    """The settings of one section, or of a command's options."""
+    """Return the settings of one section, or of a command's options."""
     found = []
     for field, info in model.model_fields.items():
         aliases = tuple(name for item in info.metadata if isinstance(item, Flag) for name in item.names)
@@ -185,7 +185,7 @@ BY_DOTTED: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a typo most likely meant."""
+    """Return the known name that a typo most likely meant."""
     by_normal = {normal(candidate): candidate for candidate in known}
     found = difflib.get_close_matches(normal(name), by_normal, n=1, cutoff=0.6)
     return by_normal[found[0]] if found else None

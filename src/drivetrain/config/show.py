@@ -1,4 +1,4 @@
-"""`drivetrain config`: the effective configuration, and where each value came from."""
+"""`drivetrain config`: shows the effective configuration, and the source of each value."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def run(options: Options, resolved: Resolved) -> int:
 
 
 def as_yaml(resolved: Resolved) -> str:
-    """YAML that can be used as a configuration file again; the source of each value stands behind it."""
+    """Return YAML that can be used as a configuration file again, with the source of each value after it."""
     values = resolved.config.model_dump(mode="json")
     lines = []
     for section, about in SECTIONS.items():

@@ -1,4 +1,4 @@
-"""Where values come from: YAML files, flags, Python. Each turns into a list of `Given`, spelled as the user did."""
+"""The sources of values: YAML files, flags, Python. Each becomes a list of `Given`, spelled as the user did."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ from drivetrain.core.errors import Problem
 
 
 def from_values(values: Mapping[str, Any], source: str = "Python") -> tuple[list[Given], list[Problem]]:
-    """Values by any of their names, nested by section or not."""
+    """Read values by any of their names, nested by section or not."""
     given: list[Given] = []
     problems: list[Problem] = []
     for key, value in values.items():
@@ -28,7 +28,7 @@ def from_values(values: Mapping[str, Any], source: str = "Python") -> tuple[list
 
 
 def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
-    """A YAML file, with the line of each key. A file that cannot be read or parsed is a problem, not an exception."""
+    """Read a YAML file, with the line of each key. One that cannot be read or parsed is a problem, not an exception."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -73,9 +73,9 @@ PLAN_CHOICES = frozenset({
 
 
 def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:
-    """The choices of a plan that was written, their values, not their reasons; and its global batch, if it says that.
+    """Read the choices of a written plan, values without reasons; and its global batch, if the file has it.
 
-    By hand, `choices` is all it needs.
+    A plan written by a user needs only `choices`.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -126,12 +126,12 @@ _CUT = "take a whole copy, or write it anew: `drivetrain plan TARGET --out plan.
 
 
 def _is_cut(text: str) -> bool:
-    """What we write begins with more than a plan by hand needs, and says where it ends."""
+    """Return whether a plan's file is truncated: generated ones begin with `planned:` and mark their end."""
     return bool(re.search(r"^planned:", text, re.MULTILINE)) and not text.rstrip().endswith("\n...")
 
 
 def _entries(loader: yaml.SafeLoader, node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]] | None:
-    """Keys and values, merged ones too; None if it has none."""
+    """Return keys and values, merged ones too; None if it has none."""
     if not isinstance(node, yaml.MappingNode):
         return None
     with contextlib.suppress(yaml.YAMLError):  # what is merged holds no keys: then `<<` is one
@@ -183,7 +183,7 @@ def _walk(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> tuple[l
 
 
 def _deepspeed_file(path: Path) -> list[Given]:
-    """DeepSpeed's own JSON, handed in as the configuration: the strategy that reads it."""
+    """Return the settings for a DeepSpeed JSON given as the configuration: the strategy that reads it."""
     words = f"{path.name} is a DeepSpeed configuration: distributed.strategy: deepspeed, deepspeed.config: {path}"
     return [
         Given("distributed.strategy", "deepspeed", "--config", path.name, words),
