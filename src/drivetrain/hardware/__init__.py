@@ -1,4 +1,4 @@
-"""What this machine is and what this process may use of it. Importing it does not import torch."""
+"""Detects this machine and what this process may use of it. Importing it does not import torch."""
 
 from drivetrain.hardware.detection import detect
 from drivetrain.hardware.device import DeviceManager, DeviceMemory, GpuMode, assert_on_device, canonical_device

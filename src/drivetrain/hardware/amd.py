@@ -1,4 +1,7 @@
-"""AMD GPUs from what the amdgpu driver writes under /sys. Written from its documentation, not tried on real ones."""
+"""Detects AMD GPUs by the files of the amdgpu driver under /sys.
+
+Written from its documentation, not tested on real ones.
+"""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +20,7 @@ class AmdFindings:
 
 
 def find_amd(environ: Mapping[str, str], root: Path = Path("/")) -> AmdFindings:
-    """Every AMD GPU that this process may use."""
+    """Return every AMD GPU that this process may use."""
     present = [gpu for number, node in enumerate(_nodes(root)) if (gpu := _gpu(node, number, root)) is not None]
     present = [gpu.model_copy(update={"physical_index": index}) for index, gpu in enumerate(present)]
     if not present:
@@ -87,7 +90,10 @@ def _gpu(node: Mapping[str, int], index: int, root: Path) -> Gpu | None:
 
 
 def _architecture(version: int) -> str:
-    """90402 is gfx942, 90010 is gfx90a: two decimal digits each, the last two written in hexadecimal."""
+    """Return the architecture's name: 90402 is gfx942, 90010 is gfx90a.
+
+    These are two decimal digits each, the last two written in hexadecimal.
+    """
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
 
 

@@ -1,8 +1,8 @@
-"""Cards by the names people use, for planning on machines that are not here.
+"""GPUs by their common names, for planning on other machines.
 
 Memory is the data sheet's figure in GB of 10^9 bytes, less what cards with error correction lack of it. Most drivers
-report more, none less, so what is planned with it fits. Capability is from NVIDIA's list at
-developer.nvidia.com/cuda-gpus. `nvml` is the name by which `peaks.py` knows the card's rates.
+report more, none less, so a plan made with it fits. Capability is from NVIDIA's list at developer.nvidia.com/cuda-gpus.
+`nvml` is the name by which `peaks.py` knows the card's rates.
 """
 
 import re
@@ -79,7 +79,7 @@ CARDS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """So many cards of a kind, somewhere else."""
+    """Another machine: a number of cards of one kind."""
 
     num_gpus: int
     card: Card
@@ -88,7 +88,7 @@ class Machine:
         return f"{self.num_gpus} × {self.card.name}"
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """As `detect()` would find them with nothing else running: what the data sheet says, marked as tabled."""
+        """Return the GPUs as `detect()` would find them when idle: figures of the data sheet, marked as tabled."""
         card, memory = self.card, int(self.card.memory_gb * GB * REPORTED)
         peaks, bandwidth = tabled_rates(card.nvml, memory)
         return tuple(
@@ -111,7 +111,7 @@ class Machine:
 
 
 def machine_named(text: str) -> Machine:
-    """`4xL4`, `8 x A100-80`, `H200`: a number of cards, and which."""
+    """Parse `4xL4`, `8 x A100-80` or `H200`: a number of cards, and which."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.*?)\s*", text, re.IGNORECASE)
     assert found is not None  # every text matches
     number = int(found[1] or 1)
@@ -121,7 +121,7 @@ def machine_named(text: str) -> Machine:
 
 
 def machine_of_memory(num_gpus: int, memory_gb: float) -> Machine:
-    """Cards of which only the memory is known. Taken to be recent ones: capability 8.0 and newer have bf16."""
+    """Return a machine of which only the memory is known. Its cards are assumed to have bf16: capability 8.0."""
     return Machine(num_gpus, Card(f"a GPU with {memory_gb:g} GB", "", memory_gb, (8, 0), ""))
 
 
@@ -150,6 +150,6 @@ def _names() -> Iterable[str]:
 
 
 def _plain(name: str) -> str:
-    """`NVIDIA A100-SXM4-80GB` and `a100 80` alike."""
+    """Normalize a card's name: `NVIDIA A100-SXM4-80GB` and `a100 80` become equal."""
     words = re.sub(r"\b(nvidia|geforce|tesla|quadro)\b|-?sxm\d?|(?<=\d)\s*gb\b", "", name.lower())
     return re.sub(r"[\s_-]", "", words)

@@ -1,8 +1,8 @@
-"""What the control groups leave to this process: CPU time and memory, cgroup v1, v2, and both at once.
+"""The CPU time and memory that control groups leave to this process, by cgroup v1, v2, and both at once.
 
-A limit holds for everything below it, so the least one counts between this process's own group and the highest group
-that can be seen from here. What is mounted may start in the middle of the hierarchy (containers), so paths are taken
-relative to the mount's own root.
+A limit holds for everything below it, so the least one counts between this process's group and the highest group that
+can be seen from here. A mount may start in the middle of the hierarchy (containers), so paths are taken relative to the
+mount's root.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,14 +28,14 @@ class MemoryLimit:
 
 
 def cpu_limit(root: Path = Path("/")) -> CpuLimit | None:
-    """CPU time in cores; None where nothing limits it."""
+    """Return the limit of CPU time in cores; None where nothing limits it."""
     limits = [CpuLimit(cores, "cgroup v1") for group in _groups(root, "cpu") if (cores := _v1_cores(group)) is not None]
     limits += [CpuLimit(cores, "cgroup v2") for group in _groups(root, None) if (cores := _v2_cores(group)) is not None]
     return min(limits, key=lambda limit: limit.cores, default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """Memory in bytes; None where nothing limits it. A limit above the host's memory is the caller's to ignore."""
+    """Return the limit of memory in bytes; None where there is none. The caller ignores one above the host's memory."""
     limits = [limit for group in _groups(root, "memory") if (limit := _v1_memory(group)) is not None]
     limits += [limit for group in _groups(root, None) if (limit := _v2_memory(group)) is not None]
     if not limits:
@@ -45,14 +45,14 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed for want of memory in these groups. Only a rise of it means anything."""
+    """Return how often the kernel's OOM killer acted in these groups. Only an increase means anything."""
     v1 = (_stat(group / "memory.oom_control") for group in _groups(root, "memory"))
     v2 = (_stat(group / "memory.events") for group in _groups(root, None))
     return sum(stat.get("oom_kill", 0) for stat in (*v1, *v2))
 
 
 def _groups(root: Path, controller: str | None) -> Iterator[Path]:
-    """Folders of this process's group and those above it, from the inside out; controller None means cgroup v2."""
+    """Yield the folders of this process's group and those above it, innermost first; None means cgroup v2."""
     memberships = _memberships(root)
     for mount in read_mounts(root):
         if controller is None:
@@ -77,7 +77,7 @@ def _up_from(path: str | None, mount: Mount, root: Path) -> Iterator[Path]:
 
 
 def _memberships(root: Path) -> dict[str, str]:
-    """Controller -> path of this process's group; the key of cgroup v2 is the empty string."""
+    """Return controller -> path of this process's group; the key of cgroup v2 is the empty string."""
     found: dict[str, str] = {}
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         fields = line.split(":", 2)

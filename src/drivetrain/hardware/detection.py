@@ -20,9 +20,9 @@ _SEVERITIES = ("problem", "warning", "info")
 
 
 def detect(run_folder: Path | str = "runs", environ: Mapping[str, str] | None = None) -> Hardware:
-    """What this process may use: GPUs, links, cores, memory, the disk of the run folder, versions, and what is wrong.
+    """Detect what this process may use: GPUs, links, cores, memory, the run folder's disk, versions; and problems.
 
-    Creates no CUDA context and starts CUDA in no way. Never raises: what cannot be found out becomes a note.
+    Creates no CUDA context and starts CUDA in no way. Never raises: facts that cannot be determined become a note.
     """
     return survey(run_folder, os.environ if environ is None else environ, nvml=_pynvml())
 
@@ -39,7 +39,7 @@ def survey(
     architectures: tuple[str, ...] | None = None,
     cuda_order: Callable[[Mapping[str, str]], list[str]] | None = None,
 ) -> Hardware:
-    """detect() with everything it looks at as an argument: NVML, the root of /proc and /sys, the operating system."""
+    """Run detect() with all its inputs as arguments: NVML, the root of /proc and /sys, the operating system."""
     notes: list[Note] = []
 
     def attempt(part: Callable[[], Part], fallback: Part, what: str) -> Part:
@@ -97,7 +97,7 @@ def survey(
 def _accelerator(
     software: Software, nvidia: NvidiaFindings, amd: AmdFindings, is_apple: bool, cpu: Cpu
 ) -> tuple[Accelerator, list[Note]]:
-    """What training would run on with this torch, and why it is not the GPU where it is not."""
+    """Return the device that this torch would train on, and why it is not the GPU where it is not."""
     if software.torch_backend == "none":
         return "cpu", [Note(severity="problem", sentence="PyTorch is not installed.", remedy="pip install torch")]
     if is_apple:

@@ -1,4 +1,4 @@
-"""The one device manager: which devices a run uses, and a check that things are where they belong."""
+"""The one device manager: chooses the devices of a run, and checks that tensors are where they belong."""
 
 import dataclasses
 import sys
@@ -19,7 +19,7 @@ _NAMED_AT_MOST = 8
 
 
 class DeviceMemory(Value):
-    """Memory of one device in bytes. On a CPU torch does not count: zeros, and None where zero would be wrong."""
+    """The memory of one device in bytes. On a CPU torch does not count: zeros, and None where zero would be wrong."""
 
     allocated_bytes: int = 0
     reserved_bytes: int = 0
@@ -30,7 +30,7 @@ class DeviceMemory(Value):
 
 
 def canonical_device(device: "str | int | torch.device") -> "torch.device":
-    """The device with its index, so that equal ones compare equal: `cuda` is the current GPU, `cpu:0` is `cpu`."""
+    """Return the device with its index, so that equal ones compare equal: `cuda` is the current GPU, `cpu:0` `cpu`."""
     import torch
 
     try:
@@ -49,7 +49,7 @@ def canonical_device(device: "str | int | torch.device") -> "torch.device":
 
 
 class DeviceManager:
-    """The devices of a run, decided once from what was asked for and what is here.
+    """The devices of a run, decided once from the request and the hardware.
 
     `mode` says how many, `device` which kind or exactly which one, `ids` which GPUs (as this process counts them).
     """
@@ -77,21 +77,21 @@ class DeviceManager:
 
     @property
     def mode(self) -> GpuMode:
-        """What was decided; never `auto`."""
+        """The mode that was decided; never `auto`."""
         if not self.uses_gpu:
             return "cpu"
         return "multi_gpu" if len(self.devices) > 1 else "single_gpu"
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """What is known of the GPUs in use, in the order of `devices`."""
+        """The facts about the GPUs in use, in the order of `devices`."""
         if not self.uses_gpu:
             return ()
         known = {gpu.index: gpu for gpu in self.hardware.gpus}
         return tuple(known[device.index] for device in self.devices)
 
     def memory_stats(self, device: "str | torch.device | None" = None) -> DeviceMemory:
-        """What torch holds on a device now and at its peak. Does not start CUDA where it is not started yet."""
+        """Return the memory that torch holds on a device, now and at its peak. Does not initialize CUDA."""
         import torch
 
         wanted = self.device if device is None else canonical_device(device)
@@ -221,7 +221,7 @@ class DeviceManager:
         }
 
     def assert_on_device(self, **things: Any) -> None:
-        """That everything given is on `device`; see the function of the same name."""
+        """Check that everything given is on `device`; see the function of the same name."""
         assert_on_device(self.device, **things)
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ class DeviceManager:
 
 
 def assert_on_device(device: "str | torch.device", **things: Any) -> None:
-    """Raises unless every tensor in these modules, tensors and containers is on the device; names those elsewhere."""
+    """Raise unless every tensor in these modules, tensors and containers is on the device; name those elsewhere."""
     expected = canonical_device(device)
     misplaced = [
         f"{path} is on {where}"
@@ -292,7 +292,7 @@ def _children(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _gpu_indices(hardware: Hardware, mode: GpuMode, device: str, ids: Sequence[int] | None) -> tuple[int, ...]:
-    """Indices of the GPUs to use; none means the CPU."""
+    """Return the indices of the GPUs to use; none means the CPU."""
     if mode not in get_args(GpuMode):
         raise DrivetrainError(f"{mode!r} is not a GPU mode", remedy=f"use one of {', '.join(get_args(GpuMode))}")
     kind, number = _kind_and_number(device)

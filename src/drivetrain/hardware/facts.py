@@ -1,4 +1,4 @@
-"""What is known of a machine. Plain facts are as the driver or the kernel gave them; a rate says where it is from."""
+"""Facts about a machine. Plain facts are as the driver or the kernel gave them; a rate names its source."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ class Rate(Value):
 
 
 class Note(Value):
-    """Something a user should know about this machine, in one sentence, with what to do about it."""
+    """A fact that a user should know about this machine, in one sentence, with a remedy."""
 
     severity: Literal["problem", "warning", "info"]
     sentence: str
@@ -31,7 +31,7 @@ class Note(Value):
 
 
 class MigSlice(Value):
-    """The part of a GPU that a MIG device is."""
+    """The part of a GPU that is a MIG device."""
 
     parent_uuid: str
     profile: str = Field(description="as nvidia-smi names it, for example `1g.10gb`")
@@ -68,7 +68,7 @@ class Gpu(Value):
 
 
 class Link(Value):
-    """How two of the visible GPUs reach each other; `a` and `b` are their indices."""
+    """The link between two of the visible GPUs; `a` and `b` are their indices."""
 
     a: int
     b: int
@@ -129,7 +129,7 @@ class Software(Value):
 
 
 class Hardware(Value):
-    """Everything `detect()` found out."""
+    """Everything that `detect()` found."""
 
     accelerator: Accelerator = Field(description="what kind of device training would run on")
     gpus: tuple[Gpu, ...] = ()

@@ -48,7 +48,7 @@ Fact = TypeVar("Fact")
 
 @dataclass(frozen=True)
 class Found(Generic[Fact]):
-    """A fact, with what a user should know about it."""
+    """A fact, with notes on it for the user."""
 
     fact: Fact
     notes: tuple[Note, ...] = ()
@@ -113,7 +113,10 @@ def find_open_files_limit() -> tuple[Note, ...]:
 
 
 def open_files_notes(soft: int, hard: int) -> tuple[Note, ...]:
-    """Data loader workers hand over tensors as open files: a low limit ends training with `Too many open files`."""
+    """Return notes on a low limit of open files, which ends training with `Too many open files`.
+
+    Data loader workers pass tensors as open files.
+    """
     unlimited = resource.RLIM_INFINITY
     if soft == unlimited or soft >= LOW_OPEN_FILES:
         return ()
@@ -129,7 +132,7 @@ def open_files_notes(soft: int, hard: int) -> tuple[Note, ...]:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder itself or the closest one above it that exists, absolute and with links followed."""
+    """Return the folder itself or the closest existing one above it, absolute and with links followed."""
     path = Path(os.path.realpath(folder))
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -137,12 +140,12 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def printable(path: Path) -> str:
-    """The path as text that can be stored: names on disk need not be valid text."""
+    """Return the path as text that can be stored: names on disk need not be valid text."""
     return str(path).encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """The first processor's entries."""
+    """Return the first processor's entries."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:

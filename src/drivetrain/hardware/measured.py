@@ -45,7 +45,7 @@ class DiskRates(Value):
 
 
 class MeasuredRates(Value):
-    """What one measurement found; `gpus` by UUID. Whatever was not measured is left out."""
+    """The results of one measurement; `gpus` by UUID. Rates that were not measured are left out."""
 
     gpus: dict[str, GpuRates] = Field(default_factory=dict)
     cpu: CpuRates | None = None
@@ -69,7 +69,7 @@ class _StoredDisk(Value):
 
 
 class MeasuredStore(Value):
-    """The file: everything measured so far, by what it was measured with."""
+    """The file: all measurements so far, by what they were measured with."""
 
     format: int = 1
     gpus: dict[str, _StoredGpu] = Field(default_factory=dict)
@@ -78,7 +78,7 @@ class MeasuredStore(Value):
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where what was measured on this machine is kept, whether it exists or not."""
+    """Return the folder for measurements of this machine, whether it exists or not."""
     environ = os.environ if environ is None else environ
     if environ.get("DRIVETRAIN_CACHE"):
         return Path(environ["DRIVETRAIN_CACHE"])
@@ -89,12 +89,12 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def measured_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the file is, whether it exists or not."""
+    """Return the path of the file, whether it exists or not."""
     return cache_folder(environ) / "measured.json"
 
 
 def save_measured(hardware: Hardware, rates: MeasuredRates, environ: Mapping[str, str] | None = None) -> Path:
-    """Adds these rates to the file; what it holds besides stays. A crash leaves the old file or the new one."""
+    """Add these rates to the file; its other contents stay. A crash leaves the old file or the new one."""
     path = measured_path(environ)
     source = rates.source or f"drivetrain verify, {datetime.now(UTC):%Y-%m-%d}"
     try:
@@ -113,7 +113,7 @@ def save_measured(hardware: Hardware, rates: MeasuredRates, environ: Mapping[str
 
 
 def load_measured(environ: Mapping[str, str] | None = None) -> tuple[MeasuredStore, tuple[Note, ...]]:
-    """Everything measured so far. A file that cannot be read counts as empty, and the note says so."""
+    """Return all measurements so far. A file that cannot be read counts as empty, and the note says so."""
     path = measured_path(environ)
     try:
         store = MeasuredStore.from_json(path.read_bytes())
@@ -127,7 +127,7 @@ def load_measured(environ: Mapping[str, str] | None = None) -> tuple[MeasuredSto
 
 
 def apply_measured(hardware: Hardware, environ: Mapping[str, str] | None = None) -> Hardware:
-    """The same hardware with measured rates in place of tabled ones, where this very combination was measured."""
+    """Return the hardware with measured rates in place of tabled ones, where this very combination was measured."""
     store, notes = load_measured(environ)
     return hardware.model_copy(
         update={
@@ -220,7 +220,7 @@ Rates = TypeVar("Rates", bound=Value)
 
 
 def _newer(old: Rates, new: Rates) -> Rates:
-    """The new figures, and the old ones for what was not measured this time."""
+    """Return the new figures, with the old ones for what was not measured this time."""
     update = {name: value for name in type(new).model_fields if (value := getattr(new, name)) is not None}
     if "peaks" in update:
         update["peaks"] = {**getattr(old, "peaks", {}), **update["peaks"]}
@@ -242,7 +242,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One writer at a time, so that none overwrites what another has just added."""
+    """Allow one writer at a time, so that none overwrites another's additions."""
     with path.open("a") as file:
         deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
         while True:

@@ -1,4 +1,4 @@
-"""Where file systems are mounted, as the kernel lists them in /proc/self/mountinfo."""
+"""The mount points of file systems, as the kernel lists them in /proc/self/mountinfo."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class Mount:
 
 
 def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
-    """All mounts that this process sees; none where there is no mountinfo (macOS)."""
+    """Return all mounts that this process sees; none where there is no mountinfo (macOS)."""
     try:
         text = (root / "proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:
@@ -47,7 +47,7 @@ def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
 
 
 def parse_mountinfo(lines: Iterable[str]) -> Iterable[Mount]:
-    """Lines that cannot be read are left out: the rest still says something."""
+    """Parse lines of mountinfo; those that cannot be read are left out: the rest is still useful."""
     for line in lines:
         before, separator, after = line.partition(" - ")
         head, tail = before.split(), after.split()
@@ -58,7 +58,7 @@ def parse_mountinfo(lines: Iterable[str]) -> Iterable[Mount]:
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """The mount that an absolute path is on: the longest mount point above it, and of equal ones the last."""
+    """Return the mount that an absolute path is on: the longest mount point above it, and of equal ones the last."""
     wanted = PurePosixPath(path)
     best: Mount | None = None
     for mount in mounts:

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs by NVML, the library behind nvidia-smi. It creates no CUDA context and takes no memory on any GPU.
+"""Detects NVIDIA GPUs by NVML, the library behind nvidia-smi, without a CUDA context or memory on any GPU.
 
-NVML lists every GPU in the order of the PCI bus and knows nothing of CUDA_VISIBLE_DEVICES; CUDA by default puts the
-fastest first. So GPUs are identified by UUID and then put in the order in which this process would count them.
+NVML lists every GPU in the order of the PCI bus and ignores CUDA_VISIBLE_DEVICES; CUDA by default puts the fastest
+first. So GPUs are identified by UUID and then put in the order in which this process would count them.
 """
 
 import os
@@ -59,7 +59,7 @@ class NvidiaFindings:
 
 @dataclass(frozen=True)
 class _Device:
-    """A GPU that answers."""
+    """A GPU that answers NVML."""
 
     physical_index: int
     handle: Handle
@@ -77,7 +77,7 @@ def find_nvidia(
     root: Path = Path("/"),
     cuda_order: "Callable[[Mapping[str, str]], list[str]] | None" = None,
 ) -> NvidiaFindings:
-    """Every NVIDIA GPU that this process may use. `nvml` is the pynvml module, or None where it is not installed."""
+    """Return every NVIDIA GPU that this process may use. `nvml` is the pynvml module, or None if not installed."""
     cards = nvidia_cards(root)
     if nvml is None:
         remedy = "pip install nvidia-ml-py"
@@ -97,7 +97,7 @@ def find_nvidia(
 
 
 def nvidia_cards(root: Path = Path("/")) -> tuple[str, ...]:
-    """PCI addresses of NVIDIA display or 3D controllers, driver or no driver."""
+    """Return the PCI addresses of NVIDIA display or 3D controllers, driver or no driver."""
     found = []
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         if _word(device / "vendor") == "0x10de" and _word(device / "class").startswith("0x03"):
@@ -106,7 +106,7 @@ def nvidia_cards(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def ask_cuda_order(environ: Mapping[str, str]) -> list[str]:
-    """UUIDs of all GPUs in CUDA's own order, asked of libcuda in another process: CUDA is not started in this one."""
+    """Return the UUIDs of all GPUs in CUDA's order, from libcuda in another process: this one does not start CUDA."""
     script = (
         "import ctypes as c, uuid\n"
         "cuda = c.CDLL('libcuda.so.1')\n"
@@ -192,7 +192,7 @@ def _lost_note(nvml: Nvml, index: int, error: Exception) -> Note:
 
 
 def _memory(nvml: Nvml, handle: Handle, host_memory: Memory) -> tuple[int, int]:
-    """Total and free bytes. What the driver keeps for itself is no part of the total, as in CUDA's own count."""
+    """Return total and free bytes. The driver's reserve is no part of the total, as in CUDA's count."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     newer = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version) if version else None
     if newer is not None:
@@ -285,7 +285,7 @@ def _named_mig(nvml: Nvml, devices: list[_Device], setting: str, notes: list[Not
 
 
 def _first_mig_instead(nvml: Nvml, chosen: list[_Device], notes: list[Note]) -> list[_Device]:
-    """With MIG on, CUDA shows one MIG device and nothing else, unless another is named."""
+    """Replace GPUs with MIG on: CUDA shows the first MIG device and nothing else, unless another is named."""
     whole = []
     for device in chosen:
         mode = _ask(nvml, "nvmlDeviceGetMigMode", device.handle)
@@ -391,7 +391,7 @@ def _num_sms(nvml: Nvml, device: _Device, card: Handle, capability: tuple[int, i
 
 
 def _pci_bus_id(info: Any) -> str | None:
-    """As the kernel writes it under /sys/bus/pci/devices: NVML has a longer domain and capital letters."""
+    """Return the bus id as in /sys/bus/pci/devices: NVML has a longer domain and capital letters."""
     domain, separator, rest = _text(getattr(info, "busId", "")).partition(":")
     try:
         return f"{int(domain, 16):04x}:{rest.lower()}" if separator else None
@@ -506,7 +506,7 @@ def _busy_notes(nvml: Nvml, gpu: Gpu, device: _Device) -> list[Note]:
 
 
 def _init_notes(error: Exception, cards: tuple[str, ...], root: Path) -> tuple[Note, ...]:
-    """Why NVML did not start. Without an NVIDIA card on the bus, a missing driver is no problem at all."""
+    """Return why NVML did not start. Without an NVIDIA card on the bus, a missing driver is no problem."""
     code = getattr(error, "value", None)
     here = _cards(cards)
     if code == 12:  # the library is not there
@@ -546,7 +546,7 @@ def _cards(cards: tuple[str, ...]) -> str:
 
 
 def _ask(nvml: Nvml, function: str, *arguments: Any) -> Any:
-    """One fact, or None where this GPU, driver or library has no answer to it."""
+    """Return one fact, or None where this GPU, driver or library cannot answer."""
     try:
         return getattr(nvml, function)(*arguments)
     except Exception:  # noqa: BLE001 - pynvml has other errors than NVMLError for an older driver or library

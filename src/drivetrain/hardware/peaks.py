@@ -1,7 +1,7 @@
-"""What vendors say their chips can do, where the data sheet is known. An unknown chip gets no rate: never a guess.
+"""Peak rates of chips from their vendors' data sheets. An unknown chip gets no rate: never a guess.
 
-TFLOP/s of dense matrix products that accumulate in fp32 (GeForce cards run those at half their advertised fp16 rate),
-fp64 by tensor cores where the chip has them; GB/s of device memory. Measured rates replace these.
+The rates are TFLOP/s of dense matrix products that accumulate in fp32 (GeForce cards run those at half their advertised
+fp16 rate), fp64 by tensor cores where the chip has them; GB/s of device memory. Measured rates replace these.
 """
 
 import re
@@ -15,7 +15,7 @@ _SOURCE = "vendor data sheet, dense"
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip by its NVML name. Cards that share a name but not a memory size are told apart by `memory_gib`."""
+    """A chip by its NVML name. `memory_gib` distinguishes cards that share a name but not a memory size."""
 
     name: str  # regular expression for the whole name, without the leading `NVIDIA `
     tflops: Mapping[Precision, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ CHIPS = (
 
 
 def tabled_rates(name: str, memory_total_bytes: int) -> tuple[dict[Precision, Rate], Rate | None]:
-    """Peak rates and memory bandwidth of a whole GPU by its NVML name; empty where the chip is not in the table."""
+    """Return peak rates and memory bandwidth of a whole GPU by its NVML name; empty if the chip is not in the table."""
     chip = find_chip(name, memory_total_bytes)
     if chip is None:
         return {}, None
@@ -118,7 +118,7 @@ def find_chip(name: str, memory_total_bytes: int) -> Chip | None:
 
 
 def cuda_precisions(capability: tuple[int, int] | None) -> tuple[Precision, ...]:
-    """What a CUDA chip has fast hardware for. Unknown capability: only what every chip has."""
+    """Return the precisions with fast hardware in a CUDA chip. Unknown capability: only those that every chip has."""
     if capability is None:
         return ("fp64", "fp32")
     if capability >= (8, 0):

@@ -1,4 +1,4 @@
-"""Versions of what is installed, without importing any of it: importing torch would take longer than detect()."""
+"""Versions of installed packages, without importing any of them: importing torch would take longer than detect()."""
 
 import ast
 import platform
@@ -35,7 +35,7 @@ def find_software() -> Software:
 
 
 def torch_architectures() -> tuple[str, ...]:
-    """`sm_80`, `compute_90`, …: what the loaded torch was compiled for; empty if it is not loaded or cannot tell."""
+    """Return the architectures (`sm_80`, `compute_90`, …) of the loaded torch; empty if not loaded or unknown."""
     torch = sys.modules.get("torch")
     try:
         # torch.cuda.get_arch_list() would start CUDA first; this is only the text compiled into the library.
@@ -45,7 +45,7 @@ def torch_architectures() -> tuple[str, ...]:
 
 
 def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
-    """Whether code compiled for these architectures runs on a GPU of this capability."""
+    """Return whether code compiled for these architectures runs on a GPU of this capability."""
     for name in architectures:
         kind, _, number = name.partition("_")
         if number[-1:] in ("a", "f"):
@@ -67,7 +67,7 @@ def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool
 
 
 def _torch_build() -> tuple[str, str, str]:
-    """Version, CUDA version, HIP version of torch; empty strings for what it has not."""
+    """Return version, CUDA version and HIP version of torch; empty strings for those it lacks."""
     loaded = sys.modules.get("torch")
     if loaded is not None and hasattr(loaded, "version"):
         build: Any = loaded.version
@@ -83,7 +83,7 @@ def _torch_build() -> tuple[str, str, str]:
 
 
 def _assignments(path: Path) -> dict[str, str]:
-    """Plain texts assigned at the top of a Python file, read without running it."""
+    """Return the strings assigned at the top of a Python file, read without running it."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -100,7 +100,7 @@ def _assignments(path: Path) -> dict[str, str]:
 
 
 def _installed(*names: str) -> str:
-    """Version of the first of these distributions that is installed; empty if none is."""
+    """Return the version of the first of these distributions that is installed; empty if none is."""
     for name in names:
         try:
             return version(name) or ""
@@ -110,5 +110,5 @@ def _installed(*names: str) -> str:
 
 
 def _majors(cuda: str) -> tuple[str, ...]:
-    """The CUDA major version that torch was built for, first."""
+    """Return CUDA major versions, the one that torch was built for first."""
     return tuple(dict.fromkeys((cuda.partition(".")[0] or "13", "13", "12", "11")))

@@ -1,4 +1,4 @@
-"""How busy a GPU is at this moment, asked of NVML by UUID, so that no CUDA context is created for the question."""
+"""Reads the current utilisation of a GPU from NVML by UUID, without creating a CUDA context."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Which devices CUDA would show this process: CUDA_VISIBLE_DEVICES, read as the driver reads it.
+"""Finds the devices that CUDA would show this process: CUDA_VISIBLE_DEVICES, read as the driver reads it.
 
 The rules: a list separated by commas; the first entry decides between indices, `GPU-` and `MIG-` identifiers; reading
 stops at the first entry that is not valid; an entry named twice leaves no device at all. tests/hardware/test_visible.py
-holds this against torch's own reader.
+compares this with torch's reader.
 """
 
 import re
@@ -25,13 +25,13 @@ class Selection:
 
 
 def parse(value: str) -> tuple[int, ...] | tuple[str, ...]:
-    """The entries of CUDA_VISIBLE_DEVICES up to the first that cannot be one; empty if one is repeated."""
+    """Return the entries of CUDA_VISIBLE_DEVICES up to the first invalid one; empty if one is repeated."""
     entries = _entries(value)
     return entries if isinstance(entries, tuple) else ()
 
 
 def select(value: str | None, uuids: Sequence[str]) -> Selection:
-    """The positions in `uuids` (all devices, in CUDA's order) that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Return the positions in `uuids` (all devices, in CUDA's order) that CUDA_VISIBLE_DEVICES leaves visible."""
     if value is None:
         return Selection(tuple(range(len(uuids))))
     entries = _entries(value)
@@ -50,19 +50,19 @@ def select(value: str | None, uuids: Sequence[str]) -> Selection:
 
 
 def names_mig(value: str | None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES names MIG devices."""
+    """Return whether CUDA_VISIBLE_DEVICES names MIG devices."""
     return value is not None and value.startswith("MIG-")
 
 
 def first_mig_entry(value: str) -> str:
-    """CUDA shows a process one MIG device only: the first that is named."""
+    """Return the first MIG device that is named: CUDA shows a process only one."""
     return value.split(",", 1)[0]
 
 
 def mig_matches(
     entry: str, uuid: str, parent_uuid: str, gpu_instance: int | None, compute_instance: int | None
 ) -> bool:
-    """Whether an entry means this MIG device: by its own UUID, or by the older `MIG-GPU-<uuid>/<gi>/<ci>`."""
+    """Return whether an entry means this MIG device: by its UUID, or by the older `MIG-GPU-<uuid>/<gi>/<ci>`."""
     legacy = _LEGACY_MIG.fullmatch(entry)
     if legacy:
         parent, instance, compute = legacy.groups()
