@@ -220,7 +220,7 @@ class Drive:
         self._rates: list[float] | None = None  # as the schedule set them
         self._failure: Exception | None = None
         self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
-        self.last: StepRecord | None = None  # read one step late, so that nobody waits for the device
+        self.last: StepRecord | None = None  # read one step late, so that the host does not wait for the device
         self.finished = False
         self._is_over = False  # the loop was left, at its end or before
         self._is_whole = True
@@ -265,7 +265,7 @@ class Drive:
                 remedy="write one loop; run.epoch and run.ends_epoch tell where it is",
             )
         batches = self._batches()
-        self._iterator = weakref.ref(batches)  # not held: that the loop was left is seen by nobody holding it
+        self._iterator = weakref.ref(batches)  # weak: a loop that was left shows by the iterator being freed
         return batches
 
     def backward(self, loss: Tensor | LossSum | NamedLosses) -> None:

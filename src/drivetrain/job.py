@@ -125,15 +125,15 @@ class Job:
     # A function of a batch that gives the number of items of each part of the loss that is a mean over something other
     # than samples: {"name": count}. It gets the batch as the loss does, or before it is copied to the device.
     count: CountFunction | None = None
-    items: str = "items"  # what a `LossSum` counts, in words, for whoever reads the speed: `tokens`
+    items: str = "items"  # the unit that a `LossSum` counts, for reports of throughput: `tokens`
     hooks: Sequence[Hook] = ()
     checkpoint_every: int | None = None  # in steps; default: at the end of each epoch
     keep_last: int = 3
     # Weights that a new run starts with: a .safetensors file, the folder of a run, or one of its checkpoints. Names and
-    # shapes that fit are taken, the rest is told.
+    # shapes that fit are taken, the rest is reported.
     init_from: str | Path | None = None
-    # What a run's configuration says of the length (`epochs`, `max_steps`) goes before the job's own, unless whoever
-    # made the job has read that already, as for recipes: they may mean something else by an epoch.
+    # The length in a run's configuration (`epochs`, `max_steps`) overrides the job's, unless the job was made from that
+    # configuration already, as by recipes: they may mean something else by an epoch.
     length_is_read: bool = False
     # Samples per device and micro-step where `global_batch` is None and the configuration says only how many of these
     # are accumulated: for recipes, whose batch is a default.

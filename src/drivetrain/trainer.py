@@ -112,7 +112,7 @@ class Trainer:
         self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
         self.wants_stop = False
-        self.stopped_early = False  # somebody asked to stop; the run can go on later
+        self.stopped_early = False  # a stop was requested; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
         self.has_moved = False  # some step, over the whole life of the run, was not skipped
         # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.

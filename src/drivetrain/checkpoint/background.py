@@ -96,7 +96,7 @@ class BackgroundSaver:
                 is_saved = self._checkpointer.save_if_wanted(
                     step, staged, json.loads(text), split, until_copied=until_copied, is_wanted=save.is_wanted
                 )
-            except Exception as error:  # noqa: BLE001  (whatever it is, training goes on, and somebody is told)
+            except Exception as error:  # noqa: BLE001  (whatever it is, training goes on, and it is reported)
                 failure = Failure.of(error, self._checkpointer.folder, f"step {step} cannot be saved")
                 save.failure = failure.error()
             else:

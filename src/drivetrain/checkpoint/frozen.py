@@ -107,7 +107,7 @@ class FrozenWeights:
         self._totals: dict[str, int] = {}  # checksums of whole tensors
         self._found: dict[str, tuple[StoredTensor, int]] = {}  # in the checkpoint that the run goes on from
         self._references: dict[str, _Reference] = {}
-        self._pending: Callable[[], None] | None = None  # settles references whose checksums are under way
+        self._pending: Callable[[], None] | None = None  # settles references whose checksums are being computed
         self._suspects: set[str] = set()  # seen to change on this rank, and not agreed upon yet
         self._marks: dict[str, Any] = {}
 

@@ -145,7 +145,7 @@ class _CudaCopy(_Copy):
         except torch.OutOfMemoryError:
             if must:
                 raise
-            return  # somebody else was quicker; the other way needs no device memory
+            return  # the memory was taken meanwhile; the other way needs none on the device
         views: dict[int, Tensor] = {}
         for piece, part in zip(self._pieces, memory, strict=True):
             views |= piece.views(part, layouts)

@@ -53,7 +53,7 @@ class WeightsTaken:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Return a report for people: a line for each kind of outcome, with a few names."""
+        """A report for people: a line for each kind of outcome, with a few names."""
         names = {
             "only in the model, and left as they were made": self.missing,
             "only there, and not used": self.unexpected,

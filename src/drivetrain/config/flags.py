@@ -215,7 +215,7 @@ class FlagParser:
             setting = self._known.get(key)
             if not self._is_known(key):
                 if not equals and words and not words[0].startswith("-"):
-                    value = words.pop(0)  # most likely the unknown flag's value, not a word of its own
+                    value = words.pop(0)  # most likely the unknown flag's value, not a positional word
                 problems.append(self._unknown(name, key, value))
             elif setting and key in setting.switches and not equals and words and words[0].endswith(".json"):
                 tokens.append(f"--{key}={words.pop(0)}")  # a file where none belongs, which is then said of this flag

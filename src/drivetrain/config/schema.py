@@ -562,7 +562,7 @@ class Config(Section):
         return self.batch.model_copy(update=of_plan)
 
     def pins(self) -> dict[str, Any]:
-        """The choices that it pins, in the planner's terms. `plan` stands beside `config` and does not import it."""
+        """Return the choices that it pins, in the planner's terms: `plan` does not import `config`."""
         return {
             "gpu_mode": self.device.mode,
             "device": self.device.device,

@@ -22,7 +22,7 @@ _GUARD = "_fused_guard"
 
 def use_fused(optimizer: Optimizer, model: nn.Module) -> None:
     """Turn on the fused form for each group where it gives the plain one's results, unless the user said how."""
-    if not hasattr(optimizer, "_init_group"):  # an optimizer of somebody else's: its steps cannot be looked at
+    if not hasattr(optimizer, "_init_group"):  # not one of torch's: its steps cannot be inspected
         return
     # Known beforehand for modules; functional calls show up in the step.
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
@@ -163,7 +163,7 @@ def _is_plain(parameter: Tensor) -> bool:
     if not parameter.is_floating_point() or parameter.is_complex() or parameter.device.type not in ("cpu", "cuda"):
         return False
     if not is_distributed(parameter) and type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return False  # a subclass with arithmetic of its own
+        return False  # a subclass with different arithmetic
     return torch.ops.aten.is_non_overlapping_and_dense(local_part(parameter))  # type: ignore[no-any-return]
 
 

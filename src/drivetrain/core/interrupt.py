@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# A launcher passes a terminal's Ctrl-C on to workers that got it already. That is not somebody losing patience.
+# A launcher passes a terminal's Ctrl-C on to workers that got it already. That is not a second, impatient one.
 IMPATIENT_AFTER_SECONDS = 1.0
 
 _stops: list[Callable[[], None]] = []  # of the runs of this process that go on now

@@ -26,13 +26,13 @@ class Place:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    main_address: str = ""  # empty: nobody said, and one process needs none
+    main_address: str = ""  # empty: not given, and one process needs none
     main_port: int = 0
     settings: tuple[tuple[str, str], ...] = ()  # what the launcher was told that a run may obey
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the standard variables, which torch and most scripts read."""
+        """The standard variables, which torch and most scripts read."""
         names = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,

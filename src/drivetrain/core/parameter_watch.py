@@ -22,8 +22,8 @@ class ParameterWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Where set, a parameter that is frozen is reported to it, once, instead of refused: a loop of one's own in one
-        # process may freeze some for a while.
+        # Where set, a frozen parameter is reported to it, once, instead of refused: a custom loop in one process may
+        # freeze some for a while.
         self.note: Callable[[str], None] | None = None
         self._known = self._now()
         self._frozen = [parameter for parameter, is_trained in self._known.values() if not is_trained]

@@ -16,7 +16,7 @@ class Shard:
     tensor: Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]  # of this part within the global tensor
-    is_part: bool = False  # every rank hands in one of its own; otherwise all have the same, and one hands it in
+    is_part: bool = False  # every rank saves its own part; otherwise all have the same, and one saves it
     is_untrained: bool = False  # a parameter in no optimizer: stored once per run, for as long as it does not change
 
     @classmethod

@@ -31,7 +31,7 @@ class NumbersAhead:
         last_step: int | None,
         resident: Resident,
     ) -> None:
-        # A stream of its own: the loader's keeps a block at hand, which is not for two threads.
+        # A separate stream: the loader's caches a block, which two threads must not share.
         self._stream = SampleStream(stream.num_samples, stream.seed, shuffle=stream.shuffle)
         self._division, self._rank, self._resident = division, rank, resident
         self._next_step, self._last_step = first_step, last_step
@@ -76,7 +76,7 @@ class NumbersAhead:
         self._taken, self._length = 0, len(numbers)
 
     def _most_numbers(self) -> int:
-        """Return the size of a piece: this rank's samples of its steps, and those that are repeated at weight 0."""
+        """Return the largest size of a piece: this rank's samples of its steps, and those repeated at weight 0."""
         division = self._division
         place = division.place(0)
         in_a_step = division.largest_slice(place) + division.least * division.num_micro_steps(place)

@@ -28,7 +28,7 @@ class BadInput:
         self._shown: list[str] = []
 
     def add(self, file: Path | str, message: str, *, line: int | None = None) -> None:
-        """Records one problem.
+        """Record one problem.
 
         Args:
             file: The file that holds it, as the user would write its path.
@@ -41,7 +41,7 @@ class BadInput:
             self._shown.append(f"  {place}: {message}")
 
     def raise_if_any(self, remedy: str) -> None:
-        """Raises an `InputError` (exit code 2) that lists the problems, if there are any.
+        """Raise an `InputError` (exit code 2) that lists the problems, if there are any.
 
         Args:
             remedy: What the user can do about them.

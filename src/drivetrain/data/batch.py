@@ -62,7 +62,7 @@ def moved(leaf: Any, device: torch.device) -> Any:
         return leaf
     try:
         return leaf.to(device, non_blocking=True)
-    except TypeError:  # a `to` of somebody's own may take nothing but the device
+    except TypeError:  # a user's `to` may take nothing but the device
         return leaf.to(device)
 
 

@@ -102,7 +102,7 @@ class ResidentFeed:
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
         self.before_copy: Callable[[], None] = lambda: None  # as of the feed above; what is left is the gathering
-        self.gathers = True  # false: whoever takes the batch gets its `Rows`, and gathers where it wants
+        self.gathers = True  # false: the consumer gets the `Rows` of a batch, and gathers them itself
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
         for step, micro_batches in steps:

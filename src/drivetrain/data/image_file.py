@@ -13,7 +13,7 @@ from drivetrain.data.bad_input import BadInput
 def read_image(
     path: Path, size: int, bad: BadInput, *, mode: Literal["L", "RGB"] = "RGB", named_in: tuple[Path, int] | None = None
 ) -> Tensor | None:
-    """Decodes an image to a `uint8` tensor of (channels, size, size); None if it cannot be, which is added to `bad`.
+    """Decode an image to a `uint8` tensor of (channels, size, size); None on failure, which is added to `bad`.
 
     Args:
         path: The image, in any format that Pillow reads.

@@ -231,7 +231,7 @@ class Loader:
 
     @property
     def from_memory(self) -> Callable[[torch.Tensor], Any] | None:
-        """Return a function from sample numbers to their batch, where all samples are in memory as tensors."""
+        """A function from sample numbers to their batch, where all samples are in memory as tensors."""
         dataset, resident = self.source.dataset, self.resident
         if resident is not None:
             return lambda numbers: resident.gather(numbers.to(resident.device))
@@ -424,7 +424,7 @@ def _are_rows(content: Content, num_rows: int) -> bool:
     A sampler may yield keys of any kind, even negative numbers: those only the dataset understands.
     """
     if isinstance(content, np.ndarray):
-        return True  # of our own order
+        return True  # of the keyed order
     return all(isinstance(sample, int) and 0 <= sample < num_rows for sample in content)
 
 

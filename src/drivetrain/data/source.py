@@ -43,7 +43,7 @@ class Source:
 
     dataset: Any
     is_iterable: bool = False
-    sampler: Iterable[Any] | None = None  # in the place of our own order
+    sampler: Iterable[Any] | None = None  # replaces the keyed order
     batch_sampler: Iterable[Any] | None = None  # its batches are the global batches
     shuffle: bool | None = None
     collate: Collate | None = None
@@ -176,7 +176,7 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
     source = replace(inner, collate=loader.collate_fn, wishes=_wishes(loader), notes=(note, *inner.notes))
     batch_size, drop_last, sampler = loader.batch_size, loader.drop_last, loader.sampler
     if type(loader.batch_sampler) is BatchSampler:
-        # Also what torch makes of a batch size; and of one's own making it says the same.
+        # Torch makes one from a batch size, too; a user's means the same.
         batch_size, drop_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
         sampler = loader.batch_sampler.sampler
     elif loader.batch_sampler is not None:

@@ -29,7 +29,7 @@ class Row:
 
 
 def read_table(path: Path, columns: Sequence[str], bad: BadInput, *, key: str = "--data") -> list[Row]:
-    """Reads the named columns of a `.csv`, `.tsv`, `.jsonl` or `.ndjson` file, as text.
+    """Read the named columns of a `.csv`, `.tsv`, `.jsonl` or `.ndjson` file, as text.
 
     Rows that cannot be read are left out and added to `bad`: a missing column or value, a wrong number of fields, bytes
     that are not UTF-8, JSON that is no object. Numbers and booleans of JSON are taken as they are written.

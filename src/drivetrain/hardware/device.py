@@ -43,7 +43,7 @@ def canonical_device(device: "str | int | torch.device") -> "torch.device":
         return torch.device(wanted.type)
     if ":" in str(wanted):
         return wanted
-    # Asking for the current GPU would start CUDA; as long as nobody has, it is the first.
+    # Asking for the current GPU would start CUDA; until it is started, that is the first one.
     current = torch.cuda.current_device() if wanted.type == "cuda" and _cuda_is_started() else 0
     return torch.device(wanted.type, current)
 

@@ -102,7 +102,7 @@ def save_measured(hardware: Hardware, rates: MeasuredRates, environ: Mapping[str
         with _lock(path.with_suffix(".lock")):
             store, damage = load_measured(environ)
             if damage and path.exists():
-                path.replace(path.with_suffix(".unreadable"))  # kept for whoever wants to look
+                path.replace(path.with_suffix(".unreadable"))  # kept for inspection
             _write(path, _merged(store, hardware, rates, source).to_json())
     except OSError as error:
         raise DrivetrainError(

@@ -18,7 +18,7 @@ from drivetrain.hardware.facts import GIB, Gpu, Link, Memory, MigSlice, Note, Ra
 from drivetrain.hardware.peaks import cuda_precisions, tabled_rates
 from drivetrain.hardware.visible import Selection, first_mig_entry, mig_matches, names_mig, select
 
-# `Any` stands for the pynvml module or an object like it: it has no types of its own.
+# `Any` stands for the pynvml module or an object like it: it has no type hints.
 Nvml = Any
 Handle = Any
 
@@ -203,7 +203,7 @@ def _memory(nvml: Nvml, handle: Handle, host_memory: Memory) -> tuple[int, int]:
     except nvml.NVMLError as error:
         if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
             raise
-        # A GPU without memory of its own (Jetson, GB10) works in the host's.
+        # A GPU without dedicated memory (Jetson, GB10) uses the host's.
         return host_memory.total_bytes, host_memory.free_bytes
     return int(older.total), int(older.free)
 

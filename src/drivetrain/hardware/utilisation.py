@@ -25,7 +25,7 @@ def read_utilisation(gpu: Gpu, nvml: Any = None) -> tuple[float, float] | tuple[
     try:
         rates = nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid.encode()))
         return float(rates.gpu), float(rates.memory)
-    except Exception:  # noqa: BLE001 - a MIG device has no answer; older drivers raise errors of their own
+    except Exception:  # noqa: BLE001 - a MIG device has no answer; older drivers raise other errors
         return None, None
     finally:
         nvml.nvmlShutdown()

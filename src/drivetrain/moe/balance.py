@@ -59,7 +59,7 @@ class _Alike:
 class Settlement:
     """Ends a step for all mixtures of a model: sums loads over all ranks, and moves biases."""
 
-    group: dist.ProcessGroup | None = None  # of the ranks that share a step; set by whoever makes them share it
+    group: dist.ProcessGroup | None = None  # of the ranks that share a step; set by the strategy
 
     def __init__(self, model: nn.Module) -> None:
         layers = list(mixtures_in(model).values())

@@ -16,7 +16,7 @@ from drivetrain.core.world import World
 DIMENSIONS = 16
 MEMORY = 0.9  # how much of a centre stays at each look
 FAR = 6.0  # times the usual square distance: new
-NEW_SHARE = 0.1  # of a look's tokens, for a cluster of their own
+NEW_SHARE = 0.1  # the least fraction of a look's tokens for a new cluster
 FORGOTTEN_SHARE = 0.005  # of tokens, over looks: the cluster goes
 _ROUNDS = 8  # of looking for the first centres
 

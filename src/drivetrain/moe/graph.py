@@ -303,7 +303,7 @@ class KnowledgeGraph:
             if other == into:
                 continue
             if relation == "parent" and not (number < other and into < other):
-                continue  # who has a parent keeps it, and nobody descends from one who is younger
+                continue  # an expert keeps its parent, and none descends from a younger one
             key = _key(into, other, relation)
             self._weights[key] = max(weight, self._weights.get(key, 0.0))
 

@@ -181,7 +181,7 @@ class _Facts:
                 activations=uses,
                 last_use=self._step if uses > before.activations else before.last_use,
             )
-        if not self._num_tokens:  # nobody has seen anything, so nothing is forgotten either
+        if not self._num_tokens:  # no rank saw a token, so nothing decays either
             return
         for place, count in enumerate(self._of.tolist()):
             if count:

@@ -102,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         if self.can_grow:  # what each expert's tokens are like: their mean, and their mean square distance from it
             self.register_buffer("centroids", torch.zeros(slots, num_inputs))
             self.register_buffer("spreads", torch.zeros(slots))
-            # Which part of all tokens two experts get both of, as far as somebody has looked.
+            # The fraction of all tokens that two experts both get, as of the last look of a `Knowledge` hook.
             self.register_buffer("together", torch.zeros(slots, slots))
         self.tally = Tally(slots, num_inputs if self.can_grow else 0)
         self.tally.move(self.load.device)

@@ -118,7 +118,7 @@ class Lifecycle:
         check_every("Lifecycle", every)
         self.every, self._rules, self._seed, self.knowledge = every, rules or Rules(), seed, knowledge
         self._stories: dict[str, _Story] = {}
-        self.far_factor = 1.0  # of what counts as new: whoever adapts it keeps it, and sets it again after a resume
+        self.far_factor = 1.0  # of what counts as new; the hook that adapts it saves it, and restores it on resume
         self.history: list[dict[str, Any]] = []  # all that happened, in words and numbers
 
     def check(self, context: StepContext) -> None:
@@ -214,7 +214,7 @@ class _Look:
         if is_new:  # else it learns what its tokens are like once it has some, as the first experts did
             self._layer.centroids[slot] = found.mean
             self._layer.spreads[slot] = self._layer.spreads[parent]
-        # Both counts: new inputs raise the loss too, and that is one need. Whoever came has to show first what it does.
+        # Both counts: new inputs raise the loss too, and that is one need. A new expert has to show its effect first.
         story.grown_at, story.num_new, story.num_high = story.looks, 0, 0
         story.waiting.append(number)
         if self._knowledge is not None:

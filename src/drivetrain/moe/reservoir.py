@@ -62,7 +62,7 @@ class Reservoir:
             [number for number in kept if not self._is_checked(number) and number not in without]
             for kept in self.groups.values()
         ]
-        # Which groups get one more, where the count does not divide, is by lot, too.
+        # Where the count does not divide evenly, the groups that get one more are drawn, too.
         groups = sorted((kept for kept in groups if kept), key=lambda kept: self._rank(kept[0], *key))
         drawn = []
         for place, kept in enumerate(groups):
