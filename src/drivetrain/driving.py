@@ -125,7 +125,7 @@ class Drive:
     def __init__(self, setup: Setup, stack: ExitStack) -> None:
         config, job, world = setup.config, setup.job, setup.world
         self._setup, self.world = setup, world
-        self._apart = ExitStack()  # holds what is around the forward of a batch that does not count
+        self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
         folder = setup.claim()
         if folder is not None:
             stack.callback(folder.close)
@@ -215,7 +215,7 @@ class Drive:
         self._around_forward = around_forward(parts)
         self._iterator: weakref.ref[Any] | None = None
         self._begun: Begun | None = None
-        self._micro: MicroBatch | None = None  # of the batch in hand
+        self._micro: MicroBatch | None = None  # of the current batch
         self._is_learnt = self._is_stepped = self._is_stepping = self._is_inside = False
         self._rates: list[float] | None = None  # as the schedule set them
         self._failure: Exception | None = None
@@ -378,7 +378,7 @@ class Drive:
                 note_end(self.finished)
             except BaseException as error:
                 self._left_early(error)
-                # `break` and an error in the loop's body look alike from here. Neither is an error of this generator.
+                # `break` and an error in the loop's body look the same here. Neither is an error of this generator.
                 if not isinstance(error, GeneratorExit):
                     raise
             finally:

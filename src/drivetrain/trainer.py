@@ -61,7 +61,7 @@ class _Enqueued:
     def __init__(self, first: Place, rates: Sequence[float], began: float, reading: Reading) -> None:
         self.place, self.rates, self.num_steps, self.began = first, rates, len(rates), began
         self.reading = reading
-        self.ended = math.nan  # for the host: when it began the next one, if it did
+        self.ended = math.nan  # when the host began to enqueue the next one, if it did
 
     def travels_with(self, other: "_Enqueued") -> bool:
         """Return whether both results reach the host in one copy: reading one then waits for the other, too."""
@@ -97,7 +97,7 @@ class Trainer:
         self._stepper, self._loader, self._folder, self._save = stepper, loader, folder, save
         self._first_step = first_step
         self._validation = validation
-        # Looked up once: the loop's own share of a step is a few microseconds, and is kept there.
+        # Looked up once: the loop's overhead is a few microseconds per step, and has to stay so.
         self._num_steps, self._save_every = job.num_steps, job.save_every
         self._hooks = [(hook, hook.every) for hook in ([validation] if validation else []) + [*job.hooks]]
         everies = [self._save_every, *(every for _, every in self._hooks)]
@@ -106,16 +106,16 @@ class Trainer:
         self._slots = PinnedSlots()
         self._ahead: deque[_Enqueued] = deque()
         self._steps_ahead = 0
-        self._read_until = -math.inf  # up to when time was given to steps
-        self._seconds = math.inf  # of each step of the last reading
-        self._num_done = 0  # of the steps ahead, how many were done by then
-        self._last_loss = math.nan  # of the step whose record was read last; before hooks that is the step just done
-        self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step ahead
+        self._read_until = -math.inf  # the time up to which seconds were attributed to steps
+        self._seconds = math.inf  # per step, at the last read-back
+        self._num_done = 0  # in-flight steps that were done at that time
+        self._last_loss = math.nan  # of the record read last; before hooks that is the step just done
+        self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step in flight
         self.wants_stop = False
         self.stopped_early = False  # a stop was requested; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
         self.has_moved = False  # some step, over the whole life of the run, was not skipped
-        # Optimizers make their state in their first step: what cannot be saved is refused then, not at the first save.
+        # Optimizers create their state in their first step: unsavable state is refused then, not at the first save.
         self.check_after_first_step: Callable[[], Any] = lambda: None
         self.average_of: Callable[[Tensor], Tensor | None] = lambda parameter: None
         self.tell: Callable[..., None] = lambda kind, **facts: None
@@ -123,11 +123,11 @@ class Trainer:
         self.measure: Callable[[nn.Module], Mapping[str, float]] = lambda model: {}
         self.rehearsal: Rehearsal | None = None
         self.before_step: Callable[[int], None] | None = None  # with its number, from 1
-        self.norms: NormCadence | None = None  # decides which steps have their gradient norm, where nothing is clipped
+        self.norms: NormCadence | None = None  # decides which steps compute their gradient norm, if nothing is clipped
         self.set_loss_weights: Callable[[int], None] | None = None  # of the step that begins, where they change
-        self.check_model: Callable[[], None] = lambda: None  # raises for what a hook must not change in it
-        # Copies the state for a checkpoint before its step was judged. What it returns is called once it was, with
-        # whether an error has ended the run; never, if the step was bad. None: saves wait until the step is judged.
+        self.check_model: Callable[[], None] = lambda: None  # raises if a hook changed the model in a forbidden way
+        # Copies the state for a checkpoint before its step was judged. It returns a function to call once it was, with
+        # whether an error has ended the run; never if the step was bad. None: saves wait for the judgement.
         self.snapshot: Callable[[int], Callable[[bool], None]] | None = None
 
     def stop(self) -> None:
@@ -293,7 +293,7 @@ class Trainer:
             return 0
         for enqueued in ahead:
             left -= enqueued.num_steps
-            # What travels with the last is not there before it.
+            # Results in the same copy as the last one arrive together with it.
             if left < under_way or (enqueued.reading.note is not None and enqueued.reading.note.sent is note.sent):
                 break
             num_due += 1
@@ -308,7 +308,7 @@ class Trainer:
 
     def _records(self, count: int) -> Iterator[StepRecord]:
         """Yield the records of the oldest `count` in-flight entries; blocks until the device has finished them."""
-        # Plain loops: this is part of every step, and each function costs a microsecond that the step put out of cache.
+        # Plain loops: this runs in every step, and each call costs a microsecond, as the step evicts it from cache.
         ahead, taken, found, num_steps, are_noted = self._ahead, [], [], 0, False
         asked = time.perf_counter()
         for _ in range(count):
@@ -324,7 +324,7 @@ class Trainer:
         began, ended = max(taken[0].began, self._read_until), taken[-1].ended
         if are_noted or not ended > began:
             ended = now
-        # Some that are left are done, too, and have their share of the time already when they are read.
+        # Some remaining entries are done, too; their share of the time is attributed now, not when they are read.
         num_done = sum(left.num_steps for left in ahead if left.travels_with(taken[-1])) if are_noted else 0
         num_timed = num_steps + num_done - self._num_done
         self._num_done = num_done

@@ -15,7 +15,7 @@ class PartLoss(NamedTuple):
     """One named part of a step's loss."""
 
     loss: float  # its mean, without its weight; nan if the step had no item of it
-    num_items: float  # what it is over: samples, or its own count
+    num_items: float  # the number of items of the mean: samples, or the part's count
 
 
 class PartReader(Protocol):
@@ -50,7 +50,7 @@ class StepOutcome(NamedTuple):
 
     def pack(self) -> Tensor:
         """Pack its tensors into one of float64, in the order of `parts`, followed by the values of named loss parts."""
-        # Only what is on the device: to bring a number there for the way back would make the host wait.
+        # Only tensors: copying a host number to the device, to read it back, would make the host wait.
         on_device = [part.double() for part in self.parts() if isinstance(part, Tensor)]
         if self.named is not None:
             return torch.cat((torch.stack(on_device), self.named.values)) if on_device else self.named.values
@@ -82,7 +82,7 @@ class Noted:
         parts = [part for part in outcome.parts() if isinstance(part, Tensor)]
         is_single = (
             len(parts) == 1 and parts[0].dtype is torch.float32 and outcome.named is None
-        )  # the usual: a loss, as it is
+        )  # the usual case: just a loss
         packed = parts[0].reshape(1) if is_single else outcome.pack()
         if self._chosen is None:
             self._chosen = self._tables[0 if is_single else 1][:, : len(packed)]

@@ -176,7 +176,7 @@ def as_row(line: bytes) -> dict[str, Any] | None:
 
 
 class JsonLines:
-    """A JSON-lines file. Lines are written whole, buffered for up to one second.
+    """A JSON-lines file. Lines are written whole, together with those of the last second.
 
     Turning a record into text costs a step more than making it; in one go over many it costs a fraction. Call `flush`
     before anything that relies on the lines, such as a checkpoint: steps lost in a crash are then repeated, and their

@@ -61,7 +61,7 @@ class DeviceFeed:
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.before_copy: Callable[[], None] = lambda: None  # the data is there; from now on it is the copy that takes
+        self.before_copy: Callable[[], None] = lambda: None  # called when the data is fetched and only the copy is left
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:
         return one_ahead(steps, self._begin, self._hand_over)
@@ -72,7 +72,7 @@ class DeviceFeed:
 
         def copy(leaf: Any) -> Any:
             nonlocal others
-            # Only what is sure to be told to the allocator is copied here; the rest follows on the training stream.
+            # Only dense tensors, which `record_stream` covers, are copied here; the rest on the training stream.
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
                 copied.append(in_format(leaf.to(self._device, non_blocking=True), self._channels_last))
                 return copied[-1]
@@ -101,7 +101,7 @@ class ResidentFeed:
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
-        self.before_copy: Callable[[], None] = lambda: None  # as of the feed above; what is left is the gathering
+        self.before_copy: Callable[[], None] = lambda: None  # as in the feed above; only the gathering is left
         self.gathers = True  # false: the consumer gets the `Rows` of a batch, and gathers them itself
 
     def steps(self, steps: Steps[Step]) -> Steps[Step]:

@@ -132,7 +132,7 @@ class Loader:
         self.source: Source = source_of(data)
         self._position = start or Position()
         self._behind: RankStep | None = None  # the step that was yielded last
-        self.notes: list[str] = []  # what was decided on the way
+        self.notes: list[str] = []  # decisions made while loading
         self.tell: Callable[[str], None] = lambda note: None  # called with each that follows
         # Gets a step's micro-batches while they are on the host, and returns those to run. Not of resident data.
         self.watch: Callable[[Place, list[MicroBatch]], list[MicroBatch]] | None = None

@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 from drivetrain.data.batch import in_format, map_leaves
 from drivetrain.data.items import GATHERED, Columns
 
-# Of types that torch does not gather, only the bits are moved.
+# Types that torch cannot gather are gathered as bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CHANNELS_INNERMOST, _AND_BACK = (0, 2, 3, 1), (0, 3, 1, 2)
 
@@ -27,7 +27,7 @@ class Column:
     rows: Tensor
     dtype: torch.dtype
     is_permuted: bool = False
-    turns_late: bool = False  # there was no memory to hold it turned: each batch is
+    turns_late: bool = False  # there was no memory to convert the column: each batch is converted
 
     @classmethod
     def empty(cls, num_rows: int, like: Tensor, device: torch.device, *, channels_last: bool) -> "Column":
