@@ -130,8 +130,8 @@ def _digest(parts: Sequence[tuple[str, Any]]) -> str:
 def _sketch(parts: Sequence[tuple[str, Any]]) -> Iterator[list[Any]]:
     """Yield what is compared between machines, as JSON: each part's path, kind, shape, some values and some means.
 
-    Texts beside numbers are mostly file names, and those may lie elsewhere: they count only in items that are all
-    texts, and then without the folder.
+    Texts beside numbers are mostly file names, and those may lie elsewhere: they count only in items without
+    arrays, and then without the folder.
     """
     parts = sorted(parts, key=lambda part: part[0])
     numbers = [(name, part) for name, part in parts if isinstance(part, (Tensor, np.ndarray))]
@@ -150,7 +150,7 @@ Numbers = Tensor | np.ndarray[Any, Any]
 
 
 def _flat(part: Numbers) -> Numbers:
-    """Return its numbers as one row, without copying: an item may be large, and many ranks read it."""
+    """Return its numbers as one row, not converted to doubles: an item may be large, and many ranks read it."""
     if isinstance(part, Tensor):
         return (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
     if part.dtype.kind == "c":

@@ -450,7 +450,7 @@ class _Read(NamedTuple):
     """A micro-batch that a worker read."""
 
     batch: Any
-    step: Any  # a RankStep without its contents; None behind the first micro-batch of a step
+    step: Any  # a RankStep without its contents; None for all but the first micro-batch of a step
 
 
 class _ReadByWorker(IterableDataset[Any]):
