@@ -30,7 +30,7 @@ EXAMPLES = (
 
 
 class Options(BaseModel):
-    """What can be asked of `drivetrain verify`."""
+    """The options of `drivetrain verify`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class Options(BaseModel):
 
 
 def run(options: Options, resolved: Resolved) -> int:
-    """0 if nothing failed, 1 otherwise."""
+    """Run the command. Returns 0 if nothing failed, 1 otherwise."""
     config = resolved.config
     probes = choose(options.only)
     if options.time_limit_seconds is not None:

@@ -37,7 +37,7 @@ CHECKLIST: tuple[Probe, ...] = (
 
 
 def choose(names: Sequence[str], probes: Sequence[Probe] = CHECKLIST) -> tuple[Probe, ...]:
-    """The probes of these names, in the checklist's order; all for no names. `matmul` means every `matmul-…`."""
+    """Return the probes of these names, in the checklist's order; all for no names. `matmul` means every `matmul-…`."""
     problems, chosen = [], set[str]()
     for name in names:
         wanted = name.strip().lower().replace("_", "-")

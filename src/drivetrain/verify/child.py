@@ -1,4 +1,4 @@
-"""The process of one probe: runs it, writes its outcome as JSON, ends. Whatever happens costs one row, not the run."""
+"""The process of one probe: runs it, writes its outcome as JSON, ends. Any failure costs one row, not the run."""
 
 import errno
 import faulthandler
@@ -18,7 +18,7 @@ LONGEST_TMPDIR = 107 - 32
 
 
 class Request(Value):
-    """What the process is told."""
+    """The request that the process gets."""
 
     name: str
     function: str
@@ -55,7 +55,7 @@ def run_request(request: Request) -> None:
 
 
 def explain(error: BaseException, request: Request) -> Outcome:
-    """The failure of a probe that raised, with what to do about the causes that are known."""
+    """Return the failure of a probe that raised, with the remedy for the causes that are known."""
     sentence = f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ")
     return failed(sentence, remedy=_remedy(error, request))
 
@@ -82,7 +82,7 @@ def _remedy(error: BaseException, request: Request) -> str:
 
 
 def main() -> None:
-    """The process where fork is not to be had: told by a file instead of by memory."""
+    """Run a probe where fork is not available: the request comes from a file instead of from memory."""
     request = Request.from_json(Path(sys.argv[1]).read_bytes())
     run_request(request)
     # Threads and handlers of libraries have no say in how a probe that is done ends.

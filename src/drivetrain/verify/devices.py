@@ -1,11 +1,11 @@
-"""Which GPUs are verified. By numbers, without torch: `DeviceManager` would load it where none is needed."""
+"""Chooses the GPUs to verify, by numbers and without torch: `DeviceManager` would load it where none is needed."""
 
 from drivetrain.config import Config
 from drivetrain.hardware import Hardware
 
 
 def chosen_gpus(hardware: Hardware, config: Config) -> tuple[int, ...]:
-    """Indices as torch counts; none for the CPU. Contradictions were refused when the configuration was read."""
+    """Return indices as torch counts; none for the CPU. Contradictions were refused when the configuration was read."""
     wanted = config.device
     if wanted.mode == "cpu" or wanted.device == "cpu" or hardware.accelerator not in ("cuda", "rocm"):
         return ()

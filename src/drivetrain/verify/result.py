@@ -1,4 +1,4 @@
-"""What a probe found out, as values: they cross a process boundary as JSON and are what `--json` prints."""
+"""The results of a probe, as values: they cross a process boundary as JSON and are what `--json` prints."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ class MeasuredRate(Value):
 
 
 class Outcome(Value):
-    """What a probe returns."""
+    """The outcome that a probe returns."""
 
     status: Status
     figure: str = Field(default="", description="what was measured, in a few words")
@@ -53,7 +53,7 @@ class ProbeResult(Outcome):
 
 
 class ProbeSetup(Value):
-    """What a probe is told: how thorough to be, on which devices, and where it may write."""
+    """The setup of a probe: how thorough to be, on which devices, and where it may write."""
 
     quick: bool
     hardware: Hardware
@@ -71,7 +71,7 @@ class ProbeSetup(Value):
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """What is known of the chosen GPUs, in the order of `devices`."""
+        """The facts of the chosen GPUs, in the order of `devices`."""
         known = {gpu.index: gpu for gpu in self.hardware.gpus}
         return tuple(known[index] for index in self.gpu_indices)
 

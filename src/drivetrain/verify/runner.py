@@ -1,4 +1,4 @@
-"""Runs probes, each in a process of its own with a time limit, and turns whatever happens to one into a row."""
+"""Runs probes, each in a separate process with a time limit, and turns any ending of one into a row."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ GRACE_SECONDS = 15.0  # beyond a probe's own limit, before the zygote itself cou
 
 
 class Watcher(Protocol):
-    """Is told what goes on, for a progress line."""
+    """Gets the events of the probes, to show progress."""
 
     def started(self, probe: Probe) -> None: ...
     def ended(self, result: ProbeResult) -> None: ...
@@ -54,7 +54,7 @@ def run_probes(
     preload: tuple[str, ...] = PRELOAD,
     start_method: StartMethod | None = None,
 ) -> tuple[ProbeResult, ...]:
-    """One result per probe, in their order. Leaves no process and no file behind, also when it is interrupted.
+    """Return one result per probe, in their order. Leaves no process and no file behind, also when it is interrupted.
 
     `num_at_once` holds for the probes that do not measure rates; those that do run alone, after the others.
     """
@@ -68,7 +68,7 @@ def run_probes(
 
 
 class _ZygoteLostError(Exception):
-    """The process that starts probes ended, or does not answer."""
+    """Raised if the process that starts probes ended, or does not answer."""
 
 
 class _Run:
@@ -213,7 +213,7 @@ class _ZygoteHandle:
         return Ended.from_json(self._receive_line(deadline))
 
     def close(self) -> None:
-        """End it and all below it. The closed socket is the sign; force is for one that does not heed it."""
+        """End it and all below it. The closed socket is the signal; it is killed if it does not react."""
         below = []
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(self._process.pid).children(recursive=True)
@@ -257,7 +257,7 @@ class _ZygoteHandle:
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """The zygote sees the modules that this process sees, whatever put them on its path."""
+    """Return the environment in which the zygote finds the same modules as this process, by whatever path."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     # The import of torch's compiler makes folders, too.
     temporary = {"TMPDIR": str(scratch)} if len(str(scratch)) <= LONGEST_TMPDIR else {}
@@ -288,7 +288,7 @@ def describe_returncode(returncode: int) -> str:
 
 
 def judge_ending(probe: Probe, event: Ended) -> Outcome:
-    """The outcome of a probe that ended by itself, or what its end means."""
+    """Return the outcome of a probe that ended by itself, or what its end means."""
     again = f"drivetrain verify --only {probe.name}"
     if event.timed_out:
         longer = f"{again} --time-limit-seconds {max(60, round(probe.time_limit_seconds * 4))}"

@@ -1,4 +1,4 @@
-"""From the rows of the checklist to the rates that Hardware keeps."""
+"""Converts the rows of the checklist to the rates that Hardware keeps."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from drivetrain.verify.result import MeasuredRate, ProbeResult, Quantity
 
 
 def save_rates(hardware: Hardware, results: Sequence[ProbeResult], *, quick: bool) -> Path | None:
-    """Where the rates were saved; None if there is none to save."""
+    """Save the rates, and return where; None if there is none to save."""
     rates = collect(results)
     if rates == MeasuredRates():
         return None
@@ -19,7 +19,7 @@ def save_rates(hardware: Hardware, results: Sequence[ProbeResult], *, quick: boo
 
 
 def collect(results: Sequence[ProbeResult]) -> MeasuredRates:
-    """The rates of what passed. A failed probe's figures say what is broken, not what the machine can do."""
+    """Return the rates of what passed. A failed probe's figures say what is broken, not what the machine can do."""
     found = [rate for result in results if result.status == "passed" for rate in result.rates]
     cpu = [rate for rate in found if rate.of == "cpu"]
     disk = [rate for rate in found if rate.of == "disk"]

@@ -1,4 +1,4 @@
-"""What a user sees: a progress line while probes run, then the checklist. 80 columns, and plain ASCII where need be."""
+"""The output for a user: a progress line while probes run, then the checklist. 80 columns, plain ASCII if necessary."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _ASCII = str.maketrans({"–": "-", "×": "x", "³": "^3", "…": "...", "·": "
 
 
 def console_for(stream: IO[str]) -> Console:
-    """A pipe has no width of its own: 80 columns, as a terminal at least has."""
+    """Return a console of 80 columns for a pipe, which has no width; of the terminal's width otherwise."""
     console = Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = 80
@@ -37,7 +37,7 @@ def speaks_unicode(console: Console) -> bool:
 
 
 def plain(text: str, console: Console) -> str:
-    """The text in characters that the stream can carry."""
+    """Return the text in characters that the stream can encode."""
     if speaks_unicode(console):
         return text
     return text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
@@ -48,7 +48,7 @@ def mark(status: Status, console: Console) -> str:
 
 
 class LiveProgress:
-    """Which probes run now, and for how long; one line that redraws itself."""
+    """Shows which probes run now, and for how long, in one line that redraws itself."""
 
     def __init__(self, console: Console, num_probes: int) -> None:
         self._num_probes = num_probes
@@ -74,7 +74,7 @@ class LiveProgress:
 
 
 class PlainProgress:
-    """One line per probe that ended."""
+    """Prints one line per probe that ended."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -98,7 +98,7 @@ class Silence:
 
 @contextmanager
 def progress(console: Console, num_probes: int, *, only_live: bool) -> Iterator[LiveProgress | PlainProgress | Silence]:
-    """Redrawn on a terminal, line by line elsewhere; nothing elsewhere if `only_live`."""
+    """Show progress: redrawn on a terminal, line by line elsewhere; nothing elsewhere if `only_live`."""
     if not console.is_terminal:
         yield Silence() if only_live else PlainProgress(console)
         return
@@ -108,7 +108,7 @@ def progress(console: Console, num_probes: int, *, only_live: bool) -> Iterator[
 
 
 def show_checklist(results: Sequence[ProbeResult], console: Console) -> None:
-    """The table; below a failed row its cause and its remedy, for the others the small print."""
+    """Print the table; below a failed row its cause and its remedy, for the others their details."""
     unicode = speaks_unicode(console)
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, width=1 if unicode else 6)
@@ -148,7 +148,7 @@ def show_saving(report: Report, console: Console) -> None:
 
 
 def show_summary(report: Report, console: Console) -> None:
-    """The last word: one line."""
+    """Print the final line."""
     count = {status: sum(result.status == status for result in report.results) for status in STYLES}
     failures = [result.name for result in report.results if result.status == "failed"]
     line = Text("verify failed: " if failures else "verify passed: ", "bold red" if failures else "bold green")

@@ -35,7 +35,7 @@ StartMethod = Literal["fork", "spawn"]
 
 
 class Cleanup(Value):
-    """What to remove when all is done: folders with all that is in them, then folders if they are empty."""
+    """The folders to remove at the end: some with all that is in them, then others if they are empty."""
 
     folders: tuple[str, ...] = ()
     folders_if_empty: tuple[str, ...] = ()
@@ -96,11 +96,11 @@ class _Running:
         return True
 
     def has_ended(self) -> bool:
-        """Whether it is over. Not reaped yet, so that its process id cannot become another process's meanwhile."""
+        """Return whether it has ended. It is not reaped, so that its process id cannot be reused in the meantime."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def abort(self) -> None:
-        """Make it say where it is, and give it the moment that takes."""
+        """Make it print its stack, and give it the moment that takes."""
         os.kill(self.pid, signal.SIGABRT)
         deadline = time.monotonic() + ABORT_SECONDS
         while not self.has_ended() and time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class _Running:
             time.sleep(POLL_SECONDS)
 
     def reap(self) -> int:
-        """Its return code, once killed. A process stuck in the kernel (a dead driver or mount) is left behind."""
+        """Return its exit code, once killed. A process stuck in the kernel (a dead driver or mount) is left behind."""
         deadline = time.monotonic() + REAP_SECONDS
         while not self.has_ended():
             if time.monotonic() > deadline:
@@ -201,7 +201,7 @@ class Zygote:
         self._selector.register(reading, selectors.EVENT_READ)
 
     def _become(self, request: Request, reading: int, writing: int) -> None:
-        """The forked process: nothing of the zygote's stays but its modules. Never returns."""
+        """Run as the forked process: nothing of the zygote stays but its modules. Never returns."""
         try:
             os.setsid()
             _die_with_parent()
@@ -264,13 +264,13 @@ class Zygote:
 
 
 def _prctl(option: int, argument: int) -> None:
-    """A request to the Linux kernel. Elsewhere nothing happens: process groups alone have to do there."""
+    """Call prctl on Linux. Elsewhere nothing happens: process groups alone have to do there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
 
 
 def _adopt_orphans() -> None:
-    """A process whose parent has ended becomes a child of the zygote, where it is found, even if it left its group."""
+    """Make orphaned processes children of the zygote, which finds them even if they left their group."""
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
@@ -298,7 +298,7 @@ def _kill(processes: list[psutil.Process], pid: int) -> None:
 
 
 def _kill_strays() -> None:
-    """End and reap what was adopted. Only called while no probe runs: then every child is a stray."""
+    """End and reap adopted processes. Only called while no probe runs: then every child is a stray."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

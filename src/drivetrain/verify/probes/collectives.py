@@ -1,4 +1,4 @@
-"""Processes that talk to each other: each collective gives the right numbers, and how fast an all-reduce is."""
+"""Checks processes that communicate: each collective gives the right numbers, and how fast an all-reduce is."""
 
 import datetime
 import multiprocessing
@@ -24,7 +24,7 @@ MIB = 1024**2
 
 
 class CollectiveFigures(Value):
-    """What one rank found. All ranks agree on nothing here: each reports its own."""
+    """The findings of one rank. Ranks do not agree on anything here: each reports its own."""
 
     problems: tuple[str, ...]
     seconds_per_all_reduce: float
@@ -33,14 +33,14 @@ class CollectiveFigures(Value):
 
     @property
     def bus_gigabytes(self) -> float:
-        """GB/s that cross each link: an all-reduce moves 2 (n-1)/n of the bytes, whatever the algorithm."""
+        """The GB/s that cross each link: an all-reduce moves 2 (n-1)/n of the bytes, with any algorithm."""
         return 2 * (self.world - 1) / self.world * self.num_bytes / self.seconds_per_all_reduce / 1e9
 
 
 def measure_collectives(
     group: dist.ProcessGroup | None, device: torch.device, *, num_bytes: int, num_repeats: int = 5
 ) -> CollectiveFigures:
-    """Check every collective and time the all-reduce. To be called by all ranks of the group at once."""
+    """Check every collective and time the all-reduce. Called by all ranks of the group at once."""
     problems = tuple(check_collectives(group, device))
     tensor = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     dist.all_reduce(tensor, group=group)  # connections are made at the first use
@@ -61,7 +61,7 @@ def measure_collectives(
 
 
 def check_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[str]:
-    """Every collective that training uses, with whole numbers, so that the right result is known exactly."""
+    """Check every collective that training uses, with whole numbers, so that the right result is known exactly."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
     def is_wrong(got: torch.Tensor, wanted: list[float]) -> str:
@@ -98,7 +98,7 @@ def check_collectives(group: dist.ProcessGroup | None, device: torch.device) -> 
 
 
 def loopback_name() -> str:
-    """The interface that no other machine can reach: `lo` on Linux."""
+    """Return the interface that no other machine can reach: `lo` on Linux."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.family == socket.AF_INET and address.address == "127.0.0.1" for address in addresses):
             return name
@@ -119,7 +119,7 @@ def nccl(setup: ProbeSetup) -> Outcome:
 
 
 def run_ranks(backend: str, devices: list[str], folder: Path, num_bytes: int) -> Outcome:
-    """One process per device, forked: torch is loaded already, and nothing was computed yet."""
+    """Fork one process per device: torch is loaded already, and nothing was computed yet."""
     # A file in a folder of our own: a TCP store would listen on every interface of the machine.
     store = folder / "store"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_name()

@@ -1,4 +1,4 @@
-"""torch.compile: that it works, that it in fact compiled something, and how long that takes from nothing."""
+"""Checks torch.compile: that it works, that it in fact compiled something, and how long that takes with cold caches."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
 
 
 class _SmallModel(nn.Module):
-    """A class of its own: some ways of compiling a plain nn.Sequential do nothing, without an error."""
+    """A separate class of model: some ways of compiling a plain nn.Sequential do nothing, without an error."""
 
     def __init__(self, *, smallest: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def probe(setup: ProbeSetup) -> Outcome:
 
 
 def start_from_nothing(setup: ProbeSetup) -> None:
-    """A warm cache of an earlier run would be fast, and show nothing."""
+    """Start with cold caches: a warm cache of an earlier run would be fast, and show nothing."""
     os.environ["TMPDIR"] = setup.scratch  # precompiled headers follow it alone
     tempfile.tempdir = None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{setup.scratch}/inductor"

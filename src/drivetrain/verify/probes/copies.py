@@ -1,4 +1,4 @@
-"""How fast bytes move: between host and device, and within a device's own memory."""
+"""Measures how fast bytes move: between host and device, and within a device's own memory."""
 
 import time
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class HostCopies:
-    """GB/s in each direction, with page-locked and with ordinary host memory."""
+    """The GB/s in each direction, with page-locked and with ordinary host memory."""
 
     to_device: float
     to_host: float
@@ -52,7 +52,7 @@ def host_and_device(setup: ProbeSetup) -> Outcome:
 
 
 def measure_host_copies(device: torch.device, *, num_bytes: int) -> HostCopies | str:
-    """The rates, or what is wrong with the bytes that arrived."""
+    """Return the rates, or what is wrong with the bytes that arrived."""
     pageable = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     pinned = pageable.pin_memory()
     there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -85,7 +85,7 @@ def measure_host_copies(device: torch.device, *, num_bytes: int) -> HostCopies |
 
 
 def within_memory(setup: ProbeSetup) -> Outcome:
-    """A copy to another place of the same memory. Bytes read and bytes written both count."""
+    """Measure a copy to another place of the same memory. Bytes read and bytes written both count."""
     use_all_cores(setup.hardware.cpu.num_usable)
     gpus = setup.gpus
     values, rates = [], []

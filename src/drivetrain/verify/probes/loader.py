@@ -1,4 +1,4 @@
-"""A data loader with worker processes: every sample arrives once and in order, and how many per second."""
+"""Checks a data loader with worker processes: every sample arrives once and in order, and how many per second."""
 
 import tempfile
 import time
@@ -14,7 +14,7 @@ BATCH_SIZE = 32
 
 
 class MadeUpImages(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that cost about what decoding a small image costs, and that tell their own index."""
+    """Samples that cost about what decoding a small image costs, and that contain their own index."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -68,7 +68,7 @@ def probe(setup: ProbeSetup) -> Outcome:
 
 
 def problem_with_order(batches: Iterable[tuple[torch.Tensor, torch.Tensor]], length: int) -> str:
-    """What is wrong with what arrived; empty if every sample came once, in order, with its own content."""
+    """Return what is wrong with the batches; empty if every sample came once, in order, with its own content."""
     arrived: list[int] = []
     for images, indices in batches:
         if not torch.equal(images[:, 0, 0, 0], indices.to(images.dtype)):

@@ -1,4 +1,4 @@
-"""Matrix products in every precision: how fast, and how far from float64."""
+"""Checks matrix products in every precision: how fast, and how far from float64."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ CHECKED_ROWS = 64
 
 
 def error_bound(precision: Precision, inner: int) -> float:
-    """The largest relative error (Frobenius norm) that correct hardware can be expected to give.
+    """Return the largest relative error (Frobenius norm) that correct hardware can be expected to give.
 
     fp16, bf16: the inputs are exact in their type and sums are kept in fp32, so what remains is rounding the result
     once: at most u per element, hence at most u in the norm. A library may split the sum and add parts in the short
@@ -40,7 +40,7 @@ def error_bound(precision: Precision, inner: int) -> float:
 
 
 def relative_error(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
-    """Of the first rows against float64: enough to notice wrong arithmetic, at 1/100 of the cost."""
+    """Return the error of the first rows against float64: enough to notice wrong arithmetic, at 1/100 of the cost."""
     exact = left[:CHECKED_ROWS].double() @ right.double()
     difference = product[:CHECKED_ROWS].double() - exact
     return float(difference.norm() / exact.norm())
@@ -48,7 +48,7 @@ def relative_error(product: torch.Tensor, left: torch.Tensor, right: torch.Tenso
 
 @contextmanager
 def fp32_products_in(precision: Precision) -> Iterator[None]:
-    """Switch tf32 on or off. Nothing is left to a default: an environment variable may have turned it."""
+    """Switch tf32 on or off. Nothing is left to a default: an environment variable may have set it."""
     if torch.cuda.is_available():
         before = torch.backends.cuda.matmul.fp32_precision
         torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
@@ -70,7 +70,7 @@ class Product:
 
 
 def measure_product(precision: Precision, device: torch.device, *, budget_seconds: float) -> Product:
-    """The rate at a size that the device can repeat within the budget. Sizes grow until one takes a good part of it."""
+    """Return the rate at a size that the device can repeat within the budget. Sizes grow until one takes much of it."""
     size = 64  # where an fp16 product is emulated, even 256 takes a fifth of a second
     largest = LARGEST_ON_CPU if device.type == "cpu" else LARGEST_ON_GPU
     while True:
@@ -94,7 +94,7 @@ def _operands(size: int, precision: Precision, device: torch.device) -> tuple[to
 
 
 def judge_error(precision: Precision, product: Product) -> Outcome | None:
-    """The failure that the error stands for, if it does."""
+    """Return the failure that the error indicates, if it does."""
     bound = error_bound(precision, product.size)
     figure = f"error {product.error:.1e}"
     # `not <=` also refuses NaN.

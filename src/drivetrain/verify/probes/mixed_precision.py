@@ -1,4 +1,4 @@
-"""A step with autocast and gradient scaling: it moves the weights, and a gradient that overflowed does not."""
+"""Checks a step with autocast and gradient scaling: it moves the weights, and a gradient that overflowed does not."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def probe(setup: ProbeSetup) -> Outcome:
 
 
 def scaled_step(device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with a good step and a step with a planted overflow; empty if nothing is."""
+    """Return what is wrong with a good step and a step with a planted overflow; empty if nothing is."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

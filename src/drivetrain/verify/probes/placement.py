@@ -1,4 +1,4 @@
-"""Model and batch are where they should be, and a tensor that is elsewhere is noticed."""
+"""Checks that model and batch are on their device, and that a tensor on another one is noticed."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class _TwoParts(nn.Module):
 
 
 def elsewhere(device: torch.device) -> torch.device:
-    """A device that is not this one, on any machine: `meta` holds no data and is always there."""
+    """Return a device that is not this one, on any machine: `meta` holds no data and always exists."""
     return torch.device("meta" if device.type == "cpu" else "cpu")
 
 
@@ -49,7 +49,7 @@ def probe(setup: ProbeSetup) -> Outcome:
 
 
 def is_on_device(device: torch.device, model: nn.Module, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether nothing misplaced was noticed. A complaint must name the layer, or it helps nobody."""
+    """Return whether nothing misplaced was noticed. A complaint must name the layer to be of use."""
     try:
         assert_on_device(device, model=model, batch=batch)
     except Exception as error:  # noqa: BLE001  (whatever it raises, the name is what counts)

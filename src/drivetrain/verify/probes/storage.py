@@ -1,4 +1,4 @@
-"""The run folder: a checkpoint comes back bit by bit, and how fast the disk below it writes and reads."""
+"""Checks the run folder: a checkpoint is read back bit by bit, and how fast the disk below it writes and reads."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ OTHER_FOLDER = "drivetrain verify --output-dir FOLDER, with a folder that has ro
 
 
 def make_folder(setup: ProbeSetup) -> Outcome | Path:
-    """A folder of the probe's own below the run folder, or why there cannot be one."""
+    """Make a folder for the probe below the run folder, or return why there cannot be one."""
     folder = Path(setup.run_scratch)
     try:
         folder.mkdir(parents=True)
@@ -107,7 +107,7 @@ def load_state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tenso
 
 
 def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    """The keys whose tensors are not the same bit by bit, type by type."""
+    """Return the keys whose tensors are not the same bit by bit, type by type."""
     return [key for key in left.keys() | right.keys() if not _same_bits(left.get(key), right.get(key))]
 
 
@@ -149,7 +149,7 @@ def disk(setup: ProbeSetup) -> Outcome:
 
 
 def write_chunks(path: Path, chunk: bytes, num_bytes: int, limit_seconds: float) -> tuple[int, float]:
-    """Bytes written and seconds until they are on the disk. A slow disk gets fewer bytes, never more time."""
+    """Return bytes written and seconds until they are on the disk. A slow disk gets fewer bytes, never more time."""
     written = 0
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -162,7 +162,10 @@ def write_chunks(path: Path, chunk: bytes, num_bytes: int, limit_seconds: float)
 
 
 def drop_from_page_cache(path: Path) -> bool:
-    """Whether the next reading comes from the disk: not where the file system is memory, or nothing can be dropped."""
+    """Drop a file from the page cache, and return whether the next read comes from the disk.
+
+    It does not where the file system is in memory, or nothing can be dropped.
+    """
     if not hasattr(os, "posix_fadvise"):
         return False
     with path.open("rb") as file:
@@ -171,7 +174,7 @@ def drop_from_page_cache(path: Path) -> bool:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether the file is on a file system that keeps its files in memory."""
+    """Return whether the file is on a file system that keeps its files in memory."""
     best, kind = "", ""
     try:
         mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -185,7 +188,7 @@ def is_in_memory(path: Path) -> bool:
 
 
 def read_chunks(path: Path, chunk: bytes, num_bytes: int) -> float | None:
-    """Seconds to read everything back; None if it is not what was written."""
+    """Return the seconds to read everything back; None if it is not what was written."""
     seconds, done = 0.0, 0
     buffer = bytearray(len(chunk))
     with path.open("rb", buffering=0) as file:

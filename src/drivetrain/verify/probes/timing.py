@@ -1,4 +1,4 @@
-"""Measuring how often something can be done per second, and saying it."""
+"""Measures and formats how often something can be done per second."""
 
 import statistics
 import time
@@ -10,18 +10,18 @@ from drivetrain.hardware import Gpu
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given; a CPU already has."""
+    """Wait until the device has done all enqueued work; a CPU already has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def use_all_cores(num_usable: int) -> None:
-    """Threads by what this process may use: torch's own default counts the host's cores, whatever a cgroup allows."""
+    """Use as many threads as this process has cores: torch's default counts the host's cores, not the cgroup's."""
     torch.set_num_threads(max(1, num_usable))
 
 
 def seconds_per_call(work: Callable[[], object], device: torch.device, *, budget_seconds: float) -> float:
-    """The median over several stretches, each long enough that the wait at its end does not count.
+    """Return the median over several stretches, each long enough that the wait at its end does not count.
 
     The first call warms up (kernel choice, caches, clocks) and the second is timed to size the stretches.
     """
@@ -44,7 +44,7 @@ def _stretch(work: Callable[[], object], device: torch.device, num_calls: int) -
 
 
 def span(values: Sequence[float], unit: str) -> str:
-    """One figure, or the range over several devices."""
+    """Format one figure, or the range over several devices."""
     low, high = min(values), max(values)
     if shown(low) == shown(high):
         return f"{shown(low)} {unit}"
@@ -52,14 +52,14 @@ def span(values: Sequence[float], unit: str) -> str:
 
 
 def flops_span(tflops: Sequence[float]) -> str:
-    """In the unit that needs no zeros after the point: a small CPU has not a tenth of a TFLOP/s."""
+    """Format FLOP/s in the unit without leading zeros: a small CPU has less than a tenth of a TFLOP/s."""
     if max(tflops) < 0.1:
         return span([1000 * value for value in tflops], "GFLOP/s")
     return span(tflops, "TFLOP/s")
 
 
 def shown(value: float) -> str:
-    """Three significant digits without an exponent."""
+    """Format three significant digits without an exponent."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 10:
@@ -68,7 +68,7 @@ def shown(value: float) -> str:
 
 
 def slow_gpus(gpus: Sequence[Gpu], rates: Sequence[float], *, tolerance: float = 0.15) -> list[str]:
-    """Those GPUs that are more than `tolerance` below the median of their own model, each in a few words."""
+    """Return the GPUs that are more than `tolerance` below the median of their own model, each in a few words."""
     found = []
     for gpu, rate in zip(gpus, rates, strict=True):
         equals = [other_rate for other, other_rate in zip(gpus, rates, strict=True) if other.name == gpu.name]

@@ -1,4 +1,4 @@
-"""Two training steps: the loss falls, stays finite, and the same seed gives the same bits."""
+"""Checks two training steps: the loss falls, stays finite, and the same seed gives the same bits."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
 
 
 def train_two_steps(device: torch.device, *, seed: int, learning_rate: float = 0.05) -> list[float]:
-    """The loss before, after one and after two steps."""
+    """Return the loss before, after one and after two steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
@@ -28,7 +28,7 @@ def train_two_steps(device: torch.device, *, seed: int, learning_rate: float = 0
 
 
 def judge(first: list[float], second: list[float]) -> str:
-    """What is wrong with two runs from one seed; empty if nothing is."""
+    """Return what is wrong with two runs from one seed; empty if nothing is."""
     if not all(map(math.isfinite, first)):
         return f"the loss is not finite: {first}"
     if not first[0] > first[1] > first[2]:

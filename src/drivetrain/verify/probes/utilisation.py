@@ -1,4 +1,4 @@
-"""How busy a GPU can be kept: it is given work without a pause, and the driver is asked how busy it was."""
+"""Measures how busy a GPU can be kept: it gets work without a pause, and the driver is asked how busy it was."""
 
 import statistics
 import time
