@@ -1,4 +1,4 @@
-"""Several GPUs by hand: the interface of common multi-GPU training scripts, over drivetrain's own parts.
+"""Several GPUs with explicit control: the interface of common multi-GPU training scripts, over drivetrain's own parts.
 
 `drivetrain.train` needs none of it. It is for scripts that are written against these names; see docs/multi-gpu.md.
 """

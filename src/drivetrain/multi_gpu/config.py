@@ -1,4 +1,4 @@
-"""How a model is to be spread over GPUs, as one flat value; and which way that comes to on this machine."""
+"""Configures how a model is spread over GPUs, as one flat value; and chooses the mode for this machine."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args

@@ -1,4 +1,4 @@
-"""What the GPUs of this process do, asked for by hand: facts, records, and a summary with the same keys everywhere."""
+"""Monitors the GPUs of this process on request: facts, records, and a summary with the same keys everywhere."""
 
 import statistics
 import time
@@ -107,7 +107,7 @@ class GPUMonitor:
         }
 
     def close(self) -> None:
-        """Let NVML go."""
+        """Shut NVML down."""
         if self._nvml is not None:
             self._nvml.close()
             self._nvml = None

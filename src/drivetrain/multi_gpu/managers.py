@@ -1,4 +1,4 @@
-"""The two ways of using several GPUs, for loops of one's own: torch's DataParallel and DistributedDataParallel."""
+"""The two ways of using several GPUs in a user's own loop: torch's DataParallel and DistributedDataParallel."""
 
 import os
 from typing import Any
@@ -94,7 +94,7 @@ class DistributedManager:
         return self.world
 
     def _export(self, numbers: dict[str, int]) -> None:
-        """Tell the environment what it does not say yet: a group that is there already, or numbers that were given."""
+        """Set missing environment variables from an existing process group, or from the numbers that were given."""
         if dist.is_initialized() and "RANK" not in os.environ:
             numbers = {
                 "RANK": dist.get_rank(),

@@ -1,4 +1,4 @@
-"""One line on standard error, for whatever is done otherwise than asked for."""
+"""Prints one line on standard error, for everything that is done otherwise than asked for."""
 
 import sys
 

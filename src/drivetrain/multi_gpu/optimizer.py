@@ -113,7 +113,7 @@ class OptimizedTrainingOptimizer:
         return [folder / name for name in names if (folder / name).exists()]
 
     def cleanup(self) -> None:
-        """Leave the other processes and give cached memory back."""
+        """Leave the other processes and release cached memory."""
         self.multi_gpu_trainer.cleanup()
 
 

@@ -67,7 +67,7 @@ class MultiGPUTrainer:
         return len(self.hardware.gpus if self.config.device_ids is None else self.config.device_ids)
 
     def _num_processes(self) -> int:
-        """Of a group that is there already, or as the configuration numbers this process; else one."""
+        """Return the size of an existing process group, or the configured one if this process is numbered; else one."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_world_size()
         return self.config.world_size if self.config.rank >= 0 else 1
@@ -90,7 +90,7 @@ class MultiGPUTrainer:
         return self.distributed_manager.setup_distributed() if self.training_mode == "distributed" else World()
 
     def initialize_training(self, model: nn.Module) -> nn.Module:
-        """Move the model to its device, wrap it as the mode asks for, and return it, ready for a loop of one's own.
+        """Move the model to its device, wrap it as the mode asks for, and return it, ready for a user's own loop.
 
         Args:
             model: the module to train; `train()` trains it without the wrapper.
@@ -205,7 +205,7 @@ class MultiGPUTrainer:
         return job, spec.config(**values), [*notes, *more]
 
     def _settings(self, world_size: int) -> tuple[dict[str, Any], list[str]]:
-        """The mode in the words of the configuration, and what of it cannot be done here."""
+        """Return the mode as settings of the configuration, and what of it cannot be done here."""
         config, notes, has_gpus = self.config, list[str](), self._num_gpus() > 0
         values: dict[str, Any] = {"monitor_gpu": config.enable_gpu_monitoring}
         ids = config.device_ids if has_gpus else None
@@ -233,7 +233,7 @@ class MultiGPUTrainer:
         return values | ({} if ids is None else {"device_ids": ids}), notes
 
     def cleanup(self) -> None:
-        """Leave the other processes, let NVML go, and give the GPU's cached memory back. May be called twice."""
+        """Leave the other processes, shut NVML down, and release the GPU's cached memory. May be called twice."""
         self.distributed_manager.cleanup()
         self.gpu_monitor.close()
         self.train_loader = None

@@ -29,7 +29,7 @@ MOST_WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What to train, and how long; each field is documented where users give it (`OptimizedTrainingOptimizer`)."""
+    """The model to train, and how long; each field is documented where users set it (`OptimizedTrainingOptimizer`)."""
 
     model: nn.Module
     train_loader: Any
@@ -157,7 +157,7 @@ def _accuracy(output: Tensor, batch: Any) -> Tensor:
 
 
 def _has_classes(source: Source) -> bool:
-    """Whether targets are numbers of classes, as far as the first sample tells."""
+    """Return whether targets are numbers of classes, as far as the first sample tells."""
     if source.is_iterable or not len(source.dataset):
         return False
     item = source.dataset[0]
@@ -169,7 +169,7 @@ def _has_classes(source: Source) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training, on every rank alike."""
+    """The outcome of a training, on every rank alike."""
 
     result: Result
     figures: dict[str, Any]  # the results without those of devices
@@ -177,7 +177,7 @@ class Outcome:
 
 
 async def run_beside(job: Job, config: Config, world: World, notes: list[str], *, quiet: bool) -> Outcome:
-    """Train in a thread of its own, so that the event loop goes on. Cancelled, it saves a checkpoint and ends.
+    """Train in a separate thread, so that the event loop goes on. Cancelled, it saves a checkpoint and ends.
 
     Args:
         job: what to train.
