@@ -1,4 +1,4 @@
-"""`drivetrain train TARGET`: a recipe that comes with drivetrain, a function of one's own, or a script."""
+"""`drivetrain train TARGET`: a recipe that comes with drivetrain, a user's function, or a script."""
 
 import pkgutil
 import runpy
@@ -33,7 +33,7 @@ class Recipe:
     show: Callable[[Result], None] | None = None
 
     def job(self, config: Config) -> Job:
-        """Its length is by this configuration; an epoch may be something else there."""
+        """Return the job. Its length follows this configuration; an epoch may be something else there."""
         return replace(self.make(config), length_is_read=True)
 
 
@@ -83,19 +83,19 @@ def _run(target: str, config: Config) -> int:
 
 
 def _exit_code(result: Result) -> int:
-    """A run that was stopped can go on, and is not a failure; but it is not done."""
+    """Return the exit code. A run that was stopped can go on, and is not a failure; but it is not done."""
     return 0 if result.finished else STOPPED
 
 
 class _Done(BaseException):
-    """Carries what came of a script's job out of the script, past whatever it would do after training."""
+    """Carries the outcome of a script's job out of the script, past whatever it would do after training."""
 
     def __init__(self, outcome: Any) -> None:
         self.outcome = outcome
 
 
 def with_job(target: str, config: Config, action: Callable[[Job], T]) -> T:
-    """What an action makes of a target's job, which is not trained. A script is run up to its first `dt.train`."""
+    """Return an action's result for a target's job, which is not trained. A script runs up to its first `dt.train`."""
     if target in RECIPES:
         with configured(config, target):
             return action(RECIPES[target].job(config))

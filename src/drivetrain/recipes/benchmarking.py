@@ -1,4 +1,4 @@
-"""`drivetrain benchmark TARGET`: what a step of a job takes here, and of what. Nothing is trained."""
+"""`drivetrain benchmark TARGET`: measures what a step of a job takes here, and its phases. Nothing is trained."""
 
 from typing import Annotated
 

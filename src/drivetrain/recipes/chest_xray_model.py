@@ -140,7 +140,7 @@ class HuggingFaceEncoder(nn.Module):
 
 @dataclass(frozen=True)
 class Backbone:
-    """What makes features of images: a small network of its own, or a folder of Hugging Face's. Both are trained."""
+    """Makes features of images: a small network of this recipe, or a Hugging Face folder. Both are trained."""
 
     image: int  # pixels across
     width: int  # of the features

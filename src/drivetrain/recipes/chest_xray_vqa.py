@@ -44,7 +44,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Size:
-    """How much is generated and learnt. The small one takes at most two minutes on two cores."""
+    """The sizes of data and model. The small one takes at most two minutes on two cores."""
 
     num_train: int  # studies
     num_valid: int
@@ -143,7 +143,7 @@ def _label_accuracy(logits: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -
 
 @dataclass(frozen=True)
 class Sets:
-    """What is learnt from and what is held out, with the words that are known."""
+    """The training and held-out sets, with the words that are known."""
 
     train: XrayDataset
     valid: XrayDataset | None

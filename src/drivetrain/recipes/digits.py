@@ -56,7 +56,7 @@ class DigitNet(nn.Module):
 
 
 def load_digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """Training set, validation images and labels. The split is the same for every seed, to compare runs."""
+    """Return training set, validation images and labels. The split is the same for every seed, to compare runs."""
     rows = _bundled()
     images = rows[:, :64].reshape(-1, 1, 8, 8).float() / 16
     labels = rows[:, 64].long()
@@ -66,7 +66,7 @@ def load_digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 
 def _bundled() -> Tensor:
-    """Rows of 64 pixels and a label. The file is read where it lies: to import scikit-learn takes two seconds."""
+    """Return rows of 64 pixels and a label. Reads scikit-learn's file directly: importing it takes two seconds."""
     package = importlib.util.find_spec("sklearn")
     file = Path(package.origin if package and package.origin else "").parent / "datasets" / "data" / "digits.csv.gz"
     if not file.is_file():  # another version may keep it elsewhere

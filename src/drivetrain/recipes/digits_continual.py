@@ -39,7 +39,7 @@ def job(config: Config) -> Job:
 
 
 def show(result: Result) -> None:
-    """The accuracy on every task after each."""
+    """Print the accuracy on every task after each."""
     events, _ = read_rows(result.folder / "events.jsonl")
     after = [event for event in events if event.get("event") == "task"]
     matrix = [event["accuracy"] for event in after]

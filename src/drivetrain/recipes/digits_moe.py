@@ -36,7 +36,7 @@ def job(config: Config) -> Job:
 
 
 def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, global_batch: int) -> Job:
-    """The times of growing and sleeping follow from the number of steps there are."""
+    """Return the job. The times of growing and sleeping follow from the number of steps."""
     epochs = config.budget.epochs or epochs
     asked = config.batch_asked
     batch = (asked.size or global_batch) * (asked.accumulation or 1)
@@ -76,7 +76,7 @@ def mixture_job(name: str, pictures: Pictures, config: Config, *, epochs: int, g
 
 
 class PictureMixture(nn.Module):
-    """Two convolutions, then a mixture of experts beside its own input."""
+    """Two convolutions, then a mixture of experts with a skip connection."""
 
     def __init__(self, size: int = 8, num_experts: int = NUM_EXPERTS) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class PictureMixture(nn.Module):
 
 @torch.no_grad()
 def accuracy_of(result: Result, pictures: Pictures, num_experts: int) -> float:
-    """Of the run's last weights, in plain PyTorch, on pictures that the run never saw."""
+    """Return the accuracy of the run's last weights, in plain PyTorch, on pictures that the run never saw."""
     model = PictureMixture(pictures.size, num_experts)
     model.load_state_dict(load_file(export(result)))
     images, labels = pictures.test.tensors
@@ -115,7 +115,7 @@ def show(result: Result) -> None:
 
 
 def show_mixture(result: Result, pictures: Pictures) -> None:
-    """What came of it, and where it is."""
+    """Print the results, and where they are."""
     data = RunData.read(result.folder)
     nights, changes = data.told("sleep"), [row["what"] for row in data.told("expert")]
     many = {what: changes.count(what) for what in ("grown", "split", "merged", "pruned")}

@@ -1,4 +1,4 @@
-"""Classifies emails by a bidirectional LSTM: what is said, and in which order.
+"""Classifies emails by a bidirectional LSTM: by their words, and the order of these.
 
 `drivetrain train email-sequence` learns from generated emails; `--data mails.csv` from files of your own.
 """
@@ -31,7 +31,7 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Size:
-    """How much is generated and learnt. The small one takes a minute on two cores."""
+    """The sizes of data and model. The small one takes a minute on two cores."""
 
     num_train: int
     num_valid: int

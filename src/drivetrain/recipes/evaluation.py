@@ -1,4 +1,4 @@
-"""`drivetrain eval RUN`: loss and metrics of a run's weights over the validation set of the job that made them."""
+"""`drivetrain eval RUN`: computes loss and metrics of a run's weights over the validation set of its job."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def _target_of(folder: Path) -> str:
 
 
 def _config_of(folder: Path, resolved: Resolved) -> Config:
-    """The run's own configuration, under what this command line says; where to compute is not taken from the run."""
+    """Return the run's configuration, overridden by this command line; the device is not taken from the run."""
     try:
         stored: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         values = {section: dict(fields) for section, fields in stored.items() if section not in _OF_THIS_MACHINE}

@@ -1,4 +1,4 @@
-"""Tells, before the first step, what a recipe knows of its data: an event, and a line on the terminal."""
+"""Reports, before the first step, what a recipe knows of its data: an event, and a line on the terminal."""
 
 import json
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ EVENT = "recipe"
 
 
 class Facts:
-    """A hook that tells what a recipe found and decided: once, when a run starts or is resumed.
+    """A hook that reports what a recipe found and decided: once, when a run starts or is resumed.
 
     Args:
-        lines: What is said on the terminal.
+        lines: What is printed on the terminal.
         files: JSON files for the run folder, by name, such as the vocabulary that the weights belong to.
         facts: What is recorded in the event `recipe` of `events.jsonl`: JSON values by name.
     """
@@ -36,7 +36,7 @@ class Facts:
             context.say(line)
 
     def __call__(self, context: StepContext) -> None:
-        """Does nothing: all is told before the first step."""
+        """Does nothing: everything is reported before the first step."""
 
     def state_dict(self) -> Mapping[str, Any]:
         return {}

@@ -1,8 +1,8 @@
 """Writes a small synthetic set in the layout of MIMIC-CXR-JPG, with a learnable signal and known ceilings.
 
-`python -m drivetrain.recipes.generated_xrays FOLDER` writes one. Each image shows two findings, each as a pattern of
-its own, in two of eight regions, faint to bright by severity. Questions ask whether a finding is there, which one is in
-a region, where one is, and how severe it is. Some answers and labels are wrong: the better the grade, the fewer.
+`python -m drivetrain.recipes.generated_xrays FOLDER` writes one. Each image shows two findings, each as a different
+pattern, in two of eight regions, faint to bright by severity. Questions ask whether a finding is present, which one is
+in a region, where one is, and how severe it is. Some answers and labels are wrong: the better the grade, the fewer.
 """
 
 import csv

@@ -26,7 +26,7 @@ LEAST_HELD_OUT = 4  # windows
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is, and what a step sees."""
+    """The size of the model, and of what a step sees."""
 
     context: int
     width: int
@@ -67,14 +67,14 @@ def job(config: Config) -> Job:
 
 
 def _split(tokens: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """What is learnt from, and the last twentieth to try it on; nothing of a text that is too short to spare it."""
+    """Return the training tokens and the last twentieth, held out; nothing of a text that is too short to spare it."""
     num_held_out = len(tokens) // 20
     cut = len(tokens) - (num_held_out if num_held_out >= LEAST_HELD_OUT * context else 0)
     return tokens[:cut], tokens[cut:]
 
 
 def _tokens(text: bytes, tokenizer: Path | None) -> tuple[Tensor, int]:
-    """The text as numbers, and how many there may be: bytes, or the tokens of a `tokenizer.json`."""
+    """Return the text as numbers, and how many there may be: bytes, or the tokens of a `tokenizer.json`."""
     if tokenizer is None:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8), VOCABULARY
     if find_spec("tokenizers") is None:
@@ -126,7 +126,7 @@ class Windows(Dataset[Any]):
 
 
 def next_token_loss(model: nn.Module, batch: list[Tensor]) -> LossSum:
-    """Summed over tokens and counted in tokens, so that short pieces weigh what they hold."""
+    """Sum over tokens and count them, so that short pieces weigh what they hold."""
     inputs, targets = batch
     logits = model(inputs)
     total = functional.cross_entropy(

@@ -31,7 +31,7 @@ BACKBONE = "backbone."
 
 @dataclass(frozen=True)
 class Size:
-    """How much is generated and learnt. The small one takes a minute on two cores."""
+    """The sizes of data and model. The small one takes a minute on two cores."""
 
     num_images: int
     image: int  # pixels across
@@ -166,7 +166,7 @@ class HuggingFaceBackbone(nn.Module):
 
 @dataclass(frozen=True)
 class Backbone:
-    """What makes features of images: trained with the rest, or frozen under low-rank adapters."""
+    """Makes features of images: trained with the rest, or frozen under low-rank adapters."""
 
     image: int
     width: int

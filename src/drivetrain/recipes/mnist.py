@@ -1,4 +1,4 @@
-"""Pictures to learn from: MNIST and Fashion-MNIST from a folder or the network, and the digits that are bundled."""
+"""Loads pictures to learn from: MNIST and Fashion-MNIST from a folder or the network, and the bundled digits."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _Published:
-    """Where the files are, and the MD5 sums that were published with them."""
+    """The addresses of the files, and the MD5 sums that were published with them."""
 
     addresses: Sequence[str]
     sums: Mapping[str, str]
@@ -74,7 +74,7 @@ class Pictures:
 
 
 def load_pictures(name: Name, folder: Path | None = None) -> Pictures:
-    """`folder` holds the four IDX files, compressed or not; without one they are downloaded once, and kept."""
+    """Load pictures. `folder` holds the four IDX files, compressed or not; else they are downloaded once, and kept."""
     if name == "digits":
         train, images, labels = load_digits()
         return _split(train.tensors[0], train.tensors[1], images, labels)
@@ -94,7 +94,7 @@ def load_pictures(name: Name, folder: Path | None = None) -> Pictures:
 
 
 def _check_content(found: Mapping[Path, Tensor]) -> None:
-    """What training would only find by a failure: labels that are no class, pictures of another size."""
+    """Refuse what would fail only in training: labels that are no class, pictures of another size."""
     size: int | None = None  # that of the first
     for path, array in found.items():
         if array.dim() == 1:
@@ -117,7 +117,7 @@ def _scaled(images: Tensor) -> Tensor:
 
 
 def _split(images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor) -> Pictures:
-    """An eighth of the training pictures, at most 5,000, is for validation: the same ones for every seed."""
+    """Hold an eighth of the training pictures out for validation, at most 5,000: the same ones for every seed."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     count = min(5000, len(labels) // 8)
     train, valid = order[count:], order[:count]
@@ -138,13 +138,13 @@ def _files(name: str, folder: Path | None) -> list[Path]:
 
 
 def _there(folder: Path, file: str) -> Path | None:
-    """As it was published, unpacked, or as torchvision keeps it."""
+    """Find a file as it was published, unpacked, or as torchvision keeps it."""
     places = [folder / inner / f"{file}{ending}" for inner in (".", "raw") for ending in ("", ".gz")]
     return next((path for path in places if path.is_file()), None)
 
 
 def _downloaded(name: str, file: str, folder: Path) -> Path:
-    """Under its name once it is whole: what is torn is never taken for the file."""
+    """Download a file. It gets its name once it is complete: a partial download is never taken for the file."""
     published, target = PUBLISHED[name], folder / f"{file}.gz"
     failures = []
     for address in published.addresses:

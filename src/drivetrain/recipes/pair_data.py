@@ -184,7 +184,7 @@ class _Images:
 
 
 def _has_scores(path: Path) -> bool:
-    """Whether the first line names a score. A file that cannot be read is reported by `read_table`."""
+    """Returns whether the first line names a score. A file that cannot be read is reported by `read_table`."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             return {"image", "score"} <= set(re.findall(r"\w+", file.readline()))

@@ -1,4 +1,4 @@
-"""`drivetrain plan TARGET`: how a job would be run here, and why. Nothing is trained."""
+"""`drivetrain plan TARGET`: shows how a job would be run here, and why. Nothing is trained."""
 
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +38,7 @@ def run(options: Options, resolved: Resolved) -> int:
 
 
 def _pace_in_words(best: float, worst: float, found: Plan) -> str:
-    """`120 to 400 samples/s; the whole job 1.2 to 3.6 days`."""
+    """Return `120 to 400 samples/s; the whole job 1.2 to 3.6 days`."""
     words = f"{1 / worst:,.0f} to {1 / best:,.0f} samples/s"
     num_samples = found.forecast.num_samples
     if num_samples is None:
@@ -65,7 +65,7 @@ def _planned(options: Options, config: Config, console: Console) -> Plan:
 
 
 def _elsewhere(options: Options) -> Machine | None:
-    """The machine to plan for, where it is another one."""
+    """Return the machine to plan for, where it is another one."""
     if options.machine is None and options.gpus is None and options.gpu_memory is None:
         return None
     if options.measure:

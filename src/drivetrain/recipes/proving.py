@@ -1,4 +1,4 @@
-"""`drivetrain prove TARGET`: shows on a job itself that it is trained right. The job's own run is not touched."""
+"""`drivetrain prove TARGET`: proves on a job itself that it is trained correctly. The job's own run is not touched."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ class Options(BaseModel):
 
 
 def run(options: Options, resolved: Resolved) -> int:
-    """0 if nothing failed, 1 otherwise."""
+    """Run the command. Returns 0 if nothing failed, 1 otherwise."""
     config = resolved.config
     quiet = options.as_json or config.watch.quiet
     progress = Console(stderr=True, highlight=False, quiet=quiet)

@@ -1,6 +1,6 @@
 """The fresh process of `run.repeat`: makes the job of a target, and answers questions about its first steps.
 
-Questions and answers are lines of JSON over two pipes; what the target prints goes to a file of its own.
+Questions and answers are lines of JSON over two pipes; the output of the target goes to a separate file.
 """
 
 import json
@@ -57,7 +57,7 @@ def _answer(steps: FirstSteps, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(descriptor: int) -> Iterator[Any]:
-    """Each line that is asked; it ends when the asker is gone."""
+    """Yield each request line; ends when the other side is gone."""
     with os.fdopen(descriptor, encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

@@ -1,1 +1,1 @@
-"""Learning one task after another: what is kept of the first ones, by several methods, compared fairly."""
+"""Learns one task after another, and compares fairly how much several methods keep of the first ones."""

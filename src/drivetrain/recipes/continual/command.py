@@ -1,4 +1,4 @@
-"""`drivetrain continual`: tasks one after the other, by several methods, and what each has kept of the first ones."""
+"""`drivetrain continual`: trains tasks one after the other, by several methods, and shows what each has kept."""
 
 import os
 import sys
@@ -93,7 +93,7 @@ def run(options: Options, resolved: Resolved) -> int:
 
 
 def _config_of_runs(config: Config, folder: Path) -> Config:
-    """Each training is a run of its own below the comparison's folder, and says nothing."""
+    """Return the configuration of each training: a quiet run below the comparison's folder."""
     run = config.run.model_copy(update={"output_dir": folder / "runs", "name": None})
     watch = config.watch.model_copy(update={"quiet": True, "report": False, "log_every": 0})
     plan = config.plan.model_copy(update={"auto_optimize": False})  # runs of seconds: to try ways takes longer

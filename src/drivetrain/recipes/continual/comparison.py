@@ -1,4 +1,4 @@
-"""All methods over all seeds, on the same tasks, streams and steps; and what came of it, in numbers."""
+"""Compares all methods over all seeds, on the same tasks, streams and steps, and computes the results."""
 
 import json
 import time
@@ -23,7 +23,7 @@ TUNING_SEEDS = (1000,)  # settings are chosen with other seeds, and other test s
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method, trained once over all tasks."""
+    """The outcome of one method, trained once over all tasks."""
 
     method: str
     seed: int
@@ -43,7 +43,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared on what. Two with the same description have the same results."""
+    """The setup of a comparison. Two with the same description have the same results."""
 
     data: str
     tasks: TaskKind
@@ -56,7 +56,7 @@ class Study:
         return {"data": self.data, "tasks": self.tasks, "num_tasks": self.num_tasks, "scale": asdict(self.scale)}
 
     def size_of(self, method: str) -> dict[str, int]:
-        """Parameters, when all experts are there, and those that one sample meets."""
+        """Return the number of parameters with all experts, and of those that one sample uses."""
         chosen, scale = METHODS[method], self.scale
         model = make_network(chosen, self.train.pixels.shape[1], scale, Settings(0.0))
         total = num_parameters(model)
@@ -72,14 +72,14 @@ class Study:
         return self.num_tasks * self.scale.steps_per_task
 
     def num_samples(self, method: str) -> int:
-        """On which a gradient was taken, replays included."""
+        """Return the number of samples on which a gradient was taken, replays included."""
         scale = self.scale
         replayed = self.num_steps // scale.nap * scale.replay_steps * scale.replay_batch
         return self.num_steps * scale.batch + replayed * METHODS[method].replays
 
 
 class Told(Protocol):
-    """Who hears of it while it goes on."""
+    """Gets the progress of a comparison."""
 
     def begins(self, method: str, seed: int, why: str) -> None: ...
 
@@ -89,7 +89,7 @@ class Told(Protocol):
 
 
 class Book:
-    """The results in their file, written after every run: what was cut short goes on where it was."""
+    """Keeps the results in their file, written after every run, so that an interrupted comparison can go on."""
 
     def __init__(self, folder: Path, study: Study) -> None:
         self.path, self.study = folder / FILE, study
@@ -124,7 +124,7 @@ class Book:
         return next((one for one in self.outcomes if (one.method, one.seed, one.settings) == wanted), None)
 
     def chosen(self, method: str) -> Settings | None:
-        """What tuning found best, if it has tried all of its trials."""
+        """Return the settings that tuning found best, if all trials of the method are done."""
         found = {Settings(**row["settings"]): row["accuracy"] for row in self.tuning if row["method"] == method}
         trials = trials_of(METHODS[method])
         return max(trials, key=lambda trial: found[trial]) if found.keys() >= set(trials) else None
@@ -138,7 +138,7 @@ def compare(
     config: Config,
     told: Told,
 ) -> list[Outcome]:
-    """Seed by seed, so that what is cut short has whole rows."""
+    """Compare seed by seed, so that an interrupted comparison has whole rows."""
     study = book.study
     for seed in seeds:
         for method in methods:
@@ -153,7 +153,7 @@ def compare(
 
 
 def tune(book: Book, method: str, config: Config, told: Told) -> Settings:
-    """Of a few settings those with the best final accuracy, on samples held out of the training set."""
+    """Return the settings with the best final accuracy of a few, on samples held out of the training set."""
     study = book.study
     train, tried = held_out(study.train)
     inner = Study(study.data, study.tasks, study.num_tasks, study.scale, train, tried)
@@ -172,7 +172,7 @@ def tune(book: Book, method: str, config: Config, told: Told) -> Settings:
 def run_one(
     study: Study, method: str, seed: int, settings: Settings, config: Config, told: Told, why: str = ""
 ) -> Outcome:
-    """The tasks, too, are the seed's: other orders of pixels, other classes together."""
+    """Train one method. The seed also decides the tasks: other orders of pixels, other classes together."""
     tasks = make_tasks(study.tasks, study.train, study.test, study.num_tasks, seed)
     own = "".join(f"-{value:g}" for value in asdict(settings).values()) if why else ""
     name = f"{why}{'-' * bool(why)}{method.replace('+', '-')}-seed-{seed}{own}"
@@ -189,7 +189,7 @@ def run_one(
 
 
 def summary(study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Means and standard deviations over seeds, method by method."""
+    """Return means and standard deviations over seeds, method by method."""
     found: dict[str, Any] = {}
     for method in METHODS:
         own = [outcome for outcome in outcomes if outcome.method == method]
@@ -219,7 +219,7 @@ def mean_and_spread(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Margin:
-    """How much better one method is than another, over the seeds that both have."""
+    """The margin by which one method is better than another, over the seeds that both have."""
 
     better: str
     than: str

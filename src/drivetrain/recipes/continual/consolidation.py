@@ -15,7 +15,7 @@ CHUNK = 32  # samples whose gradients are held at once, each for every class
 
 
 class Consolidated(nn.Module):
-    """A network, and what pulls at it. That is saved with the weights: a resumed run is pulled alike."""
+    """A network with penalties towards earlier weights. They are saved with the weights, for resumed runs, too."""
 
     def __init__(self, network: nn.Module, strength: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Consolidated(nn.Module):
         return outputs
 
     def penalty(self) -> Tensor:
-        """To be added to a mean loss. 0 before the first task."""
+        """Return the penalty to add to a mean loss. 0 before the first task."""
         parts = [
             (self.get_buffer(_of("importance", name)) * (value - self.get_buffer(_of("anchor", name))).square()).sum()
             for name, value in self.network.named_parameters()
@@ -38,7 +38,7 @@ class Consolidated(nn.Module):
 
     @torch.no_grad()
     def consolidate(self, inputs: Tensor) -> None:
-        """A task is over, whose inputs these are."""
+        """Consolidate after a task, whose inputs these are."""
         found = fisher(self.network, inputs)
         for name, value in self.network.named_parameters():
             importance, anchor = self.get_buffer(_of("importance", name)), self.get_buffer(_of("anchor", name))
@@ -49,7 +49,7 @@ class Consolidated(nn.Module):
 
 
 def fisher(network: nn.Module, inputs: Tensor, chunk: int = CHUNK) -> dict[str, Tensor]:
-    """The diagonal, by name of parameter. The expectation over classes is taken exactly, not by drawing some."""
+    """Return the diagonal, by name of parameter. The expectation over classes is exact, not sampled."""
     weights = {name: value.detach() for name, value in network.named_parameters()}
 
     def log_probability(weights: dict[str, Tensor], row: Tensor, is_class: Tensor) -> Tensor:
@@ -69,5 +69,5 @@ def fisher(network: nn.Module, inputs: Tensor, chunk: int = CHUNK) -> dict[str, 
 
 
 def _of(what: str, name: str) -> str:
-    """Buffers may have no dots in their names."""
+    """Return the name of a buffer, which may have no dots."""
     return f"{what}_{name.replace('.', '_')}"

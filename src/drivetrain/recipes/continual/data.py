@@ -1,4 +1,4 @@
-"""Pictures to make tasks of: the digits that scikit-learn brings along, or MNIST and Fashion-MNIST from their files."""
+"""Loads pictures to make tasks of: the digits that scikit-learn brings along, or MNIST and Fashion-MNIST from files."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from drivetrain.recipes.mnist import Name, load_pictures
 
 
 def load_images(name: Name, folder: Path | None) -> tuple[Images, Images]:
-    """To train on, and to test on. What settings are chosen by is held out of the first where that is done."""
+    """Return the training set and the test set. Tuning holds samples of the first out by itself."""
     if name == "digits":
         train, pictures, labels = load_digits()
         return Images(train.tensors[0].flatten(1), train.tensors[1], 8), Images(pictures.flatten(1), labels, 8)

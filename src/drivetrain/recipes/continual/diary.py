@@ -1,4 +1,4 @@
-"""Hooks at the end of each task: what is known of every task then, and what has to be done to know it later."""
+"""Hooks at the end of each task: record the accuracy on every task, and do what a method needs there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ CONSOLIDATED = 256  # samples of a task whose Fisher information is taken
 
 
 class Diary:
-    """The accuracy on every task after each, and how many experts there were when. Saved with the run."""
+    """Records the accuracy on every task after each, and the number of experts over time. Saved with the run."""
 
     def __init__(self, tasks: Sequence[Task], every: int, steps_per_task: int) -> None:
         self.every, self._tasks, self._steps_per_task = every, tasks, steps_per_task
@@ -41,7 +41,7 @@ class Diary:
 
 
 class ConsolidateAfterTasks:
-    """Tells a network that a task is over. What it then knows is in its buffers."""
+    """Consolidates a network when a task is over. The result is in its buffers."""
 
     def __init__(self, tasks: Sequence[Task], steps_per_task: int) -> None:
         self.every, self._tasks = steps_per_task, tasks

@@ -1,6 +1,7 @@
 """The methods that are compared, each as a job: the same stream of samples, the same optimizer, as many steps.
 
-What differs is said in one row of `METHODS`. What is tuned is in `Settings`; every method is tried with equally many.
+One row of `METHODS` states how each differs. The tuned values are in `Settings`; every method is tried with equally
+many.
 """
 
 import math
@@ -23,7 +24,7 @@ from drivetrain.recipes.continual.tasks import Stream, Task
 
 @dataclass(frozen=True)
 class Scale:
-    """What is the same for all methods."""
+    """The sizes that are the same for all methods."""
 
     hidden: int  # of an expert
     max_experts: int  # of a mixture: a fixed one has them all from the start
@@ -41,7 +42,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is tuned for each method."""
+    """The settings that are tuned for each method."""
 
     learning_rate: float
     strength: float = 0.0  # with which earlier tasks hold weights
@@ -76,7 +77,7 @@ METHODS = {
 
 
 def trials_of(method: Method) -> tuple[Settings, ...]:
-    """Four settings for each method: two learning rates × two of what is its own, or four learning rates."""
+    """Return four settings for each method: two learning rates × two of its own setting, or four learning rates."""
     if method.network == "growing":
         return tuple(Settings(rate, memory=memory) for rate in (3e-3, 1e-2) for memory in (0.9, 0.99))
     if method.consolidates:
@@ -89,7 +90,7 @@ def trials_of(method: Method) -> tuple[Settings, ...]:
 def make_job(
     name: str, method: Method, tasks: Sequence[Task], scale: Scale, settings: Settings, seed: int
 ) -> tuple[Job, Diary]:
-    """The job, and the hook that will know how it went."""
+    """Return the job, and the hook that records how it went."""
     diary = Diary(tasks, scale.look, scale.steps_per_task)
     num_pixels = tasks[0].train.pixels.shape[1]
     job = Job(
@@ -133,7 +134,7 @@ def _loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def _hooks(method: Method, tasks: Sequence[Task], scale: Scale, settings: Settings, seed: int) -> list[Hook]:
-    """In the order of their calls: whoever changes experts before whoever ranks them."""
+    """Return the hooks in the order of their calls: those that change experts before those that rank them."""
     hooks: list[Hook] = []
     lifecycle = None
     if method.by_nearness:
@@ -164,9 +165,10 @@ def _hooks(method: Method, tasks: Sequence[Task], scale: Scale, settings: Settin
 
 
 def _growth(scale: Scale, settings: Settings) -> Rules:
-    """Grown quickly, since what comes before is trained into an expert of other tasks; never merged or pruned awake.
+    """Return the rules of growth: quick, never merged or pruned awake.
 
-    For new inputs alone: samples go to the nearest centroid, and an expert that is grown for the loss has none yet.
+    Samples that come before an expert is grown are trained into one of other tasks. It grows for new inputs alone:
+    samples go to the nearest centroid, and an expert that is grown for the loss has none yet.
     """
     return Rules(
         max_experts=scale.max_experts,

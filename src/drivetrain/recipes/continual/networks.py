@@ -1,4 +1,4 @@
-"""What is compared: a dense network, and mixtures of networks of its kind; pixels in, a logit for each class out."""
+"""The networks that are compared: a dense one, and mixtures of networks of its kind; pixels in, class logits out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ SMALL = 256  # pixels; up to here all experts at once are quicker than one by on
 
 
 class Dense(nn.Module):
-    """One hidden layer: an expert's form, wider."""
+    """A network of one hidden layer: an expert's form, wider."""
 
     def __init__(self, num_pixels: int, hidden: int, num_classes: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Dense(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Whole networks as experts, so that what a later task could spoil for all of them is the choice alone.
+    """A mixture with whole networks as experts, so that a later task could spoil only the routing for all of them.
 
     `by_nearness`: a sample goes to the experts whose centroids are nearest, and no gradient moves that choice.
     """
@@ -65,7 +65,7 @@ class Mixture(nn.Module):
 
 
 class RankByNearness:
-    """A hook that makes routers rank experts by the distance of their centroids, for after what moves centroids.
+    """A hook that makes routers rank experts by the distance of their centroids, after hooks that move centroids.
 
     |x|² − |x − c|² = 2 c·x − |c|² is linear in x: it is the router's row of the expert whose centroid is c.
     """

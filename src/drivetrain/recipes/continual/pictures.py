@@ -1,4 +1,4 @@
-"""What a comparison looks like: the accuracy matrix of each method, accuracy as tasks come, experts over time."""
+"""Draws a comparison: the accuracy matrix of each method, accuracy as tasks come, experts over time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ _MOST_COLUMNS = 5
 
 
 def draw_all(folder: Path, study: Study, outcomes: Sequence[Outcome], task_names: Sequence[str]) -> list[Path]:
-    """The pictures that there is something to draw for."""
+    """Draw the pictures for which there is data."""
     by_method = {
         method: [outcome for outcome in outcomes if outcome.method == method]
         for method in METHODS

@@ -1,4 +1,4 @@
-"""What a matrix of accuracies says: row i is after task i was trained on, column j is of the test set of task j."""
+"""Scores of a matrix of accuracies: row i is after task i was trained on, column j is of the test set of task j."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A comparison on the terminal: what goes on now, a line for each run, a table at the end, and what it says."""
+"""Shows a comparison on the terminal: progress, a line for each run, a table at the end, and the conclusions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ QUESTIONS = (
 
 
 class Screen:
-    """Hears of a comparison as it goes on. Entered around all of it."""
+    """Shows a comparison as it goes on. Entered around all of it."""
 
     def __init__(self, console: Console, num_runs: int, num_tasks: int) -> None:
         self.console, self._num_tasks = console, num_tasks
@@ -51,7 +51,7 @@ class Screen:
         self._progress.stop()
 
     def skipped(self, num_runs: int) -> None:
-        """Their results were there already."""
+        """Advance over runs whose results existed already."""
         self._progress.advance(self._bar, num_runs * self._num_tasks)
 
     def begins(self, method: str, seed: int, why: str) -> None:
@@ -76,7 +76,7 @@ _COLUMNS = ("accuracy", "±", "learnt", "forgot", "backward", "experts", "weight
 
 
 def table(summary: Mapping[str, Any], title: str) -> Table:
-    """The best first."""
+    """Return the table, the best first."""
     shown = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column("method", no_wrap=True)
     for column in _COLUMNS:
@@ -87,7 +87,7 @@ def table(summary: Mapping[str, Any], title: str) -> Table:
 
 
 def row_of(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Under `_COLUMNS`, accuracies in %."""
+    """Return the cells under `_COLUMNS`, accuracies in %."""
     return (
         f"{100 * found['accuracy']['mean']:.1f}",
         f"{100 * found['accuracy']['spread']:.1f}" if found["seeds"] > 1 else "–",
@@ -112,7 +112,7 @@ def legend(methods: Sequence[str]) -> Iterator[str]:
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """What growing and sleeping buys, or that it does not."""
+    """Yield what growing and sleeping gains, or that it does not."""
     for better, than, owed_to in QUESTIONS:
         found = margin(outcomes, better, than)
         if found is not None:

@@ -1,7 +1,7 @@
 """Tasks that follow each other, and the one long stream of samples that they make.
 
 `permuted`: the pixels in another fixed order for each task. `rotated`: turned further for each. `split`: a few of the
-classes each, and one set of outputs for all of them. Nobody is told at test time which task a sample is of.
+classes each, and one set of outputs for all of them. At test time the task of a sample is not given.
 """
 
 import math
@@ -42,7 +42,7 @@ class Task:
 def make_tasks(
     kind: TaskKind, train: Images, test: Images, num_tasks: int, seed: int, *, degrees: float = DEGREES
 ) -> list[Task]:
-    """The seed decides about orders of pixels, and about which classes go together."""
+    """Make the tasks. The seed decides orders of pixels, and which classes go together."""
     if num_tasks < 1:
         raise DrivetrainError(f"{num_tasks} tasks are none", remedy="at least 1")
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def _permuted(images: Images, order: Tensor) -> Images:
 
 
 def rotated(images: Images, degrees: float) -> Images:
-    """Counter-clockwise, between pixels linearly; what comes in from outside is 0."""
+    """Rotate counter-clockwise, with linear interpolation between pixels; pixels from outside are 0."""
     if degrees % 360 == 0:
         return images
     angle = math.radians(degrees)
@@ -92,7 +92,7 @@ def _split(train: Images, test: Images, num_tasks: int, generator: torch.Generat
 
 
 def held_out(images: Images, part: int = 5) -> tuple[Images, Images]:
-    """The training set without every fifth sample, and these: to choose settings by, with no look at the test set."""
+    """Return the training set without every fifth sample, and these: to choose settings without the test set."""
     order = torch.randperm(len(images.labels), generator=torch.Generator().manual_seed(0))
     size = len(order) // part
     return images.picked(order[size:]), images.picked(order[:size])

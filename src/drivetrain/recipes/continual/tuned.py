@@ -47,6 +47,6 @@ def scale_of(data: str, steps: int | None) -> Scale:
 
 
 def tuned(data: str, tasks: str, method: str) -> Settings:
-    """As found for these tasks; elsewhere the middle of what would be tried."""
+    """Return the settings found for these tasks; for others the middle of those that would be tried."""
     trials = trials_of(METHODS[method])
     return TUNED.get((data, tasks), {}).get(method, trials[len(trials) // 2])

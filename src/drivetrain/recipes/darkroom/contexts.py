@@ -44,7 +44,7 @@ class Context:
 
     @property
     def num_current(self) -> int:
-        """How many episodes the current region holds."""
+        """The number of episodes that the current region holds."""
         return self.num_episodes if self.kind == "plain" else self.num_episodes // 2
 
     def bounds(self, episode: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Playing with frozen weights: whatever is learnt in play is learnt from the context alone."""
+"""Plays with frozen weights: whatever is learnt in play is learnt from the context alone."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def play(
     """Returns what each walker was paid in each episode: (walkers, episodes).
 
     Walkers act at the same time and know nothing of each other. Keys and values of the context are cached: they are
-    computed anew only when the context moves on, and a step then costs one token.
+    recomputed only when the context moves on, and a step then costs one token.
 
     Args:
         model: Is used as it is, and where it is; call `eval()` before.

@@ -33,7 +33,7 @@ LEAST_EPISODES = 4  # of a context: with fewer there is little to learn from
 
 @dataclass(frozen=True)
 class Size:
-    """How much is learnt, and from how much."""
+    """The sizes of model and data."""
 
     room: int
     horizon: int
@@ -165,7 +165,7 @@ def action_loss(model: nn.Module, batch: list[Tensor]) -> LossSum:
 
 
 def accuracy(logits: Tensor, batch: list[Tensor]) -> LossSum:
-    """How many of the source's actions are the most likely ones. The source draws its actions: 1 is out of reach."""
+    """Returns how many of the source's actions are the most likely ones. 1 is out of reach: the source samples."""
     labels = batch[-1]
     return LossSum((logits.argmax(2) == labels).sum(), (labels != UNCOUNTED).sum())
 

@@ -15,7 +15,7 @@ from drivetrain.recipes.darkroom.environment import NUM_ACTIONS, Darkroom
 
 
 class History(NamedTuple):
-    """What learners did from their first episode to their last; each is (learners, episodes, horizon), uint8."""
+    """The histories of learners, from first episode to last; each tensor is (learners, episodes, horizon), uint8."""
 
     cells: Tensor  # where the action was taken
     actions: Tensor
