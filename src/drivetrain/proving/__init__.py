@@ -1,4 +1,4 @@
-"""Shows on the user's own job that a trainer computes what a plain loop computes, repeats, and resumes exactly."""
+"""Proves on the user's own job that a trainer computes what a plain loop computes, repeats, and resumes exactly."""
 
 from drivetrain.proving.case import Case, Trainer
 from drivetrain.proving.certificate import Certificate, Check

@@ -32,7 +32,7 @@ _BATCH, _TAGS = "batch", "tags"
 
 @dataclass(frozen=True)
 class Case:
-    """What a trainer is to do, and with what. The fields are the task; the methods make its parts.
+    """The task of a trainer. The fields are the task; the methods make its parts.
 
     Attributes:
         name: what is varied, in words.
@@ -108,21 +108,21 @@ class Case:
         return collated(self.job, items) if self.observed else self.job.collate(items)
 
     def batch(self, numbers: Sequence[int]) -> Any:
-        """The batch of these samples, for loops that take their samples from `order`."""
+        """Return the batch of these samples, for loops that take their samples from `order`."""
         data = self.data
         return self.collate([data[number] for number in numbers])
 
     def micro_batches(self, step: int) -> list[tuple[int, ...]]:
-        """This rank's samples of a step of `order`, cut into micro-batches; at least one, which may be empty."""
+        """Return this rank's samples of a step of `order`, cut into micro-batches; at least one, which may be empty."""
         numbers = self.order[step]
         rank, world, size = self.rank, self.world_size, self.micro_batch
         own = numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
         return [own[start : start + size] for start in range(0, len(own), size)] or [()]
 
     def loss(self, model: Any, batch: Any, *, is_training: bool = True) -> Any:
-        """The user's loss, as the user's function returns it: a scalar, a `LossSum`, or a dictionary of named parts.
+        """Return the user's loss as the user's function returns it: a scalar, a `LossSum`, or a dict of named parts.
 
-        What it is called with and for is recorded. A trainer that also tries the loss out between steps says so with
+        What it is called with and for is recorded. A trainer that also tries the loss between steps says so with
         `is_training=False`.
         """
         if not self.observed:
@@ -138,13 +138,13 @@ class Case:
         return result
 
     def _is_empty(self, result: Any, batch: Any) -> bool:
-        """Whether no part has an item in this batch, so that a gradient of zero says nothing."""
+        """Return whether no part has an item in this batch, so that a gradient of zero says nothing."""
         if not isinstance(result, Mapping):
             return False
         return all(part.count == 0 for part in part_means(self.job, result, batch).values())
 
     def scalar_loss(self, model: Any, batch: Any, step: int = 0) -> Tensor:
-        """The user's loss as one scalar, for trainers that know nothing else.
+        """Return the user's loss as one scalar, for trainers that know nothing else.
 
         A `LossSum` is divided by its count in this batch; named parts are the means over their items in this batch,
         with the weights of step `step`, from 0.
@@ -153,23 +153,23 @@ class Case:
         return weighted_sum(self.job, part_means(self.job, result, batch[_BATCH] if self.observed else batch), step)
 
     def count(self, batch: Any) -> Mapping[str, Any]:
-        """What `Job.count` counts in a batch, by part; empty where the job counts nothing."""
+        """Return what `Job.count` counts in a batch, by part; empty where the job counts nothing."""
         if self.job.count is None:
             return {}
         return self.job.count(batch[_BATCH] if self.observed else batch)
 
     def optimizer(self, parameters: nn.Module | Iterable[Any]) -> Optimizer:
-        """The user's optimizer over a model, in the job's parameter groups, or over the given groups."""
+        """Make the user's optimizer over a model, in the job's parameter groups, or over the given groups."""
         if isinstance(parameters, nn.Module):
             parameters = parameter_groups(self.job, parameters)
         return self.job.optimizer(parameters)
 
     def lr_factor(self, step: int) -> float:
-        """What the learning rate is multiplied by in step `step`, from 0."""
+        """Return the factor of the learning rate in step `step`, from 0."""
         return factor_at(self.job, step, self.num_steps)
 
     def scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """The schedule as torch's own class; call its `step()` once after every optimizer step."""
+        """Return the schedule as torch's own class; call its `step()` once after every optimizer step."""
         return LambdaLR(optimizer, self.lr_factor)
 
 
@@ -183,7 +183,7 @@ def build_model(job: Job, seed: int, dtype: torch.dtype | None) -> nn.Module:
 
 
 def parameter_groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters that train; in two groups where the job has a weight decay of its own."""
+    """Return the parameters that train; in two groups where the job sets a weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if job.weight_decay is None:
         return [{"params": trained}]
@@ -202,7 +202,7 @@ def factor_at(job: Job, step: int, num_steps: int) -> float:
 
 
 def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Any:
-    """The user's loss on a plain batch, with the case's numbers and randomness."""
+    """Return the user's loss on a plain batch, with the case's numbers and randomness."""
     batch = cast_floats(batch, case.dtype, case.device)
     with ExitStack() as stack:
         if case.randomness == "off":
@@ -214,7 +214,7 @@ def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Any:
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:
-    """A batch on this device whose floating-point tensors have this type; containers are rebuilt, the rest is kept."""
+    """Cast floating-point tensors of a batch to this type, on this device; containers are rebuilt, the rest is kept."""
     if dtype is None and device == "cpu":
         return value
     if isinstance(value, Tensor):
@@ -236,7 +236,8 @@ def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> A
 class TaggedData(Dataset[Any]):
     """The user's items, each with its number, and a digest of its content where that is recorded.
 
-    With randomness off, what an item draws is keyed by its number, so that it is the same whoever reads it.
+    With randomness off, what an item draws is keyed by its number, so that it is the same in every process that reads
+    it.
     """
 
     def __init__(self, case: Case) -> None:
@@ -266,13 +267,13 @@ def collated(job: Job, items: Sequence[tuple[int, int, Any]]) -> dict[str, Any]:
 
 
 def plain_batch(case: Case, numbers: Sequence[int]) -> Any:
-    """The batch of these samples as the user's own loss takes it."""
+    """Return the batch of these samples as the user's own loss takes it."""
     data = TaggedData(case)
     return collated(case.job, [data[number] for number in numbers])[_BATCH]
 
 
 def digest_of(value: Any) -> int:
-    """A number that two items share only if their content is the same."""
+    """Return a number that two items share only if their content is the same."""
     if isinstance(value, Tensor):
         own = value.detach().contiguous().cpu()
         return zlib.crc32(own.reshape(-1).view(torch.uint8).numpy().tobytes()) if own.numel() else 0

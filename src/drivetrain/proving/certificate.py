@@ -1,4 +1,4 @@
-"""What `prove` shows for: one value with every check, written as JSON and printed as a table."""
+"""The result of `prove`: one value with every check, written as JSON and printed as a table."""
 
 import json
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class Certificate:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Every different verdict: failures first, then what is the job's own."""
+        """Every different verdict: failures first, then those that are due to the job."""
         found: dict[tuple[str, str], Verdict] = {}
         for check in sorted(self.checks, key=lambda check: check.status != "failed"):
             if check.verdict is not None:
@@ -84,7 +84,7 @@ class Certificate:
         self.path = path
 
     def show(self, console: Console) -> None:
-        """Print a line for every configuration with what was compared in it; what differs is told below."""
+        """Print a line for every configuration with what was compared in it; differences are explained below."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", show_header=False)
         table.title = f"{self.job}, trained by {self.trainer}"
         table.add_column(justify="center")

@@ -1,4 +1,4 @@
-"""The proof: which configurations are run, what is compared in each, and what it comes to."""
+"""Runs the proof: which configurations are run, what is compared in each, and the verdict."""
 
 import math
 import time
@@ -87,7 +87,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is tried. The default fits a minute for a small job; `full` tries the rest."""
+    """The extent of a proof. The default fits a minute for a small job; `full` tries the rest."""
 
     num_steps: int = 20
     max_world: int = 2
@@ -106,7 +106,7 @@ FULL = Extent(max_world=3, num_kills=6, full=True, time_limit_seconds=600.0, bud
 
 
 def prove_subject(job: Job, subject: Subject, extent: Extent, say: Say = lambda text: None) -> Certificate:
-    """Run a trainer in every configuration, compare it with the plain loop, and say what was found."""
+    """Run a trainer in every configuration, compare it with the plain loop, and return what was found."""
     began = time.monotonic()
     with Workplace(extent.time_limit_seconds) as workplace:
         proof = _Proof(job, subject, extent, workplace, say)
@@ -116,7 +116,7 @@ def prove_subject(job: Job, subject: Subject, extent: Extent, say: Say = lambda 
 
 
 class _Proof:
-    """One proof under way."""
+    """One proof in progress."""
 
     def __init__(self, job: Job, subject: Subject, extent: Extent, workplace: Workplace, say: Say) -> None:
         self._job, self._subject, self._extent = job, subject, extent
@@ -181,14 +181,14 @@ class _Proof:
         )
 
     def _even(self, case: Case) -> Case:
-        """The case with no step of fewer samples, where a part of one sample cannot be computed."""
+        """Return the case with no step of fewer samples, where a part of one sample cannot be computed."""
         if self._facts.least_part == 1 or not case.job.source.is_keyed:
             return case
         batch = max(2, case.global_batch)
         return _resized(case, case.num_steps, batch, max(batch, case.num_samples - case.num_samples % batch))
 
     def _fitted(self, case: Case) -> Case:
-        """The case with smaller batches or fewer steps, where the job would take too long; said in a note."""
+        """Return the case with smaller batches or fewer steps, where the job would take too long; a note reports it."""
         per_step = self._facts.seconds_per_sample * case.global_batch
         num_runs = 14 if not self._extent.full else 40
         affordable = self._extent.budget_seconds / num_runs / max(per_step, 1e-9)
@@ -208,7 +208,7 @@ class _Proof:
         return self._even(_resized(case, steps, batch, num_samples))
 
     def _divisible(self, batch: int) -> int:
-        """The batch, or one close to it that two processes with two micro-batches each make up, where it has to be."""
+        """Return the batch, or one close to it that two processes with two micro-batches make up, if it has to be."""
         return max(4, batch - batch % 4) if self._subject.even_divisions else batch
 
     def _with_clipping(self, case: Case) -> Case:
@@ -373,7 +373,7 @@ class _Proof:
         return judge_gradient(case, seen, right, pieces, difference, self._floor, self._facts.parts)
 
     def _why_clipping(self, case: Case, trace: Trace, where: str) -> Verdict:
-        """Unclipped all is right: find out how it is clipped wrongly."""
+        """Find out how gradients are clipped wrongly: unclipped, all is right."""
         divisions = [trace.division(step) for step in range(trace.num_steps)]
         for kind, bug, words in clip_hypotheses(case):
             simulated = self._simulated(case, divisions, bug)
@@ -386,7 +386,7 @@ class _Proof:
         return self._work.apart(lambda: reference.train(case, divisions, bug, case.keep_gradients))
 
     def _compare_reports(self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None]) -> None:
-        """What the trainer itself says of its first step."""
+        """Compare what the trainer itself reports of its first step."""
         report = trace.reported(0)
         limit = 10 * self._floor.least_gradient_limit
         for what, said, right in (
@@ -430,7 +430,7 @@ class _Proof:
         return add(WEIGHTS, "job" if verdict.whose == "job" else "failed", verdict, **facts)
 
     def _first_odd_weight(self, trace: Trace, truth: Outcome) -> Difference | None:
-        """The first parameter that is off, at the first step before which one is."""
+        """Return the first parameter that is off, at the first step before which one is."""
         for step in range(min(trace.num_steps, len(truth.step_weights))):
             weights = trace.main.steps[step].weights
             found = None if weights is None else step_difference(weights, truth, step, self._floor)
@@ -439,7 +439,7 @@ class _Proof:
         return None
 
     def _matches_parts(self, case: Case, trace: Trace) -> bool:
-        """Whether the trainer did what the plain loop does with the same micro-batches.
+        """Return whether the trainer did what the plain loop does with the same micro-batches.
 
         That is their mean by samples, or their sum; of named parts, what their counts say.
         """
@@ -453,7 +453,7 @@ class _Proof:
         return False
 
     def _why_buffers(self, case: Case, trace: Trace) -> Verdict | None:
-        """Whether every rank kept buffers of its own, found by simulating just that."""
+        """Find out whether every rank kept separate buffers, by simulating just that."""
         if case.world_size == 1:
             return None
         divisions = [trace.division(step) for step in range(trace.num_steps)]
@@ -652,7 +652,7 @@ class _Proof:
 
 
 def _order(num_samples: int, batch: int, num_steps: int, seed: int, *, shuffle: bool) -> tuple[tuple[int, ...], ...]:
-    """Sample numbers by step: every epoch a new permutation, its last step what is left."""
+    """Return sample numbers by step: every epoch a new permutation, its last step what is left."""
     steps: list[tuple[int, ...]] = []
     generator = torch.Generator().manual_seed(seed + 17)
     while len(steps) < num_steps:
@@ -669,7 +669,7 @@ def _resized(case: Case, num_steps: int, batch: int, num_samples: int) -> Case:
 
 
 def _uneven(shares: Sequence[int], parts: int, least: int, *, even: bool = False) -> int:
-    """A micro-batch that cuts ranks' shares into some parts, unequal ones if possible, none below the least.
+    """Return a micro-batch that cuts ranks' shares into parts, unequal ones if possible, none below the least.
 
     With `even`, into equal ones.
     """
@@ -683,13 +683,13 @@ def _uneven(shares: Sequence[int], parts: int, least: int, *, even: bool = False
 
 
 def _between(norms: Sequence[float]) -> float:
-    """A norm that some steps exceed and others do not."""
+    """Return a norm that some steps exceed and others do not."""
     finite = sorted(norm for norm in norms if math.isfinite(norm))
     return float(median(finite)) if finite else 1.0
 
 
 def _kills(case: Case, extent: Extent) -> list[Kill]:
-    """Points to kill at, chosen by the seed: within a step, after one, in a save."""
+    """Return points to kill at, chosen by the seed: within a step, after one, in a save."""
     generator = torch.Generator().manual_seed(extent.seed + 1)
 
     def draw(low: int, high: int) -> int:
@@ -723,7 +723,7 @@ def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _classed(judge: Callable[[], Verdict], where: str) -> Verdict:
-    """What a judgement comes to; where the plain loop itself fails on the parts, just that."""
+    """Return the result of a judgement; where the plain loop itself fails on the parts, a verdict that says so."""
     try:
         return judge()
     except DrivetrainError as error:

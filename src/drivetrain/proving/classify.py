@@ -1,4 +1,4 @@
-"""Says what kind of bug a difference is, and whose: what is seen directly is decided directly, the rest by simulation.
+"""Classifies a difference: what kind of bug, and whose. Direct observations decide directly, simulations the rest.
 
 A hypothesis is a way of going wrong. It is right if the plain loop, made to go wrong in that way, gives the trainer's
 numbers.
@@ -22,7 +22,7 @@ Whose = Literal["trainer", "job", "unknown"]
 
 
 class Kind(StrEnum):
-    """The kinds of bug that are told apart."""
+    """The kinds of bug that are distinguished."""
 
     MEAN_OF_MEANS = "mean of means"
     SCALED_BY_WORLD = "scaled by the world"
@@ -58,7 +58,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What kind of bug it is, whose, and the first place where it shows."""
+    """The kind of a bug, whose it is, and the first place where it shows."""
 
     kind: Kind
     whose: Whose
@@ -73,7 +73,7 @@ class Verdict:
 
 
 def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Verdict | None:
-    """Every sample once per epoch, steps of the global batch, the same samples in every configuration."""
+    """Check that every sample comes once per epoch, in steps of the global batch, the same in every configuration."""
     verdict = _judge_epochs(case, trace) if case.job.source.is_keyed else None
     if verdict is not None or base is None:
         return verdict
@@ -138,7 +138,7 @@ def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
 
 
 def judge_start(trace: Trace, truth: Outcome, floor: Floor) -> Verdict | None:
-    """Every rank starts with the weights that the user's model has."""
+    """Check that every rank starts with the weights that the user's model has."""
     for rank, seen in enumerate(trace.ranks):
         weights = seen.steps[0].weights if seen.steps else None
         for name, value in (weights or {}).items():
@@ -153,7 +153,7 @@ def judge_start(trace: Trace, truth: Outcome, floor: Floor) -> Verdict | None:
 
 
 def judge_ranks(trace: Trace, floor: Floor) -> Verdict | None:
-    """Ranks that hold whole copies step with the same gradients."""
+    """Check that ranks that hold whole copies step with the same gradients."""
     first = trace.main
     for step in range(trace.num_steps):
         mine = first.steps[step].gradients
@@ -172,7 +172,7 @@ def judge_ranks(trace: Trace, floor: Floor) -> Verdict | None:
 
 
 def judge_learning_rates(case: Case, trace: Trace, truth: Outcome) -> Verdict | None:
-    """The schedule counts optimizer steps, and nothing else."""
+    """Check that the schedule counts optimizer steps, and nothing else."""
     for step in range(min(trace.num_steps, len(truth.learning_rates))):
         seen, right = trace.main.steps[step].learning_rates, truth.learning_rates[step]
         if len(seen) != len(right) or all(_close(a, b) for a, b in zip(seen, right, strict=True)):
@@ -231,7 +231,7 @@ def judge_gradient(
 ) -> Verdict:
     """Find the weights of the micro-batches' gradients that give what the optimizer saw.
 
-    Named parts of the loss have weights of their own: there a piece is one part of one micro-batch.
+    Named parts of the loss have separate weights: there a piece is one part of one micro-batch.
     """
     off = [
         name for name, error in errors(seen, truth).items() if name in truth and not error <= floor.gradient_limit(name)
@@ -279,7 +279,7 @@ def judge_gradient(
 
 
 def _is_best_mix(columns: Tensor, target: Tensor, right: Tensor, pieces: Sequence[Piece], limit: float) -> bool:
-    """Whether a trainer's mix of parts that cannot give the truth is as near to it as a mean or a sum of them is."""
+    """Return whether a mix of parts that cannot give the truth is as near to it as a mean or a sum of them is."""
     weights, misfit = fit(columns, target)
     total = sum(map(len, _samples_of(pieces).values()))
     by_samples = torch.tensor([len(piece.samples) / total for piece in pieces], dtype=torch.float64)
@@ -313,14 +313,14 @@ def _uncounted(where: str, parts: Mapping[str, PartKind]) -> Verdict:
 
 
 def _samples_of(pieces: Sequence[Piece]) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The samples of each micro-batch."""
+    """Return the samples of each micro-batch."""
     return {(piece.rank, piece.number): piece.samples for piece in pieces}
 
 
 def _in_some_parts(
     weightings: Iterator[tuple[Kind, list[float], str]], pieces: Sequence[Piece], true_weights: Tensor
 ) -> Iterator[tuple[Kind, list[float], str]]:
-    """Each weighting for the whole loss; of named parts, also for those with a count alone, and for each one alone."""
+    """Yield each weighting for the whole loss; of named parts, also for those with a count, and for each alone."""
     names = list(dict.fromkeys(piece.part for piece in pieces))
     counted = list(dict.fromkeys(piece.part for piece in pieces if piece.count is not None))
     scopes = [names, *([counted] if 1 < len(counted) < len(names) else [])]
@@ -336,7 +336,7 @@ def _in_some_parts(
 def _judge_part_weights(
     columns: Tensor, target: Tensor, pieces: Sequence[Piece], true_weights: Tensor, where: str, limit: float
 ) -> Verdict | None:
-    """Whether each part is right in itself, and one of them counts too much, too little or not at all."""
+    """Find out whether each part is right in itself, and one of them counts too much, too little or not at all."""
     names = list(dict.fromkeys(piece.part for piece in pieces))
     weighted = columns * true_weights
     of_parts = torch.stack(
@@ -360,7 +360,7 @@ def _judge_part_weights(
 
 
 def _weightings(case: Case, pieces: Sequence[Piece], true_weights: Tensor) -> Iterator[tuple[Kind, list[float], str]]:
-    """Known ways of weighting micro-batches wrongly, likeliest first."""
+    """Yield known ways of weighting micro-batches wrongly, likeliest first."""
     world = max(case.world_size, 1 + max(piece.rank for piece in pieces))
     micro_batches = _samples_of(pieces)
     total = sum(map(len, micro_batches.values()))
@@ -433,7 +433,7 @@ def _subsets(
 
 
 def _renormalised(pieces: Sequence[Piece], weights: Sequence[float], kept: Sequence[bool]) -> list[float]:
-    """The weights of those that are kept, so that they add up to 1 in each part."""
+    """Return the weights of those that are kept, so that they add up to 1 in each part."""
     rest: dict[str, float] = {}
     for piece, weight, keep in zip(pieces, weights, kept, strict=True):
         rest[piece.part] = rest.get(piece.part, 0.0) + (weight if keep else 0.0)
@@ -462,7 +462,7 @@ def _scale_kind(case: Case, factor: float) -> tuple[Kind, str]:
 
 
 def step_hypotheses(case: Case, trace: Trace) -> Iterator[tuple[Kind, Bug, str]]:
-    """Ways of going wrong that show only over several steps, or only in weights."""
+    """Yield ways of going wrong that show only over several steps, or only in weights."""
     yield Kind.NOT_CLEARED, Bug(clears="never"), "gradients of earlier steps are still there"
     if case.clip_norm is not None:
         yield from clip_hypotheses(case)

@@ -1,4 +1,4 @@
-"""How far a trainer is from the plain loop, tensor by tensor, in units of what rounding explains."""
+"""Measures how far a trainer is from the plain loop, tensor by tensor, in units of what rounding explains."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Floor:
-    """What rounding does to this job: the plain loop with every batch in reverse order and a scaled loss.
+    """The effect of rounding on this job: the plain loop with every batch in reverse order and a scaled loss.
 
     A model in float64 may compute parts of itself in float32, as many norms do. The scale shows that, and then what
     float32 explains is allowed.
@@ -80,7 +80,7 @@ class Floor:
 def errors(
     seen: Mapping[str, Tensor], truth: Mapping[str, Tensor], start: Mapping[str, Tensor] | None = None
 ) -> dict[str, float]:
-    """The largest difference of each tensor, relative to its largest entry; to how far it moved, with `start`."""
+    """Return the largest difference of each tensor, relative to its largest entry; with `start`, to its movement."""
     sizes = {name: _size(value, None if start is None else start.get(name)) for name, value in truth.items()}
     floating = [size for name, size in sizes.items() if truth[name].is_floating_point()]
     least = max(floating, default=0.0) * _LEAST_SHARE or 1e-30
@@ -106,7 +106,7 @@ def largest_error(found: Mapping[str, float]) -> float:
 def gradient_difference(
     seen: Mapping[str, Tensor], truth: Mapping[str, Tensor], floor: Floor, *, is_first: bool = True
 ) -> Difference | None:
-    """The first tensor that is off; steps after the first are allowed what rounding does to weights meanwhile."""
+    """Return the first tensor that is off; later steps than the first may differ by rounding in the weights."""
 
     def limit(name: str) -> float:
         own = floor.gradient_limit(name)
@@ -121,7 +121,7 @@ def weight_difference(seen: Mapping[str, Tensor], truth: Outcome, floor: Floor) 
 
 
 def step_difference(seen: Mapping[str, Tensor], truth: Outcome, step: int, floor: Floor) -> Difference | None:
-    """The first parameter that is off before a step."""
+    """Return the first parameter that is off before a step."""
     return _first(errors(seen, truth.step_weights[step], truth.first_weights), floor.weight_limit)
 
 
@@ -135,7 +135,7 @@ def _first(found: Mapping[str, float], limit_of: Callable[[str], float]) -> Diff
 
 
 def _apart(left: Tensor, right: Tensor) -> Tensor:
-    """The difference; 0 where both are the same infinity, as in masks."""
+    """Return the difference; 0 where both are the same infinity, as in masks."""
     return torch.where(left == right, 0.0, left - right)
 
 

@@ -1,7 +1,7 @@
-"""Randomness inside the loss: off or keyed by sample where divisions of a batch are compared.
+"""Controls randomness inside the loss: off or keyed by sample where divisions of a batch are compared.
 
-Dropout is turned off. Whatever else draws (a VAE's noise, a diffusion step) is keyed: each sample's rows come from a
-generator seeded with the sample's number, so that a sample sees the same noise whichever micro-batch or rank it is in.
+Dropout is turned off. Other draws (a VAE's noise, a diffusion step) are keyed: each sample's rows come from a generator
+seeded with the sample's number, so that a sample sees the same noise in any micro-batch and on any rank.
 """
 
 import random
@@ -29,7 +29,7 @@ _FUNCTIONAL = {"bernoulli", "normal", "poisson", "normal_functional"}
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Set every dropout probability of a model's modules to 0. Functions are seen to by `dropout_off`."""
+    """Set every dropout probability of a model's modules to 0. `dropout_off` handles the functions."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -67,7 +67,7 @@ def dropout_off() -> Iterator[None]:
 
 
 class KeyedDraws(TorchDispatchMode):
-    """Draws of the loss, keyed by sample: rows of a draw whose first dimension is the batch's belong to its samples.
+    """Keys draws of the loss by sample: rows of a draw whose first dimension is the batch's belong to its samples.
 
     A draw of another shape (a scalar that decides for the whole batch) is keyed by its place among the draws alone, so
     it is the same in every part of a batch.
@@ -104,7 +104,7 @@ class KeyedDraws(TorchDispatchMode):
 
 
 def _num_rows(args: Any) -> int:
-    """The first dimension of what is drawn; 0 for a scalar."""
+    """Return the first dimension of what is drawn; 0 for a scalar."""
     for arg in args:
         if isinstance(arg, Tensor) and arg.dim():
             return arg.shape[0]
@@ -114,7 +114,7 @@ def _num_rows(args: Any) -> int:
 
 
 def _rows_of(args: Any, rows: int, start: int, count: int) -> list[Any]:
-    """The arguments of a draw for some of its rows alone."""
+    """Return the arguments of a draw for some of its rows alone."""
 
     def cut(arg: Any) -> Any:
         if isinstance(arg, Tensor) and arg.dim() and arg.shape[0] == rows:
@@ -128,7 +128,7 @@ def _rows_of(args: Any, rows: int, start: int, count: int) -> list[Any]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the global generators back to where they were."""
+    """Restore the global generators afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -146,6 +146,6 @@ def seed_generators(key: int) -> None:
 
 
 def state_of_generators() -> int:
-    """A number that changes whenever one of the global generators is drawn from."""
+    """Return a number that changes whenever one of the global generators is drawn from."""
     python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     return hash((python, numpy[1].tobytes(), numpy[2], own.numpy().tobytes()))  # type: ignore[index]

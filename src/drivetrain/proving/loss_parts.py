@@ -1,4 +1,4 @@
-"""What a loss means on one undivided batch, from its documentation alone: a scalar, a sum by its count, or named parts.
+"""Computes a loss on one undivided batch, from its documentation alone: a scalar, a sum by its count, or named parts.
 
 Nothing here is shared with the trainer. A part is the mean over its own items: those that `Job.count` counts, those of
 its `LossSum`, else the samples. Their weighted sum is the loss.
@@ -51,18 +51,18 @@ def _mean(part: Tensor | LossSum, counted: Any) -> PartMean:
 
 
 def _unless_empty(value: Tensor, number: float) -> Tensor:
-    """The value; a zero that still depends on the weights where there are no items and the mean is 0/0."""
+    """Return the value; a zero that still depends on the weights where there are no items and the mean is 0/0."""
     return torch.where(torch.full_like(value, number > 0, dtype=torch.bool), value, torch.zeros_like(value))
 
 
 def part_weight(job: Job, name: str, step: int) -> float:
-    """The weight of a part after `step` steps."""
+    """Return the weight of a part after `step` steps."""
     weight = (job.loss_weights or {}).get(name, 1.0)
     return float(weight(step)) if callable(weight) else float(weight)
 
 
 def weighted_sum(job: Job, parts: Mapping[str, PartMean], step: int) -> Tensor:
-    """The loss of a batch: its parts' means, weighted and added up."""
+    """Return the loss of a batch: its parts' means, weighted and added up."""
     terms = [part.mean * part_weight(job, name, step) if name else part.mean for name, part in parts.items()]
     total = terms[0]
     for term in terms[1:]:

@@ -22,7 +22,7 @@ NEVER = 10**9  # steps between calls of a hook that is only asked before the fir
 
 
 def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
-    """The subject for a configuration: every strategy that fits, two ranks on a GPU."""
+    """Return the subject for a configuration: every strategy that fits, two ranks on a GPU."""
     asked = config.distributed.strategy
     strategies = ("ddp", "fsdp") if asked in ("auto", "single") else (asked,)
     if asked == "auto" and on_gpu and find_spec("deepspeed") is not None:
@@ -40,7 +40,7 @@ def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
 
 
 class _Begin:
-    """A hook that tells the recorder when training begins: before, the trainer tries the model out."""
+    """A hook that tells the recorder when training begins: before that, the trainer tries the model."""
 
     every = NEVER
 
@@ -73,7 +73,7 @@ def _train(case: Case, config: Config) -> dict[str, torch.Tensor] | None:
 
 
 def _job_of(case: Case) -> Job:
-    """The user's job, as long as the case and with the case's parts in the place of its own."""
+    """Return the user's job with the length of the case, and with the case's parts in place of the original ones."""
     job = case.job
     source = replace(job.source, dataset=case.data, collate=None, notes=())
 
@@ -109,7 +109,7 @@ def _job_of(case: Case) -> Job:
 
 
 def _config_of(case: Case, config: Config) -> Config:
-    """The user's configuration, but for what the case says and for what would measure, compile or draw pictures."""
+    """Return the user's configuration, except what the case sets, and without measuring, compiling or pictures."""
 
     def changed(section: Any, **values: Any) -> Any:
         return section.model_copy(update=values)

@@ -63,7 +63,7 @@ class Workplace:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def new_folder(self) -> Path:
-        """An empty folder for the checkpoints of one run and its continuations."""
+        """Make an empty folder for the checkpoints of one run and its continuations."""
         self._count += 1
         folder = self._folder / f"run-{self._count}"
         folder.mkdir()
@@ -83,7 +83,7 @@ class Workplace:
         return Trace(ranks, error, killed, time.monotonic() - began)
 
     def apart(self, function: Callable[[], T]) -> T:
-        """What a function returns, computed in a process of its own; its error is raised here."""
+        """Return a function's result, computed in a separate process; its error is raised here."""
         self._count += 1
         path = self._folder / f"answer-{self._count}"
         process = _start(lambda: _answer(function, path), path.with_suffix(".log"), {})
@@ -119,7 +119,7 @@ def _answer(function: Callable[[], Any], path: Path) -> None:
 
 
 def _run_ranks(trainer: Trainer, case: Case, place: Path, time_limit: float) -> tuple[str, bool]:
-    """The error of the rank that failed first, if any; and whether ranks were killed on purpose."""
+    """Return the error of the rank that failed first, if any; and whether ranks were killed on purpose."""
     world, port = case.world_size, _free_port()
     processes = []
     for rank in range(world):
@@ -224,7 +224,7 @@ def _import_listed(path: Path) -> None:
 
 
 def _kill_all(process: BaseProcess) -> None:
-    """A rank and its own children, such as loader workers."""
+    """Kill a rank and its own children, such as loader workers."""
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -249,7 +249,7 @@ def _tail(path: Path, num_lines: int = 15) -> str:
 
 
 def _cause(log: str) -> str:
-    """The line of a traceback that says what is wrong; else the last line."""
+    """Return the line of a traceback that says what is wrong; else the last line."""
     lines = log.splitlines()
     return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
 

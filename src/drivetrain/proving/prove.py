@@ -1,4 +1,4 @@
-"""`dt.prove(job)`: one call, from a job to a certificate."""
+"""`dt.prove(job)`: makes a certificate from a job in one call."""
 
 import sys
 from dataclasses import replace
@@ -29,9 +29,9 @@ def prove(
     extent: Extent | None = None,
     say: Say | None = None,
 ) -> Certificate:
-    """Show that a job is trained right: against a plain loop, twice, and after kills.
+    """Prove that a job is trained correctly: against a plain loop, twice, and after kills.
 
-    Nothing of the job's own run is touched; all work is done in processes and folders of its own.
+    The job's own run is not touched; all work is done in separate processes and folders.
 
     Args:
         job: the job as it would be trained.
@@ -74,7 +74,7 @@ def prove(
 
 
 def _uses_gpu(config: Config, say: Say) -> bool:
-    """Whether the job is proven on a GPU: only if one is asked for. What a job means does not depend on the device."""
+    """Return whether the job is proven on a GPU: only if one is asked for, as a job means the same on any device."""
     if config.device.mode in ("auto", "cpu") and not config.device.device.startswith("cuda"):
         return False
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.
 
 @dataclass(frozen=True)
 class Kill:
-    """When a process kills itself with SIGKILL, counted from its start."""
+    """The moment when a process kills itself with SIGKILL, counted from its start."""
 
     step: int  # optimizer steps done before it
     when: Literal["micro_batch", "after_step", "saving"] = "after_step"
@@ -83,13 +83,13 @@ class Recorder:
     # What a trainer may call
 
     def restart(self) -> None:
-        """Forget what was recorded: training begins now. For trainers that try the model out before the first step."""
+        """Drop what was recorded: training begins now. Used by trainers that try the model before the first step."""
         self._micro_batches.clear()
         self.num_steps = self._num_backwards = 0
         self._write("restart", None)
 
     def report(self, step: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """Hand in what the trainer itself says of step `step` (from 0): its loss, its norm before clipping."""
+        """Hand in what the trainer itself reports of step `step` (from 0): its loss, its norm before clipping."""
         self._write("reported", Reported(step, loss, grad_norm))
 
     def gradients(self, gradients: Mapping[str, Tensor] | None) -> None:
@@ -134,8 +134,8 @@ class Recorder:
     ) -> None:
         """Record a micro-batch once a gradient arrives at its loss; the gradient is what it was multiplied by.
 
-        Of named parts, the largest of their gradients. Where no part has an item (`is_empty`) all of them are rightly
-        0, and the micro-batch counts all the same.
+        With named parts, it is the largest of their gradients. Where no part has an item (`is_empty`) all of them are
+        rightly 0, and the micro-batch counts all the same.
         """
         parts = list(result.values()) if isinstance(result, Mapping) else [result]
         values = [part.total if isinstance(part, LossSum) else part for part in parts]
@@ -257,7 +257,7 @@ class Recorder:
             _die_later()
 
     def _trained_model(self, optimizer: Optimizer | None) -> nn.Module:
-        """The model whose parameters the optimizer holds; else the last one that has gradients; else the last one."""
+        """Return the model whose parameters the optimizer holds; else the last with gradients; else the last one."""
         if optimizer is not None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for model in reversed(self._models):
@@ -286,7 +286,7 @@ class Recorder:
         self._file.write(pickle.dumps((kind, value)))
 
     def _watch_files(self, folder: Path) -> None:
-        """Count what is opened for writing, renamed or made below the folder, and kill this process on the way."""
+        """Count files opened for writing, renamed or made below the folder, and kill this process at the chosen one."""
         inside, kill = str(folder), self._kill
         assert kill is not None
 
@@ -305,7 +305,7 @@ class Recorder:
 
 
 def own_name(name: str) -> str:
-    """A parameter's name without what wrappers put around it."""
+    """Return a parameter's name without the prefixes of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -318,7 +318,7 @@ def _writes(args: tuple[Any, ...]) -> bool:
 
 
 def _die_later() -> None:
-    """Die once a checkpoint that is written beside training had the time to be finished; saves are killed elsewhere."""
+    """Die once a background save had the time to be finished; kills within saves are done elsewhere."""
     time.sleep(SAVING_SECONDS)
     _die()
 
@@ -336,7 +336,7 @@ def _is_shard(tensor: Tensor) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A copy in host memory; of a sharded tensor, all of it. Ranks that hold shards take part together."""
+    """Copy a tensor to host memory; of a sharded one, all of it. Ranks that hold shards take part together."""
     return _gathered(tensor).to("cpu", copy=True)
 
 

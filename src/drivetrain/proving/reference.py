@@ -1,7 +1,7 @@
 """The plain loop that trainers are compared with, and the same loop with known bugs planted.
 
-It shares no code with the trainer: whole batches of explicitly given samples, one process, float64 where the model
-can. Of Drivetrain it uses what the user's job holds, and the library of mixtures of experts, which is part of models.
+It shares no code with the trainer: whole batches of explicitly given samples, one process, float64 where the model can.
+Of Drivetrain it uses what the user's job holds, and the library of mixtures of experts, which is part of models.
 """
 
 import time
@@ -26,7 +26,7 @@ PartKind = Literal["samples", "counted", "uncounted", "coupled"]
 
 @dataclass(frozen=True)
 class Bug:
-    """What is done wrong. The default is nothing: every step is the user's loss on the undivided batch.
+    """The bug to simulate. The default is none: every step is the user's loss on the undivided batch.
 
     Attributes:
         weight: the factor of a micro-batch's own mean in the step's gradient, from (its samples, the samples of all,
@@ -62,7 +62,7 @@ AS_A_SUM = Bug(weight=lambda own, total, micro_batches, ranks, number: 1.0)
 
 @dataclass
 class Outcome:
-    """What a plain loop came to."""
+    """The results of a plain loop."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # before clipping
@@ -76,9 +76,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Piece:
-    """One micro-batch of a step, or one named part of its loss: the gradient of its own mean at the step's weights.
+    """One micro-batch of a step, or one named part of its loss: the gradient of its mean at the step's weights.
 
-    Of a named part the gradient has the part's weight in the loss.
+    The gradient of a named part has the part's weight in the loss.
     """
 
     rank: int
@@ -92,7 +92,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out about a job before anything is compared."""
+    """The facts that were found about a job before anything is compared."""
 
     dtype: torch.dtype | None  # what it is compared in
     why_not_double: str
@@ -112,7 +112,7 @@ class Facts:
 
     @property
     def depends_on_division(self) -> bool:
-        """Whether the division of a batch is part of what is learnt, with this job and whatever the trainer does."""
+        """Whether the division of a batch is part of what is learnt, with this job and any trainer."""
         return self.loss_kind in ("coupled", "uncounted")
 
 
@@ -155,12 +155,12 @@ def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gra
 
 
 def undivided(samples: Sequence[Sequence[int]]) -> list[Division]:
-    """Steps of whole batches."""
+    """Return steps of whole batches."""
     return [[[list(numbers)]] for numbers in samples]
 
 
 def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> list[Piece]:
-    """The gradient of every micro-batch of a step, after the right steps before it."""
+    """Return the gradient of every micro-batch of a step, after the right steps before it."""
     model, optimizer = _made(case, NO_BUG)
     found = []
     if before:
@@ -179,7 +179,7 @@ def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> l
 
 
 def shares_of(pieces: Sequence[Piece]) -> list[float]:
-    """The weight of each piece by what the job states: its part's count in the step, else its samples."""
+    """Return the weight of each piece by what the job states: its part's count in the step, else its samples."""
     samples = {(piece.rank, piece.number): len(piece.samples) for piece in pieces}
     totals: dict[str, float] = {}
     for piece in pieces:
@@ -191,7 +191,7 @@ def shares_of(pieces: Sequence[Piece]) -> list[float]:
 
 
 def find_facts(case: Case) -> Facts:
-    """Try the job out on one batch: what it can be computed in, what it draws, what kind of loss it has."""
+    """Try the job on one batch: what it can be computed in, what it draws, what kind of loss it has."""
     numbers = list(case.order[0])
     why_not_double = ""
     try:
@@ -258,7 +258,7 @@ def loss_kind(case: Case, numbers: Sequence[int], least: int = 1) -> tuple[LossK
 
 
 def part_kinds(case: Case, numbers: Sequence[int], least: int = 1) -> dict[str, PartKind]:
-    """Find out of each named part whether it is a mean over what the job says that it is."""
+    """Find out for each named part whether it is a mean over what the job says that it is."""
     numbers = list(numbers)[:24]
     divided = pieces(case, [_cut(numbers, least)])
     found: dict[str, PartKind] = {}
@@ -279,7 +279,7 @@ def part_kinds(case: Case, numbers: Sequence[int], least: int = 1) -> dict[str, 
 
 
 def _cut(numbers: list[int], least: int) -> list[list[int]]:
-    """Three unequal parts of a batch; two, where they would be too small."""
+    """Return three unequal parts of a batch; two, where they would be too small."""
     count = len(numbers)
     cuts = sorted({0, least * max(1, count // 6), count // 2, count})
     parts = [numbers[start:stop] for start, stop in pairwise(cuts)]
@@ -293,7 +293,7 @@ def _tolerance(case: Case) -> float:
 
 
 def fit(columns: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    """The weights with which columns come closest to a target, and what is left of it, relative."""
+    """Return the weights with which columns come closest to a target, and the relative residual."""
     weights = torch.linalg.lstsq(columns, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     return weights, misfit_of(columns, target, weights)
 
@@ -312,7 +312,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _all_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradient of every parameter that trains; zeros where there is none."""
+    """Return the gradient of every parameter that trains; zeros where there is none."""
     found = gradients_of(model)
     return {
         name: found[name] if name in found else torch.zeros_like(parameter)
@@ -336,7 +336,7 @@ def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
 def _backward(
     case: Case, model: nn.Module, division: Division, bug: Bug, buffers: list[dict[str, Tensor]], step: int
 ) -> float:
-    """Add the gradient of a step to what is there, and return the loss of the undivided batch or of its parts."""
+    """Accumulate the gradient of a step, and return the loss of the undivided batch or of its parts."""
     everything = [number for rank in division for micro_batch in rank for number in micro_batch]
     if bug.weight is None:
         value = _own_mean(case, model, everything, step)
@@ -390,7 +390,7 @@ def _backward(
 
 
 def _right_weights(case: Case, model: nn.Module, division: Division, step: int) -> dict[tuple[int, int, str], float]:
-    """The weights of the micro-batches' own gradients that give the undivided batch's, at the model's weights."""
+    """Return the weights of the micro-batches' gradients that give the undivided batch's, at the model's weights."""
     kept = _buffers(model)
 
     def gradient(value: Tensor) -> Tensor:
@@ -414,7 +414,7 @@ def _right_weights(case: Case, model: nn.Module, division: Division, step: int) 
 
 
 def _stated_weights(case: Case, model: nn.Module, division: Division) -> dict[tuple[int, int, str], float]:
-    """The weights of the micro-batches' own means by what the job states: counts of parts, else samples."""
+    """Return the weights of the micro-batches' own means by what the job states: counts of parts, else samples."""
     kept = _buffers(model)
     found = []
     for rank, own in enumerate(division):
@@ -427,7 +427,7 @@ def _stated_weights(case: Case, model: nn.Module, division: Division) -> dict[tu
 
 
 def _means(case: Case, model: nn.Module, numbers: Sequence[int]) -> dict[str, PartMean]:
-    """The user's loss of these samples as one batch, part by part, with what mixtures of experts add to it."""
+    """Return the user's loss of these samples as one batch, part by part, with what mixtures of experts add to it."""
     batch = plain_batch(case, numbers)
     found = part_means(case.job, loss_of(case, model, batch, numbers), batch)
     auxiliary = auxiliary_loss(model)
@@ -443,7 +443,7 @@ def _weighed(case: Case, name: str, part: PartMean, step: int) -> Tensor:
 
 
 def _own_mean(case: Case, model: nn.Module, numbers: Sequence[int], step: int = 0) -> Tensor:
-    """The user's loss of these samples as one batch, with what mixtures of experts add to it."""
+    """Return the user's loss of these samples as one batch, with what mixtures of experts add to it."""
     parts = _means(case, model, numbers)
     auxiliary = parts.pop(AUXILIARY, None)
     value = weighted_sum(case.job, parts, step)
@@ -451,12 +451,12 @@ def _own_mean(case: Case, model: nn.Module, numbers: Sequence[int], step: int = 
 
 
 def _named(case: Case, numbers: Sequence[int]) -> dict[str, PartMean]:
-    """The parts of a batch's loss at the first weights."""
+    """Return the parts of a batch's loss at the first weights."""
     return _means(case, _made(case, NO_BUG)[0], numbers)
 
 
 def _each_part(case: Case, model: nn.Module, numbers: Sequence[int]) -> Iterator[tuple[str, PartMean]]:
-    """Each part of a batch's loss, of a forward of its own; buffers are put back after it."""
+    """Yield each part of a batch's loss, from a separate forward; buffers are restored after it."""
     names: list[str] = []
     done = 0
     while done < max(1, len(names)):
@@ -511,7 +511,7 @@ def _put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Gradients as one vector of at most some hundred thousand entries, evenly taken."""
+    """Return gradients as one vector of at most some hundred thousand entries, evenly taken."""
     whole = torch.cat([tensor.double().reshape(-1) for tensor in gradients.values()])
     return whole[:: max(1, whole.numel() // 200_000)]
 
@@ -524,7 +524,7 @@ def _one_step(case: Case, numbers: Sequence[int]) -> int:
 
 
 def _takes(case: Case, numbers: Sequence[int]) -> bool:
-    """Whether the loss can be computed of so few samples."""
+    """Return whether the loss can be computed for so few samples."""
     try:
         _one_step(case, numbers)
     except (ValueError, RuntimeError):
@@ -533,7 +533,7 @@ def _takes(case: Case, numbers: Sequence[int]) -> bool:
 
 
 def _draws(case: Case, numbers: Sequence[int]) -> bool:
-    """Whether the loss draws from a global generator although dropout is off."""
+    """Return whether the loss draws from a global generator although dropout is off."""
     model, _ = _made(case, NO_BUG)
     batch = plain_batch(case, numbers)
     with generators_kept():
@@ -543,7 +543,7 @@ def _draws(case: Case, numbers: Sequence[int]) -> bool:
 
 
 def _varies(case: Case, numbers: Sequence[int]) -> bool:
-    """Whether the loss still varies with the generators' state although its draws are keyed."""
+    """Return whether the loss still varies with the generators' state although its draws are keyed."""
     values = []
     for seed in (1, 2):
         model, _ = _made(case, NO_BUG)
@@ -563,7 +563,7 @@ def _items_draw(case: Case, numbers: Sequence[int]) -> bool:
 
 
 def _remembers(case: Case, numbers: Sequence[int]) -> bool:
-    """Whether the model or the loss keeps something between calls that is neither parameter nor buffer."""
+    """Return whether the model or the loss keeps something between calls that is neither parameter nor buffer."""
     model, _ = _made(case, NO_BUG)
     batch = plain_batch(case, numbers)
     values = []

@@ -1,4 +1,4 @@
-"""Compares runs to the bit: two alike, or one that was killed with one that was not; and says what differs."""
+"""Compares runs bit by bit: two alike, or one that was killed with one that was not; and finds what differs."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
 def judge_repeat(case: Case, first: Trace, second: Trace, facts: Facts) -> Verdict | None:
-    """Two runs from the start, in fresh processes."""
+    """Compare two runs from the start, in fresh processes."""
     for trace in (first, second):
         if trace.error:
             return Verdict(Kind.FAILED, "unknown", case.name, trace.error.splitlines()[0])
@@ -26,7 +26,7 @@ def judge_repeat(case: Case, first: Trace, second: Trace, facts: Facts) -> Verdi
 
 
 def judge_items(first: Trace, other: Trace) -> Verdict | None:
-    """What an item draws follows from the sample, and not from the process that reads it."""
+    """Check that what an item draws follows from the sample, and not from the process that reads it."""
     if other.error:
         return Verdict(Kind.FAILED, "unknown", "one process", other.error.splitlines()[0])
     right = _contents(other)
@@ -49,7 +49,7 @@ def _contents(trace: Trace) -> dict[tuple[int, int], int]:
 
 
 def judge_same_weights(first: Trace, other: Trace) -> Verdict | None:
-    """Two runs that should end with the same bits, whatever happened on the way."""
+    """Compare two runs that should end with the same bits, whatever happened on the way."""
     for trace in (first, other):
         if trace.error:
             return Verdict(Kind.FAILED, "unknown", "one process", trace.error.splitlines()[0])
@@ -59,7 +59,7 @@ def judge_same_weights(first: Trace, other: Trace) -> Verdict | None:
 
 
 def judge_resume(case: Case, whole: Trace, killed: Trace, resumed: Trace, facts: Facts) -> Verdict | None:
-    """A run that was killed and started again, against one that was never stopped."""
+    """Compare a run that was killed and started again with one that was never stopped."""
     if killed.error:
         return Verdict(Kind.FAILED, "unknown", case.name, killed.error.splitlines()[0])
     if resumed.error:
@@ -88,7 +88,7 @@ def judge_resume(case: Case, whole: Trace, killed: Trace, resumed: Trace, facts:
 
 
 def continued_from(whole: Trace, resumed: Trace) -> int | None:
-    """The step that a continued run went on from; None if it cannot be told."""
+    """Return the step that a continued run went on from; None if it cannot be told."""
     if not resumed.num_steps or not whole.num_steps:
         return None
     start, verdict = _resumed_at(whole, resumed)
@@ -96,7 +96,7 @@ def continued_from(whole: Trace, resumed: Trace) -> int | None:
 
 
 def _resumed_at(whole: Trace, resumed: Trace) -> tuple[int, Verdict | None]:
-    """The step whose weights the continued run began with; what is missing, where there is no such step."""
+    """Return the step whose weights the continued run began with; what is missing, where there is no such step."""
     mine = _part(resumed.main.steps[0], _WEIGHTS)
     best, best_step, odd = -1, 0, ""
     for step, other in enumerate(whole.main.steps):
@@ -113,7 +113,7 @@ def _resumed_at(whole: Trace, resumed: Trace) -> tuple[int, Verdict | None]:
 def _first_difference(
     right: StepTrace, seen: StepTrace, step: int, rank: int, facts: Facts, *, repeated: bool
 ) -> Verdict | None:
-    """What differs first before or in a step: weights, samples, learning rate, optimizer state, losses."""
+    """Return what differs first before or in a step: weights, samples, learning rate, optimizer state, losses."""
     place = f"step {step + 1}"
     off = _odd(_part(right, _WEIGHTS), _part(seen, _WEIGHTS))
     if off:
@@ -143,7 +143,7 @@ def _first_difference(
 def _loss_difference(
     right: StepTrace, seen: StepTrace, step: int, rank: int, facts: Facts, *, repeated: bool
 ) -> Verdict | None:
-    """Weights, samples and optimizer are the same here, and still the losses differ."""
+    """Explain losses that differ although weights, samples and optimizer are the same."""
     for number, (one, other) in enumerate(zip(right.micro_batches, seen.micro_batches, strict=False)):
         where = f"loss of step {step + 1}, micro-batch {number + 1}, rank {rank}"
         if one.content != other.content:
@@ -167,7 +167,7 @@ def _loss_difference(
 
 
 def _of_position(verdict: Verdict, whole: Trace, resumed: Trace, start: int, step: int, per_epoch: int) -> Verdict:
-    """Say more of samples that are not those that would have come next."""
+    """Explain samples that are not those that would have come next."""
     if verdict.kind is not Kind.DATA_ORDER or start == 0:
         return verdict
     got = set(resumed.samples(step))

@@ -1,4 +1,4 @@
-"""What a run under test showed, step by step and rank by rank: values only, read from the files its recorder wrote."""
+"""The trace of a run under test, step by step and rank by rank: values only, read from its recorder's files."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class Reported:
-    """What the trainer itself says of a step."""
+    """The figures that the trainer itself reports of a step."""
 
     step: int  # from 0
     loss: float | None = None
@@ -58,7 +58,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """All ranks of one run. `error` is empty where it ended well; `killed` says that it was killed on purpose."""
+    """All ranks of one run. `error` is empty where it ended well; `killed` tells that it was killed on purpose."""
 
     ranks: Sequence[RankTrace]
     error: str = ""
@@ -74,11 +74,11 @@ class Trace:
         return min((len(rank.steps) for rank in self.ranks), default=0)
 
     def samples(self, step: int) -> tuple[int, ...]:
-        """The samples of a step over all ranks, ordered by rank."""
+        """Return the samples of a step over all ranks, ordered by rank."""
         return tuple(number for rank in self.ranks for number in rank.steps[step].samples)
 
     def division(self, step: int) -> list[list[tuple[int, ...]]]:
-        """How a step was divided: of each rank, its micro-batches that counted."""
+        """Return how a step was divided: for each rank, its micro-batches that counted."""
         return [
             [micro.numbers for micro in rank.steps[step].micro_batches if micro.weight and micro.numbers]
             for rank in self.ranks
@@ -89,7 +89,7 @@ class Trace:
 
 
 def read_rank(path: Path) -> RankTrace:
-    """What a recorder wrote, up to the last entry that is whole: a kill may have cut the file."""
+    """Read what a recorder wrote, up to the last complete entry: a kill may have cut the file."""
     trace = RankTrace()
     if not path.exists():
         return trace

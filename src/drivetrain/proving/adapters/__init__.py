@@ -1,4 +1,4 @@
-"""Other trainers, each driven the way its own documentation tells users to, as trainers to prove.
+"""Adapters of other trainers, each driven the way its own documentation tells users to, as trainers to prove.
 
 An adapter does what an ordinary user of that trainer would write: no fix of ours is in it. Its package is imported when
 the adapter is asked for, and not before.

@@ -87,5 +87,5 @@ def _run(case: Case, *, use_seedable_sampler: bool, split_batches: bool) -> nn.M
 
 
 def _updates(accelerator: Any, num_batches: int) -> int:
-    """Optimizer steps in so many batches of an epoch; the last one may have fewer."""
+    """Return the optimizer steps in so many batches of an epoch; the last one may have fewer."""
     return -(-num_batches // int(accelerator.gradient_accumulation_steps))

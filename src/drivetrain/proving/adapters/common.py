@@ -1,4 +1,4 @@
-"""What the adapters share: the accumulation that a case asks for, and its data behind torch's own loader."""
+"""The parts that adapters share: the accumulation that a case asks for, and its data behind torch's own loader."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Finds the trainer that a user names: an adapter, or `module:name` of a trainer of one's own."""
+"""Finds the trainer that a user names: an adapter, or `module:name` of a user's trainer."""
 
 import pkgutil
 import sys

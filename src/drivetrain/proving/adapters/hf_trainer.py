@@ -74,7 +74,7 @@ def _run(case: Case) -> nn.Module:
 
 
 def _packed(batch: Any) -> dict[str, Any]:
-    """A batch as the Trainer wants it: a dict with the job's own names in it, such as `labels`, at the top."""
+    """Return a batch as the Trainer wants it: a dict with the job's own names in it, such as `labels`, at the top."""
     tags, inner = batch["tags"], batch["batch"]
     if isinstance(inner, Mapping):
         return {**inner, _TAGS: tags}

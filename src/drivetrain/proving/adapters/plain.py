@@ -1,4 +1,4 @@
-"""A loop of one's own in plain PyTorch: give a step function, and the rest is written here as PyTorch's guides do it.
+"""A user's own loop in plain PyTorch: give a step function, and the rest is written here as PyTorch's guides do it.
 
 The rest: `DistributedDataParallel` on gloo, a `DataLoader` over the samples that the case names, `torch.save` of the
 state's `state_dict()` every few steps ("Saving and Loading a General Checkpoint" of the PyTorch recipes).
@@ -25,7 +25,7 @@ from drivetrain.proving.checks import Subject
 
 @dataclass
 class LoopState:
-    """What a plain loop keeps between steps.
+    """The state that a plain loop keeps between steps.
 
     Attributes:
         case: the configuration that is run.
@@ -43,11 +43,11 @@ class LoopState:
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model without what is wrapped around it."""
+        """The model without its wrapper."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved: model, optimizer, schedule, step."""
+        """Return what is saved: model, optimizer, schedule, step."""
         return {
             "model": self.bare_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -150,7 +150,7 @@ def _num_micro_batches(case: Case, step: int) -> int:
 
 
 def _batches(case: Case, first_step: int) -> Iterator[Any]:
-    """This process's micro-batches from a step to the end of the run."""
+    """Yield this process's micro-batches from a step to the end of the run."""
     chosen = [
         list(numbers) for step in range(first_step, case.num_steps) for numbers in case.micro_batches(step) if numbers
     ]
