@@ -47,7 +47,7 @@ class Performance(Value):
     step_seconds: float  # by a clock around all of them
     forward_seconds: float
     backward_seconds: float
-    communication_seconds: float  # what backward did not hide of it
+    communication_seconds: float  # not overlapped with backward
     optimizer_seconds: float
     samples_per_second: float
     items: str  # what the loss is over: `tokens`, where the job says so

@@ -218,7 +218,7 @@ class Job:
         if needs_closure(optimizer):
             raise closure_error(optimizer)
         for group in optimizer.param_groups:
-            group["initial_lr"] = float(group["lr"])  # what the schedule's factor is of; torch's own name for it
+            group["initial_lr"] = float(group["lr"])  # the base of the schedule's factor; torch's name for it
         use_fused(optimizer, model)
         return optimizer
 

@@ -28,7 +28,7 @@ from drivetrain.strategies.average import Average
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.loss_parts import LossParts
 
-_VALIDATION = 0x7A11D  # keys what a model draws at random while it is validated: the same every time
+_VALIDATION = 0x7A11D  # the key of a model's random draws in validation: the same every time
 PREFIX = "valid_"
 _PART = "loss_"  # before the name of a part of the loss
 

@@ -27,7 +27,7 @@ from drivetrain.core.world import World
 
 # On the way out after an error, other ranks may be waiting for this one, and not get to judge the step.
 GRACE_SECONDS = 30.0
-# A new thread starts with the interpreter's lock in hand. It gives it back at once, or `begin` would wait for it.
+# A new thread starts with the GIL held. It releases it at once, or `begin` would wait for it.
 HEAD_START_SECONDS = 0.002
 
 
@@ -63,7 +63,7 @@ class BackgroundSaver:
         without_frozen = self._checkpointer.frozen.look(shards)
 
         def allocate() -> None:
-            with contextlib.suppress(Exception):  # `begin` tries again, and says what is wrong
+            with contextlib.suppress(Exception):  # `begin` tries again, and reports the error
                 copied = without_frozen()
                 self._staging.prepare(copied)
                 self._checkpointer.prepare(copied)

@@ -66,7 +66,7 @@ class RankReport(Value):
 
     failure: Failure | None = None
     file: StoredFile | None = None  # none for a rank that has no data
-    table: str = ""  # a RankTable, as JSON: compared as text, it tells whether anything is new
+    table: str = ""  # a RankTable, as JSON: compared as text to detect changes
     is_wanted: bool = True  # false: its step turned out to be bad
     shared_file: StoredFile | None = None  # of frozen weights, where they are written in this save
     shared_table: str = ""
@@ -106,7 +106,7 @@ class Checkpointer:
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
         self.folder = folder
-        self.problems: list[str] = []  # what was found and did not stop the run, in words; grows, never shrinks
+        self.problems: list[str] = []  # problems that did not stop the run, as text; only grows
         self._world, self._keep_last, self._files = world, keep_last, files or Files()
         self._pinned: set[int] = set()
         self._closed = False
@@ -195,7 +195,7 @@ class Checkpointer:
         """
         self._refuse_closed()
         damaged: set[int] = set()
-        incomplete: dict[int, str] = {}  # whole themselves, but what they share with others is not
+        incomplete: dict[int, str] = {}  # complete themselves, but their shared files are not
         while True:
             there = self._decided_by_main(self.steps, "checkpoints cannot be listed")
             step = max((step for step in there if step not in damaged), default=None)
@@ -365,7 +365,7 @@ class Checkpointer:
         for shard in shards:
             code, shape = CODES[shard.tensor.dtype], tuple(shard.tensor.shape)
             parts: tuple[Part, ...] = ()
-            if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still told
+            if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still listed
                 name = _free_name(shard.key, taken)
                 taken.add(name)
                 entries.append(Entry(name, code, shape))

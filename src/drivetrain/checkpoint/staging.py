@@ -22,7 +22,7 @@ from drivetrain.core.state import Shard
 
 PIECE_BYTES = 64 * 2**20  # pinning takes a lock that launches need, too; so it is done piece by piece
 ALIGNMENT = 64
-LEFT_FREE = 0.1  # of a device's memory, beside a clone: what a later step may need more than the first
+LEFT_FREE = 0.1  # of a device's memory, besides a clone: a later step may need more than the first
 PAGE_BYTES = 4096
 
 
@@ -67,7 +67,7 @@ class Staging:
         layouts = [Layout(shard.tensor.device, shard.tensor.dtype, shard.tensor.shape) for shard in shards]
         if layouts == self._layouts:
             return
-        self._layouts, self._copies = [], []  # what is there is given back first
+        self._layouts, self._copies = [], []  # the old memory is freed first
         numbers: dict[torch.device, list[int]] = {}
         for number, layout in enumerate(layouts):
             numbers.setdefault(layout.device, []).append(number)

@@ -48,7 +48,7 @@ class WeightsTaken:
     unexpected: tuple[str, ...]  # in the source only
     other_shape: tuple[str, ...]  # in both, and not taken
     left_out: tuple[str, ...] = ()  # of the same shape, and not taken, since what belongs to them does not fit
-    notes: tuple[str, ...] = ()  # on parts of the model as a whole; names that these speak of are not told again
+    notes: tuple[str, ...] = ()  # on parts of the model as a whole; names in these are not reported again
     told: frozenset[str] = frozenset()
 
     @property
@@ -86,7 +86,7 @@ def read_weights(path: Path) -> Weights:
         if (path / MANIFEST_NAME).is_file():
             return _of_checkpoint(Checkpoint.open(path))
     except SharedFileError:
-        raise  # it says itself what is to be done
+        raise  # it has its own remedy
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(error.message, remedy=_SOURCES, path=error.path) from None
     for folder in (path / "checkpoints", path):

@@ -102,7 +102,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self._alive: list[Any] = []  # what was seen stays: an address could be given out again
+        self._alive: list[Any] = []  # keeps visited objects alive: an id could be reused
 
     def value(self, value: Any, depth: int) -> Iterator[str]:
         """Yield a description of the value that is the same in every process."""

@@ -28,7 +28,7 @@ class Place:
     local_size: int = 1
     main_address: str = ""  # empty: not given, and one process needs none
     main_port: int = 0
-    settings: tuple[tuple[str, str], ...] = ()  # what the launcher was told that a run may obey
+    settings: tuple[tuple[str, str], ...] = ()  # options of the launcher that a run may obey
 
     @property
     def environment(self) -> dict[str, str]:
@@ -53,7 +53,7 @@ class _Names:
     size: str
     local_rank: str
     local_size: str
-    job: tuple[str, ...] = ()  # what is the same on all ranks of a job, and of no other
+    job: tuple[str, ...] = ()  # variables that identify a job: equal on all its ranks, and on no other's
 
 
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -23,4 +23,4 @@ def uncounted(model: nn.Module) -> Iterator[None]:
     finally:
         _uncounted[0] -= 1
         for buffer, saved in before:
-            buffer.data.copy_(saved)  # `data`: for autograd nothing has happened to what its backward may need
+            buffer.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 CHANNEL = "DRIVETRAIN_REPORT_FD"
-_LEAST_SECONDS = 0.2  # between two words on steps: telling costs more than a short step's bookkeeping
+_LEAST_SECONDS = 0.2  # between two reports of steps: one costs more than a short step's bookkeeping
 
 
 class Supervision:
@@ -35,7 +35,7 @@ class Supervision:
         if self._channel is None:
             return
         try:
-            # One write per line: other threads of this process may tell, too.
+            # One write per line: other threads of this process may report, too.
             os.write(self._channel, json.dumps({"kind": kind, **facts}).encode() + b"\n")
         except OSError:
             self._channel = None

@@ -59,11 +59,11 @@ class World:
             rank, size = dist.get_rank(), dist.get_world_size()
         device = devices[local_rank % len(devices)]
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # streams, events and what the user puts on `cuda` belong there, too
+            torch.cuda.set_device(device)  # streams, events and the user's `cuda` tensors belong there, too
         if size == 1:
             return cls(device=device)
         if joined_here:
-            os.environ.update(place.environment)  # torch reads these, and so does what users call
+            os.environ.update(place.environment)  # torch reads these, and so do users' libraries
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(
                 # NCCL refuses two ranks on one GPU; gloo takes them.

@@ -19,7 +19,7 @@ class SamplesAgain:
     def __init__(self, loader: Loader, collate: Collated, device: torch.device, *, channels_last: bool = False) -> None:
         assert loader.items is not None, "data that is only iterated has no numbers"
         self._loader, self._collate, self._device, self._channels_last = loader, collate, device, channels_last
-        self._items = KeyedItems(loader.items.dataset, loader.items.seed)  # its own: workers see to the loader's
+        self._items = KeyedItems(loader.items.dataset, loader.items.seed)  # not the loader's: its workers use that
 
     def of_step(self, step: int) -> Sequence[int]:
         return self._loader.samples_of(self._loader.division.place(step))

@@ -21,7 +21,7 @@ from drivetrain.data.items import KeyedItems, spread_over
 
 MOST_ITEMS = 8
 READING_SECONDS = 1.0  # per data set; an item that is begun is finished
-# Before a difference counts: an unseen coin in an item falls alike this often once in 65,536 times, on two ranks.
+# Rereads before a difference counts: an undetected coin flip agrees this often once in 65,536 times, on two ranks.
 TIMES_AGAIN, AGAIN_SECONDS = 8, 30.0
 MOST_LEAVES, MOST_VALUES = 64, 64
 # What other processors and decoders make of one file: some levels of an image's 256, and more at a few sharp edges.

@@ -64,7 +64,7 @@ class Position(NamedTuple):
     step: int = 0
     epoch: int = 0
     start: int = 0  # samples of this epoch that are done
-    state: Any = None  # what the data set itself wants to be told to go on from here: JSON
+    state: Any = None  # the state that the dataset needs to continue from here: JSON
 
     @classmethod
     def from_json(cls, step: int, found: Mapping[str, Any] | None) -> "Position":
@@ -110,7 +110,7 @@ class Division:
             parts = self._share(place, rank)
             return (parts[0].start, parts[-1].stop) if parts else (place.stop, place.stop)
         count, num_ranks = place.num_samples, self._num_ranks(place)
-        rank = min(rank, num_ranks)  # those behind get nothing
+        rank = min(rank, num_ranks)  # the last ones get nothing
         last = min(rank + 1, num_ranks)
         return place.start + count * rank // num_ranks, place.start + count * last // num_ranks
 

@@ -48,7 +48,7 @@ class Generators:
             if isinstance(thing, self._KINDS):
                 self._found.append(thing)
             else:
-                with suppress(Exception):  # what cannot be looked into holds none, as far as anybody can see
+                with suppress(Exception):  # an object that cannot be inspected counts as holding none
                     left.extend(self._inside(thing))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._found.extend(torch.cuda.default_generators)

@@ -25,7 +25,7 @@ from drivetrain.data.division import Place, Position
 from drivetrain.data.items import ItemError, seed_all
 from drivetrain.data.stream import Indices, key_of
 
-_BEGIN = 2**64 - 1  # in the place of a position: what is drawn when an epoch begins
+_BEGIN = 2**64 - 1  # replaces a position in the key of draws at the beginning of an epoch
 _READ_AHEAD = 1024
 
 
@@ -217,7 +217,7 @@ class ItemEntries:
             except Exception as error:
                 raise _item_error(position, epoch, error) from error
             position += 1
-            if position > start:  # what comes before was trained on already, and is only read again
+            if position > start:  # items before it were trained on already, and are only read again
                 yield item
 
     def state(self) -> Any:

@@ -356,7 +356,7 @@ def _each(chunks: _Chunks, source: Source, num_workers: int) -> Iterator[_Chunk]
     try:
         with forking():
             workers = iter(loader)
-    except (AttributeError, TypeError, OSError, RuntimeError, ImportError):  # what cannot be sent is read here
+    except (AttributeError, TypeError, OSError, RuntimeError, ImportError):  # no workers possible: read here
         yield from _each(chunks, source, 0)
         return
     try:

@@ -120,7 +120,7 @@ class Experts(nn.Module):
                 results.append(functional.linear(hidden, w_out[slot], b_out[slot]))
         if results:
             return torch.cat(results)
-        # No rows: still a part of the graph, for what has to run backward on every rank; gradients are 0, not missing.
+        # No rows: still in the autograd graph, as backward has to run on every rank; gradients are 0, not missing.
         nothing = sum(weight.flatten()[:0].sum() for weight in self.parameters())
         return rows.new_zeros(0, self.num_outputs) + (rows.sum() + nothing).to(dtype)
 

@@ -16,7 +16,7 @@ RELATIONS: tuple[Relation, ...] = get_args(Relation)
 Node = int | str  # an expert's number, a concept's name
 _Key = tuple[Any, Any, Any]  # the ends of an edge in their order, and the relation
 VERSION = 1
-_EXACT_COVER = 12  # of so many concepts the smallest cover is found by trying all; of more, step by step
+_EXACT_COVER = 12  # up to this many concepts the smallest cover is found exactly; for more, greedily
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Limits:
     memory: float = 0.9  # how much of a weight stays at a look; the rest is what was seen
     parent_memory: float = 0.99  # descent is seen once
     least: float = 0.02  # weaker edges go
-    most_edges: int = 8  # of a relation: those stay that are among so many strongest of one of their ends
+    most_edges: int = 8  # per relation and node: an edge stays if it is among the strongest of one of its ends
     max_concepts: int = 64
 
 
@@ -152,7 +152,7 @@ class KnowledgeGraph:
         for key, weight in self._weights.items():
             memory = memories[key[2]]
             self._weights[key] = min(memory * weight + (1 - memory) * found.pop(key, 0.0), 1.0)
-        # Of those that are left nothing was known, so all is news.
+        # The remaining edges are new: they start at the weight that was seen.
         self._weights |= {key: float(weight) for key, weight in found.items() if weight > 0}
         self._drop_weak()
         self._concepts &= {key[1] for key in self._weights}

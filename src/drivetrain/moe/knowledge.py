@@ -53,7 +53,7 @@ class Knowledge:
         self._names = [given.get(number, f"label {number}") for number in range(self._limits.max_concepts)]
         self.graphs: dict[str, KnowledgeGraph] = {}  # by the layer's name
         self._clusters: dict[str, Clusters] = {}
-        self._last: dict[str, tuple[int, Seen]] = {}  # at which step, so that two who ask at one step look once
+        self._last: dict[str, tuple[int, Seen]] = {}  # with its step, so that two callers at one step share a look
 
     def __call__(self, context: StepContext) -> None:
         for name, layer in mixtures_in(context.model).items():

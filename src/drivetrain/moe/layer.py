@@ -89,14 +89,14 @@ class MixtureOfExperts(nn.Module):
             activation=activation or ("silu" if gated else "gelu"),
             bias=not gated if bias is None else bias,
         )
-        # Experts that are not there are all zeros: they get no gradient, and decay leaves zeros as they are.
+        # Empty slots are all zeros: they get no gradient, and weight decay leaves zeros as they are.
         with torch.no_grad():
             self.router.weight[num_experts:] = 0.0
             self.router.mask[num_experts:] = float("-inf")
         self.register_buffer("load", torch.zeros(slots, dtype=torch.int64))  # of the last step, over all ranks
         self.register_buffer("uses", torch.zeros(slots, dtype=torch.int64))  # of all steps since the expert came
         ids = torch.cat([torch.arange(num_experts), torch.full((slots - num_experts,), -1)])
-        self.register_buffer("expert_ids", ids)  # never given twice; -1 is an empty slot
+        self.register_buffer("expert_ids", ids)  # never reused; -1 is an empty slot
         self.register_buffer("next_id", torch.tensor(num_experts))
         self.can_grow = slots > num_experts
         if self.can_grow:  # what each expert's tokens are like: their mean, and their mean square distance from it

@@ -27,8 +27,8 @@ from drivetrain.moe.slots import Slots
 
 LOAD_MEMORY = 0.8
 LOSS_MEMORY = 0.5  # at each look: short, as a look comes every so many steps
-# Of what the loss has come down since the first look: it is high only if so much is lost again. Twice next to nothing
-# is next to nothing, and what is next to nothing depends on the loss.
+# The loss is high only if this fraction of its improvement since the first look is lost again. The ratio to the lowest
+# loss alone says little where that is near 0, and what is near 0 depends on the loss.
 LOST_SHARE = 0.1
 PROBES = 64  # tokens on which outputs of experts are compared; as many others check a merge
 CANDIDATES = 4  # pairs whose outputs are compared at a look, where a graph says which
@@ -47,16 +47,16 @@ class Rules:
     far: float = 4.0
     memory: float = 0.9  # how much of a centroid stays at each look: more, if tasks follow each other
     new_share: float = 0.2  # of a look's tokens that are new, for it to count
-    high_loss: float = 2.0  # times the lowest there was, of averages over looks: above, it counts; inf: it never does
+    high_loss: float = 2.0  # times the lowest average over looks so far: a loss above it counts; inf: none does
     patience: int = 2  # looks in a row that count, before an expert is grown
     cooldown: int = 3  # looks between two growths
     noise: float = 0.02
     idle_share: float = 0.05  # of the mean load: less is idle
-    idle_looks: int = 10  # in a row, before an idle expert goes
+    idle_looks: int = 10  # in a row, before an idle expert is pruned
     agreement: float = 0.98  # of outputs on probes, for two to be merged: 1 is the same
     harm: float = 0.02  # how much a merge may change the layer's outputs on other tokens, relative to them
     move_looks: int = (
-        20  # between two rearrangements, where experts live on several ranks and a graph says who works with whom
+        20  # between two rearrangements, where experts are on several ranks and a graph has their co-activations
     )
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ _ALLOWED: dict[str, Allowed] = {
 }
 
 
-# One line for the terminal; an expert that was grown takes part from the next look on, which is not told again.
+# One line for the terminal; an expert that was grown is active from the next look on, which is not reported again.
 _WORDS = {
     "grown": "expert {expert} grown from {parent}: {why}; now {count}",
     "merged": "expert {expert} merged into {into}: their outputs agree to {agreement:.1%}; now {count}",
@@ -240,9 +240,9 @@ class _Look:
             return
         story.loss = LOSS_MEMORY * story.loss + (1 - LOSS_MEMORY) * loss
         story.lowest_loss = lowest = min(story.lowest_loss, story.loss)
-        # The look's own loss as well: one step that is much too high leaves a high average for many looks.
+        # The loss at this look has to be high, too: one outlier step leaves a high average for many looks.
         loss = min(loss, story.loss)
-        # A loss below 0 has no twice.
+        # The ratio test is meaningless for negative losses.
         is_high = lowest >= 0 and loss > self._rules.high_loss * lowest
         is_high = is_high and loss - lowest > LOST_SHARE * (story.first_loss - lowest)
         story.num_high = story.num_high + 1 if is_high else 0

@@ -73,7 +73,7 @@ class Tally:
 
     def forget(self) -> None:
         for counts in self.counts.values():
-            counts.zero_()  # in place: what was compiled or captured goes on adding to them
+            counts.zero_()  # in place: compiled and captured code keeps adding to them
         self.losses.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -40,7 +40,7 @@ class SleepRules:
     micro_batch: int = 256  # samples that are computed at once, on each rank
     rate: float = 0.5  # of the job's learning rate at that time
     specialise_steps: int = 10  # of the routers alone; 0: none
-    specialise_weight: float = 1.0  # of what experts tell about classes, beside the loss
+    specialise_weight: float = 1.0  # of the mutual information of experts and classes, added to the loss
     agreement: float = 0.9  # of outputs, for two experts to be tried as one; adapted from sleep to sleep
     idle_share: float = 0.1  # of an even share of the reservoir's tokens: less is idle
     busy_share: float = 1.25  # of an even share: an expert with more that serves many classes is split

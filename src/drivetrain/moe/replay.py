@@ -40,7 +40,7 @@ class Replay:
         self._micro_batch = micro_batch
         self._layers = mixtures_in(context.model)
         self._trained: list[Tensor] = [p for group in self._optimizer.param_groups for p in group["params"]]
-        # Experts that live on one rank each: what a token on any rank does to them is in their gradient already.
+        # Experts on one rank each: their gradients include the tokens of all ranks already.
         self._own = {
             id(parameter)
             for layer in self._layers.values()
@@ -116,7 +116,7 @@ class Replay:
                 total, items = self._loss(own)
                 said = {name: found[1] for name, found in routings.items()}
                 more = None if extra is None else extra(own, weight, said)
-                # Times the weight before it is differentiated: experts of other ranks get what this rank sends them.
+                # Weighted before backward: experts of other ranks get gradients from this rank's tokens, too.
                 _add(sums, self._gradients(total * weight, trained, keep=more is not None))
                 if more is not None:
                     _add(added, self._gradients(more, trained))
@@ -127,7 +127,7 @@ class Replay:
             _add(gradients, self._over_ranks(trained, added))
         self._clip(trained, gradients)
         for parameter in self._trained:
-            parameter.grad = None  # the optimizer leaves alone what has none
+            parameter.grad = None  # the optimizer skips parameters without one
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
         self._optimizer.step()

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-CHECKED = 4  # one in so many is kept aside to check with, and never replayed
+CHECKED = 4  # one in this many is held out for checks, and never replayed
 
 
 class Reservoir:

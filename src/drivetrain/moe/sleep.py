@@ -18,7 +18,7 @@ from drivetrain.moe.night import Night, SleepRules, Stage
 from drivetrain.moe.reservoir import Reservoir
 
 LOOKED_AT = 256  # samples of those seen since the last look that are read to learn their class
-MOST_TOLD = 64  # classes of which each expert's share is told
+MOST_TOLD = 64  # classes for which each expert's share is reported
 NEARER = 0.7  # the next sleep comes nearer by this factor with every expert grown since the last
 CHILDHOOD = 2  # sleeps that an expert sees before it may be merged or pruned in one
 CALMER, BUSIER = 1.25, 0.8  # factors of the interval after a sleep that changed no expert, and one that did
@@ -183,7 +183,7 @@ class Sleep:
         self.interval = min(max(self.interval * factor, float(rules.shortest)), float(rules.longest))
         merges = [stage.kept for stage in changes if stage.what == "merge"]
         if merges and not merges[-1]:
-            self.agreement += (1 - self.agreement) * 0.25  # what did harm was not alike enough
+            self.agreement += (1 - self.agreement) * 0.25  # the merged experts were not similar enough
         elif not merges:
             self.agreement = max(self.agreement * 0.99, rules.agreement * 0.9)
         layers = [layer for layer in mixtures_in(context.model).values() if layer.can_grow]
