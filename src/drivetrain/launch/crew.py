@@ -60,7 +60,7 @@ class _Worker:
     reports: int
     began: bytes = b""  # a report without its end
     is_ready: bool = False
-    has_told: bool = False  # of its own failure or interruption
+    has_told: bool = False  # has reported its failure or interruption
     has_stopped: bool = False  # its run ended before its end, and was saved
     step: int = 0
     ended: bool = False
@@ -123,7 +123,7 @@ class Crew:
             stdout=output_there,
             stderr=output_there,
             pass_fds=passed,
-            start_new_session=True,  # a group of its own: one kill for all its children, no Ctrl-C from the terminal
+            start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
         )
         self._guard.add(process.pid)
         os.close(output_there)

@@ -31,7 +31,7 @@ def launch_distributed_training(
     if problems:
         raise ConfigError(problems)
     flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in options.items() if value is not None]
-    # In a process of its own: the supervisor forks, hears signals, and stays free of torch.
+    # In a separate process: the supervisor forks, handles signals, and stays free of torch.
     command = [sys.executable, "-m", "drivetrain", "launch", *flags, str(script_path), *arguments]
     code = subprocess.run(command, check=False).returncode
     if code != 0:

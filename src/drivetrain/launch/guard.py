@@ -33,7 +33,7 @@ class Guard:
             os.waitpid(self._pid, 0)
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # somebody killed it; the kernel's word still holds
+        with contextlib.suppress(OSError):  # it was killed; the kernel still ends the workers
             os.write(self._say, line.encode())
 
 

@@ -111,7 +111,7 @@ class Nodes:
         while self._listening is not None:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # nobody is waiting
+            except OSError:  # no connection is waiting
                 return
             self._strangers.append(Channel(connection, self._token, is_server=True))
 

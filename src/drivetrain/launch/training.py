@@ -36,7 +36,7 @@ class Options(LaunchOptions):
     )
 
 
-# Of a job of one's own nobody reads these: it says them itself. Some are not for every recipe.
+# A user's own job does not read these: it sets them itself. Some are not for every recipe.
 READ_BY = {
     "moe.experts": ("digits-moe",),
     "data.path": ("gpt", "email-sequence", "image-pairs", "chest-xray-vqa"),

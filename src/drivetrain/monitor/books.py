@@ -135,7 +135,7 @@ class Books(NoBooks):
     """The recorder of one run, on its main process. A failing write is reported once; the run goes on."""
 
     DEFAULT_LOG_EVERY = 10
-    LEAST_SECONDS = 0.5  # between points where nobody said how many steps: short steps need no hundred a second
+    LEAST_SECONDS = 0.5  # between points if the number of steps is not given: short steps need no hundred a second
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Books(NoBooks):
     ) -> None:
         self._folder, self._facts, self._config, self._hardware = folder, facts, config, hardware
         self._clock = clock or NoClock()
-        # What threads have to say is said by this one: neither the console nor a log is theirs.
+        # Messages of threads are written by this one: neither the console nor a log is theirs.
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._broken: set[str] = set()
         every = config.watch.log_every

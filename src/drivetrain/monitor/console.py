@@ -57,7 +57,7 @@ class RunConsole:
         self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
         # Since the last line; the seconds are those of the steps, since several records may be read at once.
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
-        self._epoch, self._epoch_sum, self._epoch_count = -1, 0.0, 0.0  # since the epoch began, whoever did the steps
+        self._epoch, self._epoch_sum, self._epoch_count = -1, 0.0, 0.0  # since the epoch began, also before a resume
         # Of named parts of the loss: sum and count of each, since the last line and since the epoch began.
         self._parts: dict[str, list[float]] = {}
         self._epoch_parts: dict[str, list[float]] = {}
@@ -78,7 +78,7 @@ class RunConsole:
         self._shown(self._progress.stop)
 
     def say(self, text: str) -> None:
-        # Where nobody looks a line is a line, however long: a log is searched.
+        # Lines are not wrapped unless on a terminal: logs are searched.
         self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
 
     def warn(self, text: str) -> None:

@@ -49,7 +49,7 @@ class Observed:
     mfu: float | None = None
     peak_flops: float | None = None  # FLOP/s, of all devices
     peak_origin: str = ""
-    waited_seconds: float | None = None  # mean of a step: the host, for the device. None: it is not told
+    waited_seconds: float | None = None  # mean of a step: the host, for the device. None: not known
     busy: float | None = None  # share of the time in which a kernel ran
     memory_busy: float | None = None  # share of the time in which device memory was read or written
     memory_held: float | None = None  # share of the device's memory at the peak

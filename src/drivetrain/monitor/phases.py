@@ -33,7 +33,7 @@ class Laps(NamedTuple):
 
     steps: int
     seconds: Sequence[float]  # by phase, of all these steps together
-    waited: float | None = None  # seconds that the host waited for the device meanwhile; None: it is not told
+    waited: float | None = None  # seconds that the host waited for the device meanwhile; None: not known
 
     def per_step(self) -> dict[str, float]:
         """Return the seconds of a step, by the name of each phase that occurred."""
@@ -183,7 +183,7 @@ class _StepLaps:
     __slots__ = ("before", "begin", "events", "num_seams", "phases", "stands_for", "used")
 
     def __init__(self) -> None:
-        self.begin: torch.cuda.Event | None = None  # of its own, where the step before was not measured
+        self.begin: torch.cuda.Event | None = None  # a separate event, where the step before was not measured
         self.before: torch.cuda.Event | None = None  # what the first lap counts from
         self.events: list[torch.cuda.Event] = []
         self.phases: list[int] = []

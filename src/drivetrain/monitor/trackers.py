@@ -146,7 +146,7 @@ def start_trackers(
         try:
             prepare = {"tensorboard": _prepare_tensorboard, "wandb": _prepare_wandb}[name]
             make = prepare(folder, run_name, config, resumed_from, report)
-        except Exception as error:  # noqa: BLE001  (a broken package of somebody else's; the run does not need it)
+        except Exception as error:  # noqa: BLE001  (a broken third-party package; the run does not need it)
             remedy = "pip install 'drivetrain[wandb]'" if name == "wandb" else f"pip install {name}"
             report(f"{name} is dropped, and the run goes on without it: {error} (remedy: {remedy})")
             continue

@@ -175,7 +175,7 @@ def create_optimized_training_optimizer(
         1
     """
     if val_loader is None and early_stopping_patience == DEFAULT_PATIENCE:
-        early_stopping_patience = None  # nobody asked for it
+        early_stopping_patience = None  # it was not asked for
     spec = TrainingSpec(
         model=model,
         train_loader=train_loader,

@@ -37,7 +37,7 @@ class Needs(Value):
 
 
 class Layout(Value):
-    """Where state is kept, and what is recomputed."""
+    """The placement of state, and whether activations are recomputed."""
 
     strategy: Literal["single", "ddp", "fsdp", "deepspeed"]
     num_gpus: int = 1

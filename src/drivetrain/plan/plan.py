@@ -41,7 +41,7 @@ class Forecast(Value):
 
 
 class LossPlan(Value):
-    """How scalar losses of micro-batches are combined: reported here, but decided by the job, not by the plan."""
+    """The way scalar losses of micro-batches are combined: reported here, but decided by the job, not by the plan."""
 
     weighting: str
     why: str

@@ -89,7 +89,7 @@ class Scope(Value):
     rank_samples: int  # of each step, on the rank that has the most
     remaining_samples: int  # of the whole job, on this rank
     memory_limit_bytes: float
-    counts_memory: bool = True  # on a CPU nobody does
+    counts_memory: bool = True  # false on a CPU
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or recorded
     largest_micro_batch: str = ""  # why the largest that fits is taken, however fast: it is part of what is learnt
     precisions: tuple[PrecisionName, ...] = ()  # to try besides the one to start with, where steps are short
@@ -276,7 +276,7 @@ class _Search:
                 return True  # batch normalisation, for one, cannot take one sample: then nothing is forecast
             self._limit_budget(measured)
             if not measured.peak_bytes:
-                return True  # nobody counts memory here
+                return True  # memory is not counted here
             held = self._held(way)
             if self._has_few_steps and held and bound_to_fit(self._peaks(way), limit, at_most, held) == at_most:
                 break  # good enough for a short job, however far from what it will take

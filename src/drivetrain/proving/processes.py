@@ -196,7 +196,7 @@ def _child(action: Callable[[], None], log: Path, environment: dict[str, str]) -
     os.dup2(file, 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(environment)
-    # The parent's OpenMP threads are not there after a fork: whoever asked for more than one here would wait for them
+    # The parent's OpenMP threads do not exist after a fork: code that asks for more than one here would wait for them
     # for ever. Accelerate does, unless the variable is set.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ def main() -> None:
     config = Config.model_validate(request["config"])
     try:
         with_job(request["target"], config, lambda job: _serve(job, config, request, questions, answers))
-    except Exception as error:  # whatever the target does, the asker is told
+    except Exception as error:  # any error of the target is reported to the asker
         _tell(answers, {"error": f"{type(error).__name__}: {error}"})
         raise
 

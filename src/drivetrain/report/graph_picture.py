@@ -72,7 +72,7 @@ def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "")
         shown = _shown(graph)
         for edge in shown:
             _draw_edge(axis, edge, plan, radii)
-        # Since somebody was seen to work: between looks nobody is.
+        # Counted from the last use of any expert: use is recorded at looks only.
         seen = max((graph.facts(number).last_use for number in graph.experts), default=step)
         dormant = set(graph.dormant(seen, max(int(_DORMANT_SHARE * step), 1)))
         for number in graph.experts:

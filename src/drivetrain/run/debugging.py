@@ -13,7 +13,7 @@ from drivetrain.job import Job
 
 NUM_SAMPLES = 100  # of the training set, and of the validation set
 SAMPLES_PER_DEVICE = 4
-NUM_STEPS = NUM_SAMPLES // SAMPLES_PER_DEVICE  # where nobody knows how long an epoch is
+NUM_STEPS = NUM_SAMPLES // SAMPLES_PER_DEVICE  # if the length of an epoch is not known
 
 
 def debugged(job: Job, config: Config, num_devices: int) -> Job:

@@ -25,7 +25,7 @@ def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
             notes.append(f"{spelled} of accelerate launch is not obeyed: {section}.{field} is {own} here")
 
     wished = told.get("ACCELERATE_MIXED_PRECISION", "no")
-    if wished in _PRECISIONS:  # `no` is also what it says when nobody said anything
+    if wished in _PRECISIONS:  # `no` is also the default
         is_free = config.precision.dtype == "auto" and config.precision.mixed is None
         own = "fp32" if config.precision.mixed is False else config.precision.dtype
         settle("precision", "dtype", _PRECISIONS[wished], own, is_free, f"mixed precision {wished}")

@@ -210,7 +210,7 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     numbers.sort(key=by.__getitem__)
     half = min(wanted, len(numbers)) // 2
     chosen = [*numbers[: min(wanted, len(numbers)) - half], *numbers[-half:]]
-    # Parts differ in what they count, and so do samples within a part: then padding is told from what is counted.
+    # Parts differ in what they count, and so do samples within a part: then padding is distinguished from what counts.
     chosen[0], chosen[half - 1] = chosen[half - 1], chosen[0]
     return [items[number] for number in chosen]
 

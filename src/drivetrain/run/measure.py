@@ -286,7 +286,7 @@ def untouched(device: torch.device) -> Iterator[None]:
         yield
     finally:
         if device.type == "cuda":
-            gc.collect()  # on a CPU nobody needs the memory that soon
+            gc.collect()  # on a CPU the memory is not needed that soon
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
             assert on_device is not None

@@ -69,7 +69,7 @@ def explained(
     limit = free_bytes * fraction
     try:
         needs = needs_of(job, model, precision, micro_batch, limit)
-    except Exception:  # noqa: BLE001  (what is known of the weights is told, whatever keeps a step from being followed)
+    except Exception:  # noqa: BLE001  (reports what is known of the weights if a step cannot be simulated)
         held, notes = _held(job, model)
         line = MemoryModel(fixed_bytes=held.total, sample_bytes=0.0)
         needs = Needs(held=held, keep=line, notes=(*notes, "activations are not known: a step could not be followed"))

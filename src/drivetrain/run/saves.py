@@ -51,7 +51,7 @@ class Saves:
 
     def watch_frozen(self, state: Callable[[], State]) -> None:
         """Take the state before the first step; later ones are compared with it to tell which weights are frozen."""
-        with suppress(DrivetrainError):  # what cannot be saved is told after the first step, when all of it is there
+        with suppress(DrivetrainError):  # what cannot be saved is reported after the first step, when it is complete
             self._checkpointer.frozen.watch(state()[0])
 
     def prepare(self) -> None:

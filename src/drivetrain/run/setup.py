@@ -159,7 +159,7 @@ class Setup:
     _fingerprint = ""  # of the job, once it was taken
     keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
-    batch_by_rule = False  # whether nobody said how many samples a step has
+    batch_by_rule = False  # whether the samples of a step are not given
     batch_size_found = ""  # what --auto-batch-size measured, in words
     why_capped = ""  # why micro-batches are smaller than planned: an earlier start was out of memory
     told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
@@ -224,7 +224,7 @@ class Setup:
         self._loaders: list[Loader] = []
         self.follow(self.by_rule())
         if config.distributed.strategy == DeepSpeedStrategy.name:
-            self.deepspeed_config()  # what contradicts it is said before anything large is made
+            self.deepspeed_config()  # raises contradictions before anything large is made
 
     def by_rule(self) -> Way:
         """Return how a step is run where nothing was measured."""

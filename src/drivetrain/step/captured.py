@@ -122,7 +122,7 @@ class CapturedStep:
         finally:
             if passage is not None:
                 passage.window.lose_place()
-        # Others may give the parameters gradients of their own between replays: whoever looks at them sees these again.
+        # Other code may replace the gradients of parameters between replays: afterwards these are put back.
         self._gradients = [(parameter, parameter.grad) for parameter in strategy.parts.trained]
 
     def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
@@ -193,7 +193,7 @@ class CudaRecorder:
             torch._C._cuda_releasePool(index, self._pool)
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
-        for _ in range(3):  # an error that the device has not told yet is told once
+        for _ in range(3):  # an error that is still pending on the device is raised once
             try:
                 torch.zeros(1, device=self._device)
                 torch.cuda.synchronize(self._device)
@@ -209,7 +209,7 @@ class _Recorded:
     """A captured step for one shape, and the tensors that its batches are copied into."""
 
     def __init__(self, make: Callable[[Any], CapturedStep], batch: Any, leaves: list[Tensor], before: "_Before"):
-        # A tensor that came in the last step, too, belongs to whoever fills it: it is read where it is.
+        # A tensor that came in the last step, too, is a buffer that its owner fills: it is read in place.
         self._is_fixed = [leaf is last() for leaf, last in zip(leaves, before, strict=True)]
         self._inputs = [
             leaf if is_fixed else leaf.clone() for leaf, is_fixed in zip(leaves, self._is_fixed, strict=True)

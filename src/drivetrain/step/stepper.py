@@ -37,7 +37,7 @@ class Stepper:
         clock: PhaseClock | None = None,
     ) -> None:
         self.clock = clock or NoClock()
-        self.why_not = ""  # why steps are not captured (any more), where somebody asked for it
+        self.why_not = ""  # why steps are not captured (any more), if capture was asked for
         self._strategy, self._objective, self._world = strategy, objective, world
         self._key = key_of(seed, world.rank)
         self._draws = draws
@@ -45,7 +45,7 @@ class Stepper:
         # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
         self._arrives = COPY if world.device.type == "cuda" else DATA
         self._before_micro_step = before_micro_step
-        self.keeps_batch = False  # whether somebody will ask for the last batch: only then it is not let go
+        self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
         self._last_batch: Any = None
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 

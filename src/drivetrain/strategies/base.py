@@ -32,7 +32,7 @@ ObjectiveCall = Callable[[Any, int, int, int], Tensor]
 
 
 class NormDue:
-    """Whether the current step computes the gradient norm, where nothing is clipped by it."""
+    """Holds whether the current step computes the gradient norm, where nothing is clipped by it."""
 
     __slots__ = ("is_apart", "is_due")
 
@@ -84,7 +84,7 @@ class StrategyParts:
         return torch.ones((), device=self.trained[0].device)
 
     def scale(self) -> Tensor:
-        """The factor of the loss, on its device: to ask the scaler for a number would make the host wait."""
+        """Return the factor of the loss, on its device: to ask the scaler for a number would make the host wait."""
         return self.scaler.scale(self._one)
 
     def update(
@@ -134,7 +134,7 @@ class StrategyParts:
             try:
                 self.optimizer.step()
             except (TypeError, AssertionError, RuntimeError, ValueError) as error:
-                if "closure" in str(error):  # asked for in words of its own
+                if "closure" in str(error):  # reported in our own words
                     raise closure_error(self.optimizer) from error
                 raise
         return norm, skipped

@@ -81,7 +81,7 @@ class DeepSpeedStrategy:
             config=self.config,
             dist_init_required=False,
         )
-        self._zero.override_loss_scale(1.0)  # from now on what is told here
+        self._zero.override_loss_scale(1.0)  # from now on the strategy sets it
         self._zero_parts.find(self._zero)
         if parts.average is not None:
             for parameter in parts.model.parameters():
@@ -284,7 +284,7 @@ def _load(world: World) -> Any:
     refuse_without_deepspeed()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # or it takes what it finds
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
-    # Its own calls of what torch is going to rename: nobody who trains can do anything about them.
+    # DeepSpeed calls functions that torch is going to rename: users can do nothing about it.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
     import deepspeed.ops

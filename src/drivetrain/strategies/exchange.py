@@ -61,7 +61,7 @@ class ExchangeDispatcher:
         self._rank_of_slot, self.num_ranks, self._capabilities = placement, world.size, capabilities
         self._rows = {slot: row for row, slot in enumerate(slots_of(placement, world.rank))}
         self._rank, self._group = world.rank, group
-        self.ran = False  # with gradients, since somebody has set this to False; ranks run it together or not at all
+        self.ran = False  # with gradients, since the caller has set this to False; ranks run it together or not at all
         self._held = [placement.count(rank) for rank in range(world.size)]
         self._homes = homes_of(placement, self._held)
         # gloo takes CPU tensors with any device, and the host has to know the counts anyway.

@@ -20,7 +20,7 @@ from drivetrain.core.errors import DrivetrainError
 NESTED = "optimizer_nested/"  # keys of tensors inside of other values
 UNSAVED = "unsaved_attributes"  # of an optimizer: names of attributes that hold nothing worth saving
 _TAG = "$"
-_NOT_STATE = {  # set by torch, or by whoever turns on the fused form
+_NOT_STATE = {  # set by torch, or when the fused form is turned on
     "_fused_guard",
     "_need_device_dtype_check_for_fused",
     "_opt_called",

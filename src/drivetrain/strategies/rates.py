@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-ON_HOST = "lr_on_host"  # of a group whose rate is on the device: its value, so that nobody has to ask the device
+ON_HOST = "lr_on_host"  # of a group whose rate is on the device: its value, without a copy from the device
 
 
 def rounded(rate: float) -> float:

@@ -39,7 +39,7 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How to shard. `cast`: what mixed precision casts. `accumulate`: the form of gradients between micro-steps."""
+    """Options of sharding. `cast`: what mixed precision casts. `accumulate`: form of gradients between micro-steps."""
 
     offload: bool = False  # shards and optimizer in host memory; the optimizer steps there
     cast: Literal["operations", "blocks"] = "operations"
@@ -151,7 +151,7 @@ def layout_of(model: nn.Module, *, shares_experts: bool = False) -> Layout:
         if not own or own & taken or any(inside[parameter] < uses[parameter] for parameter in own):
             continue
         if type(block).forward is nn.Module.forward:
-            continue  # a container: nobody calls it, so nothing would gather its weights
+            continue  # a container: it is never called, so nothing would gather its weights
         taken |= own
         units.append((name, block, [parameter for parameter in names if parameter in own]))
     rest = [parameter for parameter in names if parameter not in taken | experts | routers]

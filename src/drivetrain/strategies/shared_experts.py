@@ -201,7 +201,7 @@ class SharedExperts:
     ) -> None:
         """Replace the experts' parameters. `fill` makes a tensor of this rank's rows from one of any rows."""
         self.placements = dict(placements)
-        # A group of its own: what the exchange sends does not stand in line with gradients and gathered weights.
+        # A separate group: the exchange is not queued behind collectives of gradients and gathered weights.
         self._group = self._group or dist.new_group()
         for name, layer in self.layers.items():
             placement = placements[name]

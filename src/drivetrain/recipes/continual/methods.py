@@ -34,7 +34,7 @@ class Scale:
     num_classes: int = 10
     first_experts: int = 2  # of a growing mixture
     chosen: int = 2  # experts of each sample, where a router that learns chooses
-    look: int = 5  # steps between two looks of whoever lets experts come and go
+    look: int = 5  # steps between two looks of the hook that adds and removes experts
     nap: int = 50  # steps between two replays
     replay_steps: int = 25
     replay_batch: int = 64
