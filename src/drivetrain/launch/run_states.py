@@ -129,7 +129,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the last rows. Half a line at either end is dropped."""
+    """Yield the last rows. Half a line at either end is dropped."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - LAST_BYTES)
@@ -161,7 +161,7 @@ def _newest_checkpoint(folder: Path) -> tuple[int | None, str]:
 
 
 def _shared_files(manifest: Path) -> Iterator[str]:
-    """Return the files that a checkpoint shares with others. They are named at the beginning of its manifest."""
+    """Yield the files that a checkpoint shares with others. They are named at the beginning of its manifest."""
     try:
         with manifest.open("rb") as file:
             start = file.read(MANIFEST_START_BYTES).decode(errors="replace").partition('"meta":')[0]

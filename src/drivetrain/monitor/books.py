@@ -46,7 +46,7 @@ class RunPlan:
 
     @property
     def batch_in_words(self) -> str:
-        """Return `8 × 2 accumulated × 4 devices = 64`, with `holds` for `=` where it does not divide."""
+        """The batch as `8 × 2 accumulated × 4 devices = 64`, with `holds` for `=` where it does not divide."""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         product = self.micro_batch * self.accumulation * self.world_size
         sign = "=" if product == self.global_batch else "holds"
@@ -382,7 +382,7 @@ class Books(NoBooks):
             self._folder.finish({"steps": steps})
 
     def _conclude(self) -> None:
-        """Record the verdict on the whole run: all of it in the records, its leading findings on the terminal."""
+        """Record the verdict on the whole run: all of it in the records, its leading finding on the terminal."""
         found = self._checkups.final()
         if found is None:
             return

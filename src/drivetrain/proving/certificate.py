@@ -60,7 +60,7 @@ class Certificate:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Every different verdict: failures first, then those that are due to the job."""
+        """The different verdicts: failures first, then those that are due to the job."""
         found: dict[tuple[str, str], Verdict] = {}
         for check in sorted(self.checks, key=lambda check: check.status != "failed"):
             if check.verdict is not None:

@@ -83,7 +83,7 @@ def _status(name: str) -> int:
 
 
 def _give_back_free_heap() -> None:
-    """Return free heap pages to the system: they would be used again without being counted."""
+    """Give free heap pages back to the system: they would be used again without being counted."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):  # not glibc

@@ -46,7 +46,7 @@ class Saves:
 
     @property
     def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
-        """Take the state of a step that was not judged yet; None if saves wait. See `Trainer.snapshot`."""
+        """The function that takes the state of a step not judged yet; None if saves wait. See `Trainer.snapshot`."""
         return None if self._saver is None else self._snapshot
 
     def watch_frozen(self, state: Callable[[], State]) -> None:

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def boxes_of(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Return the fewest boxes, as (offsets, shape), that hold the elements from `start` to before `stop`, in order."""
+    """Yield the fewest boxes, as (offsets, shape), that hold the elements from `start` to before `stop`, in order."""
     if start >= stop:
         return
     if not shape:

@@ -150,7 +150,7 @@ def _num_micro_batches(case: Case, step: int) -> int:
 
 
 def _batches(case: Case, first_step: int) -> Iterator[Any]:
-    """Yield this process's micro-batches from a step to the end of the run."""
+    """Return an iterator over this process's micro-batches from a step to the end of the run."""
     chosen = [
         list(numbers) for step in range(first_step, case.num_steps) for numbers in case.micro_batches(step) if numbers
     ]
