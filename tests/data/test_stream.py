@@ -51,7 +51,7 @@ def test_positions_outside_an_epoch_are_refused() -> None:
         SampleStream(10, 0).samples(0, 5, 11)
 
 
-@pytest.mark.parametrize("size", [24, 100, 257])
+@pytest.mark.parametrize("size", [24, 100, pytest.param(257, marks=pytest.mark.soak)])
 def test_every_sample_lands_everywhere_equally_often(size: int) -> None:
     """Chi-squared over (position, sample) cells: within five standard deviations of a fair shuffle's."""
     rounds = 2000

@@ -66,7 +66,13 @@ def what_was_learnt(run: Path) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", "mpirun", pytest.param("deepspeed", marks=pytest.mark.deepspeed), "accelerate"]
+    "launcher",
+    [
+        "torchrun",
+        "mpirun",
+        pytest.param("deepspeed", marks=pytest.mark.deepspeed),
+        pytest.param("accelerate", marks=pytest.mark.soak),
+    ],
 )
 def test_two_processes_learn_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     if reason := why_not(launcher):

@@ -91,7 +91,9 @@ def test_a_missing_package_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
-@pytest.mark.parametrize("processes", [[], ["--cpu", "--num-processes", "2"]])
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(["--cpu", "--num-processes", "2"], marks=pytest.mark.soak)], ids=["one", "two"]
+)
 def test_a_missing_package_is_the_last_thing_on_the_screen(tmp_path: Path, processes: list[str]) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)

@@ -187,7 +187,7 @@ def at_last_micro(stop: Stop, world: int) -> Stop:
     return replace(stop, micro=ceil(ceil(samples / world) / MICRO_BATCH) - 1)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", STOPS)
 def test_bit_identical_after_every_kind_of_stop(gloo_pool: GlooPool, tmp_path: Path, name: str, world: int) -> None:
     whole = gloo_pool.run(looped, str(tmp_path / "whole"), BASE, MICRO_BATCH, world=world)[0]

@@ -83,7 +83,7 @@ def call_in(step: int, micro: int, world: int) -> int:
     return 1 + step * micro_steps(world) - ragged + micro + 1
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bit_identical_after_every_kind_of_stop(
     gloo_pool: GlooPool, tmp_path: Path, world: int, num_workers: int
