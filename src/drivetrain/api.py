@@ -139,6 +139,8 @@ class _Run(Setup):
 
     def can_try_again(self, error: Exception) -> bool:
         """Have the next start use smaller micro-batches. Return whether this process can do it."""
+        if not hasattr(self, "path"):  # no folder was claimed, so there is nowhere to keep the cap
+            return False
         lower_cap(self, error)
         is_here = can_go_on_here(self)
         words = f"out of memory with micro-batches of {self.way.micro_batch} samples"

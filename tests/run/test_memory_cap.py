@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from drivetrain import DrivetrainError
+from drivetrain import DrivetrainError, api
 from drivetrain.api import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
@@ -161,3 +161,20 @@ def test_ranks_start_again_with_smaller_ones(tmp_path: Path) -> None:
     checkpoint = Checkpointer(tmp_path / "out" / "suite" / "checkpoints", World()).latest()
     assert checkpoint is not None
     assert checkpoint.meta["plan"]["way"]["micro_batch"] == 4
+
+
+def test_before_there_is_a_folder_it_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(api, "settle_global_batch", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(str(tmp_path), VARIANT)
+
+
+def test_the_size_that_ran_out_is_named(tmp_path: Path) -> None:
+    """Half of 15 is 7, and twice 7 is not 15."""
+    run(str(tmp_path), Variant(steps=2, global_batch=15), loss=Hungry(7))
+    (told,) = events(tmp_path / "suite", "micro-batch capped")
+    assert told["micro_batch"] == 7
+    assert told["words"] == "micro-batches of 15 samples or more ran out of memory"

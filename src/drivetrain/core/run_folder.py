@@ -108,15 +108,7 @@ class RunFolder:
 
     def write(self, name: str, content: str | bytes) -> Path:
         """Write a file atomically: a crash leaves either the whole new file or the old one."""
-        path = self.path / name
-        temporary = path.with_name(f".{name}.tmp")
-        data = content.encode() if isinstance(content, str) else content
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        return path
+        return write_atomically(self.path / name, content)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.write(_FINISHED, json.dumps(summary, indent=2) + "\n")
@@ -129,6 +121,24 @@ class RunFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def write_atomically(path: Path, content: str | bytes, writer: str = "") -> Path:
+    """Write a file so that a crash leaves either the whole new file or the old one.
+
+    Args:
+        path: the file.
+        content: all of it.
+        writer: what tells processes apart that may write it at the same time.
+    """
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    data = content.encode() if isinstance(content, str) else content
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
 
 
 def read_job(path: Path) -> dict[str, Any]:

@@ -7,14 +7,12 @@ leaves the others waiting in a collective: all of them have to be started again,
 
 import gc
 import json
-import os
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.monitor.books import Books, NoBooks
 from drivetrain.run.result import CHECKPOINTS
 from drivetrain.run.setup import Setup
@@ -32,7 +30,7 @@ def heed_cap(run: Setup) -> None:
     """Follow smaller micro-batches if earlier ones ran out of memory. Collective, once the folder is claimed."""
     found = run.world.agree(_read(run) if run.world.is_main else None)
     if found is not None and found["micro_batch"] < run.way.micro_batch:
-        run.why_capped = f"micro-batches of {found['micro_batch'] * 2} samples or more ran out of memory"
+        run.why_capped = f"micro-batches of {found['ran_out']} samples or more ran out of memory"
         run.follow(run.way.but(micro_batch=found["micro_batch"]))
 
 
@@ -53,13 +51,9 @@ def lower_cap(run: Setup, error: BaseException) -> None:
         ) from error
     if before <= len(run.devices):
         raise DrivetrainError("out of memory with one sample at a time", remedy=_OTHER_WAYS_OUT) from error
-    facts = {"micro_batch": before // 2, "machine": run.machine(), "world_size": run.world.size}
-    temporary = run.path / f".{FILE}.{run.world.rank}.tmp"  # several ranks may be out of memory at once
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(facts) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run.path / FILE)
+    facts = {"micro_batch": before // 2, "ran_out": before, "machine": run.machine(), "world_size": run.world.size}
+    # Several ranks may be out of memory at once.
+    write_atomically(run.path / FILE, json.dumps(facts) + "\n", f".{run.world.rank}")
 
 
 def can_go_on_here(run: Setup) -> bool:
@@ -81,11 +75,11 @@ def give_memory_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _read(run: Setup) -> dict[str, Any] | None:
+def _read(run: Setup) -> dict[str, int] | None:
     """Return the cap that was found with this device and world; None if there is none."""
     try:
-        found = json.loads((Path(run.path) / FILE).read_text(encoding="utf-8"))
+        found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         is_of_here = (found["machine"], found["world_size"]) == (run.machine(), run.world.size)
-        return {"micro_batch": max(1, int(found["micro_batch"]))} if is_of_here else None
+        return {name: max(1, int(found[name])) for name in ("micro_batch", "ran_out")} if is_of_here else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
