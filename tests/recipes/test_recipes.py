@@ -97,6 +97,25 @@ def test_gpt_learns_a_text(tmp_path: Path) -> None:
     assert found[-1] < 3.5
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_steps"),
+    [
+        (["--max-steps", "5"], 5),
+        (["--max-steps", "5", "--epochs", "1"], 2),
+        ([], 2),
+    ],
+)
+def test_gpt_ends_where_it_is_told_to(tmp_path: Path, flags: list[str], num_steps: int) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(256)) * 2)
+    assert train(tmp_path, "gpt", "--data", str(text), "--batch-size", "2", *flags) == 0
+    rows = [json.loads(line) for line in (tmp_path / "gpt" / "steps.jsonl").read_text().splitlines()]
+    assert len(rows) == num_steps
+    rates = [row["lr"] for row in rows]
+    assert rates == sorted(rates)  # warm-up is longer than the run
+    assert yaml.safe_load((tmp_path / "gpt" / "job.yaml").read_text())["num_steps"] == num_steps
+
+
 def test_gpt_counts_bytes_not_pieces() -> None:
     pieces = Windows(bytes(range(200)) + b"x")
     assert len(pieces) == 2

@@ -57,7 +57,7 @@ def job(config: Config) -> Job:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
         global_batch=None if config.batch_asked.is_set else batch,
         default_batch=batch,
-        epochs=config.budget.epochs or 1,
+        epochs=config.budget.epochs or (None if config.budget.max_steps else 1),
         max_steps=config.budget.max_steps,
         seed=config.run.seed,
         schedule=WarmupCosine(warmup_steps=20, floor=0.1),
