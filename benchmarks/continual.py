@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.cli import main
 from drivetrain.config import Config
 from drivetrain.core.hook import Hook

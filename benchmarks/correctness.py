@@ -1,16 +1,16 @@
 """How far runs that must mean the same are apart: every division of the work against a plain loop.
 
 The largest difference over 50 steps of per-step losses, and of final weights, in float64; of losses relative to 1 in
-float32. The cases are those of `tests/training/test_equivalence.py`.
+float32. The cases are those of `tests/api/test_equivalence.py`.
 """
 
 import tempfile
 
 import numpy as np
 import torch
+from tests.api.jobs import Variant, plain_loop, run
+from tests.api.test_equivalence import CASES, difference
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Variant, plain_loop, run
-from tests.training.test_equivalence import CASES, difference
 
 
 def measure() -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.batch import to_device
 from drivetrain.run import setup

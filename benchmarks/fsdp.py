@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.gpt2 import CONTEXT, VOCABULARY, Gpt2, loss_of
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 
 ROUNDS = 2

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 
 ROUNDS = 5

@@ -10,11 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.api import test_transformers_loss, tiny_transformers
 from tests.gloo_pool import GlooPool
 from tests.proving import test_planted
 from tests.proving.models import ARCHITECTURES, OWN, transformer
 from tests.proving.test_clean_models import assert_clean
-from tests.training import test_transformers_loss, tiny_transformers
 
 import drivetrain as dt
 

@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.division import Division
 from drivetrain.data.feed import feed_for
 from drivetrain.data.loader import Loader
-from drivetrain.data.reading import make_resident
+from drivetrain.data.resident_copy import make_resident
 from drivetrain.data.source import source_of
 
 ROUNDS = 3

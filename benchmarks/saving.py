@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 from benchmarks import gpt2
 from benchmarks.threads import Threads
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.checkpoint import Shard
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.config import configure

@@ -26,10 +26,10 @@ from torch.utils.data import TensorDataset
 from benchmarks import gpt2
 from benchmarks.overhead import BATCH, loss_of, model
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.monitor.books import Books
 from drivetrain.monitor.phases import HostClock, NoClock
+from drivetrain.monitor.recorder import Books
 
 ROUNDS = 5
 STEPS = 850

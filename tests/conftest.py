@@ -40,7 +40,10 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 
 
-LONGEST = tuple(f"tests/{room}/" for room in ("launch", "training", "recipes", "strategies", "verify", "data", "moe"))
+LONGEST = tuple(
+    f"tests/{room}/"
+    for room in ("launch", "api", "planning", "loop", "commands", "recipes", "strategies", "verify", "data", "moe")
+)
 
 
 @pytest.hookimpl(tryfirst=True)

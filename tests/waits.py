@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.core.records import Reading
-from drivetrain.step import Stepper
+from drivetrain.loop import Stepper
 
 Place = tuple[type, str]  # a class, and the name of its method
 

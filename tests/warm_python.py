@@ -28,7 +28,7 @@ PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
-    "drivetrain.api",
+    "drivetrain.api.training",
     "drivetrain.cli",
     "drivetrain.recipes",
 ]

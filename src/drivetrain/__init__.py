@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from drivetrain.api import export as export
-    from drivetrain.api import train as train
-    from drivetrain.benchmarking import benchmark_performance as benchmark_performance
+    from drivetrain.api.benchmarking import benchmark_performance as benchmark_performance
+    from drivetrain.api.driving import Drive as Drive
+    from drivetrain.api.driving import drive as drive
+    from drivetrain.api.evaluation import evaluate as evaluate
+    from drivetrain.api.training import export as export
+    from drivetrain.api.training import train as train
     from drivetrain.config import Config as Config
     from drivetrain.config import configure as configure
     from drivetrain.core.errors import ConfigError as ConfigError
@@ -21,9 +24,6 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.loss import LossSum as LossSum
-    from drivetrain.driving import Drive as Drive
-    from drivetrain.driving import drive as drive
-    from drivetrain.evaluation import evaluate as evaluate
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
     from drivetrain.job import WarmupCosine as WarmupCosine
-    from drivetrain.launch.functions import launch_distributed_training as launch_distributed_training
-    from drivetrain.launch.functions import setup_distributed_environment as setup_distributed_environment
     from drivetrain.launch.network import get_free_port as get_free_port
+    from drivetrain.launch.python_api import launch_distributed_training as launch_distributed_training
+    from drivetrain.launch.python_api import setup_distributed_environment as setup_distributed_environment
     from drivetrain.proving.prove import prove as prove
     from drivetrain.run import Result as Result
 
@@ -58,15 +58,15 @@ _HOME = {
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",
     "Result": "drivetrain.run",
-    "launch_distributed_training": "drivetrain.launch.functions",
-    "setup_distributed_environment": "drivetrain.launch.functions",
+    "launch_distributed_training": "drivetrain.launch.python_api",
+    "setup_distributed_environment": "drivetrain.launch.python_api",
     "get_free_port": "drivetrain.launch.network",
-    "evaluate": "drivetrain.evaluation",
-    "benchmark_performance": "drivetrain.benchmarking",
-    "train": "drivetrain.api",
-    "drive": "drivetrain.driving",
-    "Drive": "drivetrain.driving",
-    "export": "drivetrain.api",
+    "evaluate": "drivetrain.api.evaluation",
+    "benchmark_performance": "drivetrain.api.benchmarking",
+    "train": "drivetrain.api.training",
+    "drive": "drivetrain.api.driving",
+    "Drive": "drivetrain.api.driving",
+    "export": "drivetrain.api.training",
     "prove": "drivetrain.proving.prove",
 }
 

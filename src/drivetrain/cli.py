@@ -41,7 +41,7 @@ _PLACE = ("run.output_dir", "device.mode", "device.device", "device.ids")
 
 COMMANDS = {
     "check": Command(
-        "drivetrain.check",
+        "drivetrain.commands.check",
         "What is here, what would be used, what is wrong and how to mend it.",
         (
             *_PLACE,
@@ -61,16 +61,16 @@ COMMANDS = {
         _PLACE,
     ),
     "plan": Command(
-        "drivetrain.launch.planning",
+        "drivetrain.commands.plan",
         "How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
         (
             *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
             *("plan.budget_seconds", "plan.file", "plan.cache"),
         ),
-        here="drivetrain.recipes.planning",
+        here="drivetrain.commands.plan_in_process",
     ),
     "benchmark": Command(
-        "drivetrain.recipes.benchmarking",
+        "drivetrain.commands.benchmark",
         "What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
         (
             *(s for s in SECTIONS if s not in ("watch", "checkpoint", "validation", "plan", "batch")),
@@ -78,7 +78,7 @@ COMMANDS = {
         ),
     ),
     "prove": Command(
-        "drivetrain.recipes.proving",
+        "drivetrain.commands.prove",
         "Shows on a job itself that it is trained right: against a plain loop, twice, and after kills.",
         (
             *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
@@ -86,18 +86,18 @@ COMMANDS = {
         ),
     ),
     "train": Command(
-        "drivetrain.launch.training",
+        "drivetrain.commands.train",
         "Trains a recipe, a job or a script, on every GPU here.",
         tuple(SECTIONS),
         here="drivetrain.recipes",
     ),
     "launch": Command(
-        "drivetrain.launch.command",
+        "drivetrain.commands.launch",
         "Starts a script on every GPU here, or on several machines; watches it, and says why it failed.",
         ("run.output_dir", "distributed.skip_preflight"),
     ),
     "eval": Command(
-        "drivetrain.recipes.evaluation",
+        "drivetrain.commands.evaluate",
         "Loss and metrics of a run's weights over its validation set.",
         (*_PLACE[1:], "precision", "kernels", "memory.activations", "batch.size", "data", "distributed"),
     ),
@@ -107,17 +107,17 @@ COMMANDS = {
         (*_PLACE, "run.name", "precision", "kernels", "watch.quiet"),
     ),
     "status": Command(
-        "drivetrain.launch.status",
+        "drivetrain.commands.status",
         "How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",
         ("run.output_dir",),
     ),
     "report": Command(
-        "drivetrain.report.command",
+        "drivetrain.commands.report",
         "Writes the page, pictures and summary of a run again, from its records.",
         ("run.output_dir",),
     ),
     "config": Command(
-        "drivetrain.config.show",
+        "drivetrain.commands.config",
         "Prints the effective configuration, and where each value came from.",
         tuple(SECTIONS),
     ),

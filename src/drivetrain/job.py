@@ -19,7 +19,7 @@ from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.loss import CountFunction, LossSum, LossWeight, NamedLosses
 from drivetrain.core.metrics import MetricFunction, MetricObject
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
-from drivetrain.data.orders import is_iterator
+from drivetrain.data.external_order import is_iterator
 from drivetrain.data.source import Source, source_of
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from drivetrain import StepContext
-from tests.training.jobs import Trained, Variant, run, vector_loss
-from tests.training.test_resume import CrashingLoss, PlantedError
+from tests.api.jobs import Trained, Variant, run, vector_loss
+from tests.api.test_resume import CrashingLoss, PlantedError
 
 WIDTH, RANK = 256, 32
 VARIANT = Variant("mlp", torch.float32, global_batch=16, steps=9, num_samples=60, save_every=3)

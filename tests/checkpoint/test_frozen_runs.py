@@ -14,12 +14,12 @@ import drivetrain as dt
 from drivetrain.checkpoint import Checkpoint, Checkpointer, load_weights, read_weights
 from drivetrain.config import configure
 from drivetrain.core.world import World
+from tests.api.jobs import Trained, read
+from tests.api.test_resume import assert_identical
 from tests.checkpoint import frozen_runs
 from tests.checkpoint.frozen_runs import VARIANT, Adapted, run_adapted
 from tests.checkpoint.test_frozen import FORMAT_1, folders, manifest_of
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, read
-from tests.training.test_resume import assert_identical
 
 FROZEN = {
     "model/backbone.0.weight",

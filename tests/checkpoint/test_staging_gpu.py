@@ -16,9 +16,9 @@ from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, Sha
 from drivetrain.checkpoint.staging import Staging, _CudaCopy
 from drivetrain.core.world import World
 from drivetrain.run import Saves
+from tests.api.jobs import Variant, run
 from tests.checkpoint.frozen_runs import Adapted
 from tests.checkpoint.test_frozen import SEEN, UNSEEN, Change, backbone, frozen_shard
-from tests.training.jobs import Variant, run
 
 pytestmark = pytest.mark.gpu
 

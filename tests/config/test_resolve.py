@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain.commands.config import as_json, as_yaml
 from drivetrain.config import SETTINGS, Config, Given, configure, resolve
-from drivetrain.config.show import as_json, as_yaml
 from drivetrain.core.errors import ConfigError
 from tests.hardware_fixtures import load
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.batch import MicroBatch, map_tensors, moved, to_device
 from drivetrain.data.feed import NoFeed, feed_for, one_ahead

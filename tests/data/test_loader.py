@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from drivetrain.data.division import Division
-from drivetrain.data.items import KeyedItems
+from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.loader import Loader
 
 

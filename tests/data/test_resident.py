@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, default_collate
 
-from drivetrain.data import reading
-from drivetrain.data.ahead import NumbersAhead
+from drivetrain.data import resident_copy
 from drivetrain.data.division import Division
 from drivetrain.data.feed import ResidentFeed, feed_for
-from drivetrain.data.items import Columns
+from drivetrain.data.index_prefetch import NumbersAhead
+from drivetrain.data.keyed_items import Columns
 from drivetrain.data.loader import Loader
-from drivetrain.data.reading import NotResidentError, identical, make_resident, why_not_resident
 from drivetrain.data.resident import Resident, Rows
+from drivetrain.data.resident_copy import NotResidentError, identical, make_resident, why_not_resident
 from drivetrain.data.source import source_of
 from drivetrain.data.stream import SampleStream
 from tests.data.shapes import Counting
@@ -161,8 +161,8 @@ def test_numbers_ahead_are_those_of_the_stream(
     stream, division = SampleStream(size, 3, shuffle=shuffle), Division(size, global_batch, micro_batch, world)
     resident = resident_of(torch.arange(size))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("drivetrain.data.ahead.FIRST", pieces[0])
-        patched.setattr("drivetrain.data.ahead.FOLLOWING", pieces[1])
+        patched.setattr("drivetrain.data.index_prefetch.FIRST", pieces[0])
+        patched.setattr("drivetrain.data.index_prefetch.FOLLOWING", pieces[1])
         for rank in range(world):
             ahead = NumbersAhead(stream, division, rank, first, first + count, resident)
             for step in range(first, first + count):
@@ -202,8 +202,8 @@ def test_steps_that_are_passed_over(
     resident = resident_of(data)
     wanted = iter(wishes)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("drivetrain.data.ahead.FIRST", pieces[0])
-        patched.setattr("drivetrain.data.ahead.FOLLOWING", pieces[1])
+        patched.setattr("drivetrain.data.index_prefetch.FIRST", pieces[0])
+        patched.setattr("drivetrain.data.index_prefetch.FOLLOWING", pieces[1])
         loader = Loader(source, division, 0, 5, default_collate, resident=resident)
         assert isinstance(loader.feed, ResidentFeed)
         loader.feed.gathers = False
@@ -269,10 +269,10 @@ def test_gathering_into_given_buffers() -> None:
         resident = resident_of(KINDS[kind](), channels_last=True)
         samples = torch.tensor([3, 1, 22])
         expected, buffers = resident.gather(samples), resident.gather(torch.tensor([0, 0, 0]))
-        addresses = [tensor.data_ptr() for tensor in reading.leaves_of(buffers)]
+        addresses = [tensor.data_ptr() for tensor in resident_copy.leaves_of(buffers)]
         filled = resident.gather(samples, out=buffers)
         assert identical(filled, expected)
-        assert [tensor.data_ptr() for tensor in reading.leaves_of(filled)] == addresses
+        assert [tensor.data_ptr() for tensor in resident_copy.leaves_of(filled)] == addresses
     with pytest.raises(ValueError, match="2 samples do not go into a batch of 3"):
         resident.gather(samples[:2], out=buffers)
 
@@ -415,7 +415,7 @@ def test_what_cannot_be_resident_is_refused_with_the_reason(
 ) -> None:
     data, collate, reason = REFUSED[case]
     if num_workers:
-        monkeypatch.setattr(reading, "CHUNK_ITEMS", 20)
+        monkeypatch.setattr(resident_copy, "CHUNK_ITEMS", 20)
         reason = reason.replace("items 0 to 399", "items 0 to 19")
     with pytest.raises(NotResidentError) as caught:
         make_resident(source_of(data), collate, CPU, PLENTY, num_workers=num_workers)
@@ -452,8 +452,8 @@ def test_a_collate_function_that_only_stacks() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_reading_with_workers_and_progress(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "SECONDS_OF_SILENCE", 0.0)
-    monkeypatch.setattr(reading, "CHUNK_ITEMS", 7)
+    monkeypatch.setattr(resident_copy, "SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr(resident_copy, "CHUNK_ITEMS", 7)
     said: list[str] = []
     resident = resident_of(Numbers(100), num_workers=num_workers, say=said.append)
     assert resident.gather(torch.arange(100)).tolist() == list(range(100))
@@ -461,7 +461,7 @@ def test_reading_with_workers_and_progress(num_workers: int, monkeypatch: pytest
 
 
 def test_what_cannot_be_sent_to_workers_is_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "CHUNK_ITEMS", 7)
+    monkeypatch.setattr(resident_copy, "CHUNK_ITEMS", 7)
     data = DataLoader(Made(60, lambda n: n), 5, num_workers=2, multiprocessing_context="spawn")
     resident = make_resident(source_of(data), default_collate, CPU, PLENTY, num_workers=2)
     assert resident.gather(torch.arange(60)).tolist() == list(range(60))

@@ -8,18 +8,18 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from drivetrain.config import configure
-from drivetrain.data import ahead
+from drivetrain.data import index_prefetch
 from drivetrain.data.division import Division
 from drivetrain.data.feed import feed_for
 from drivetrain.data.loader import Loader
-from drivetrain.data.reading import NotResidentError, identical, make_resident
 from drivetrain.data.resident import Resident
+from drivetrain.data.resident_copy import NotResidentError, identical, make_resident
 from drivetrain.data.source import source_of
 from drivetrain.run.residency import Residency
+from tests.api.jobs import Variant, run
+from tests.api.test_resume import assert_identical
 from tests.data.test_resident import KINDS, Made, assert_same
 from tests.data.test_resident_training import VARIANT, events, make_data
-from tests.training.jobs import Variant, run
-from tests.training.test_resume import assert_identical
 from tests.waits import refuse_waits
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +47,8 @@ def batches(
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "other types"])
 def test_the_bits_of_the_ordinary_path(kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "FIRST", 10)
-    monkeypatch.setattr(ahead, "FOLLOWING", 20)
+    monkeypatch.setattr(index_prefetch, "FIRST", 10)
+    monkeypatch.setattr(index_prefetch, "FOLLOWING", 20)
     data = KINDS[kind]()
     resident = resident_of(data, channels_last=channels_last)
     assert all(column.rows.device == gpu() for column in resident.columns)
@@ -80,8 +80,8 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many pieces of numbers; the device is kept busy, and every batch is handed out long before it is done."""
-    monkeypatch.setattr(ahead, "FIRST", 1000)
-    monkeypatch.setattr(ahead, "FOLLOWING", 4000)
+    monkeypatch.setattr(index_prefetch, "FIRST", 1000)
+    monkeypatch.setattr(index_prefetch, "FOLLOWING", 4000)
     data = TensorDataset(torch.randn(5000, 8), torch.arange(5000))
     resident = resident_of(data)
 

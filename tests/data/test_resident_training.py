@@ -11,13 +11,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from drivetrain import ConfigError, evaluate
-from drivetrain.api import train
+from drivetrain.api.driving import drive
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.loader import Loader
-from drivetrain.driving import drive
+from tests.api.jobs import Trained, Variant, Vectors, make_job, run
+from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, Variant, Vectors, make_job, run
-from tests.training.test_resume import CrashingLoss, PlantedError, assert_identical
 
 VARIANT = Variant(global_batch=16, steps=12, num_samples=59, save_every=3)  # 4 steps per epoch, the last of 11 samples
 MICRO_BATCH = 5

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.division import Division
-from drivetrain.data.items import Collated, Columns, KeyedItems
+from drivetrain.data.keyed_items import Collated, Columns, KeyedItems
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import source_of
 from tests.data.shapes import Counting, Numbers, Unequal

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from drivetrain import ConfigError, Constant, DrivetrainError
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.data.items import seed_all
+from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.stream import key_of
+from tests.api.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
+from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
-from tests.training.test_resume import CrashingLoss, PlantedError, assert_identical
 
 VARIANT = Variant(global_batch=16, steps=12, num_samples=60, save_every=3)  # 4 steps per epoch, the last of 12 samples
 MICRO_BATCH = 3

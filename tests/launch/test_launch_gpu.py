@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands.test_train_integration import SCRIPT, losses
 from tests.launch.jobs import Ended, environment, launch, script
-from tests.launch.test_training_integration import SCRIPT, losses
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from drivetrain.launch.control import TOKEN
+from tests.commands.test_train_integration import SCRIPT, losses, wait_for_step
 from tests.launch.hosts import Hosts, clock_shim, two_hosts
 from tests.launch.jobs import are_gone, environment, script, wait_for, wait_for_words
-from tests.launch.test_training_integration import SCRIPT, losses, wait_for_step
 from tests.launch.training_script import train
 
 RANK = "import os, sys, time\nrank = int(os.environ['RANK'])\n"

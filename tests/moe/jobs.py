@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain.moe import Balance, MixtureOfExperts, mixtures_in
-from tests.training.jobs import Trained, Variant, run
-from tests.training.test_resume import CrashingLoss, PlantedError
+from tests.api.jobs import Trained, Variant, run
+from tests.api.test_resume import CrashingLoss, PlantedError
 
 
 @dataclass(frozen=True)

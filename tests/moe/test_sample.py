@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.core.hook import StepContext
 from drivetrain.core.micro_step import uncounted
 from drivetrain.moe import Balance, MixtureOfExperts, Settlement, Slots
+from tests.api.jobs import Variant
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, run_mixture, the_mixture
-from tests.training.jobs import Variant
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import drivetrain as dt
 from drivetrain.config import configure
 from drivetrain.core.records import StepRecord
 from drivetrain.monitor.console import RunConsole
-from tests.training.jobs import Variant, make_job, vector_loss
+from tests.api.jobs import Variant, make_job, vector_loss
 
 LINE = re.compile(r"epoch +(\d+) +step +(\d+) +loss ([\d.]+) +([\d,]+) samples/s")
 

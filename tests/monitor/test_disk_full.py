@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.run_folder import JsonLines
-from tests.training.jobs import Variant, make_job, run, vector_loss
+from tests.api.jobs import Variant, make_job, run, vector_loss
 
 SMALL = Variant(dtype=torch.float32, steps=40, num_samples=64, global_batch=8, save_every=1000)
 
@@ -84,7 +84,7 @@ def test_training_goes_on_and_writes_when_there_is_room_again(
 
 
 def test_it_is_said_once(small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from drivetrain.api import train
+    from drivetrain.api.training import train
     from drivetrain.config import configure
 
     monkeypatch.setattr(JsonLines, "FLUSH_SECONDS", 0.0)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.hardware import Rate
+from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.doctor import Diagnosis, Finding, Observed, diagnose
 from drivetrain.monitor.phases import PHASES, Laps
-from drivetrain.trainer import Trainer
 from tests.gloo_pool import GlooPool
 
 pytestmark = pytest.mark.alone
@@ -382,7 +382,7 @@ def test_long_validation(tmp_path: Path) -> None:
 def test_much_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a rate that a machine with this peak would call its own."""
     rate = Rate(value=2.0, unit="TFLOP/s", origin="measured", source="this test")
-    monkeypatch.setattr("drivetrain.monitor.books.peak_rate", lambda *_: rate)
+    monkeypatch.setattr("drivetrain.monitor.recorder.peak_rate", lambda *_: rate)
     sick = job(
         model=lambda: nn.Sequential(nn.Linear(6, 512), *[nn.Linear(512, 512) for _ in range(4)], nn.Linear(512, 4)),
         global_batch=256,

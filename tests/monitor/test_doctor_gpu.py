@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.monitor.doctor import Finding
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.phases import (
     BACKWARD,
     CHECKPOINT,
@@ -22,9 +23,8 @@ from drivetrain.monitor.phases import (
     Laps,
     NoClock,
 )
-from drivetrain.trainer import Trainer
+from tests.api.jobs import Variant, make_job, run, vector_loss
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Variant, make_job, run, vector_loss
 
 pytestmark = pytest.mark.alone
 

@@ -15,9 +15,9 @@ import torch
 from drivetrain.core.run_folder import JsonLines
 from drivetrain.hardware import GIB, Gpu
 from drivetrain.monitor.sampler import NvmlReader, Sampler, torch_memory
+from tests.api.jobs import Variant, run
 from tests.hardware.fake_nvml import FakeGpu, FakeNvml, gpus
 from tests.hardware_fixtures import load
-from tests.training.jobs import Variant, run
 
 pytestmark = pytest.mark.alone
 

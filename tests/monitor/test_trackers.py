@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.monitor import trackers
 from drivetrain.monitor.trackers import BackgroundTracker, Tracker, start_trackers
-from tests.training.jobs import Variant, run
-from tests.training.test_loss_parts import make_data, make_job
+from tests.api.jobs import Variant, run
+from tests.api.test_loss_parts import make_data, make_job
 
 SMALL = Variant(dtype=torch.float32, steps=30, num_samples=64, global_batch=8, save_every=100)
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.monitor.books import Books
+from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, EventClock
-from drivetrain.trainer import Trainer
+from drivetrain.monitor.recorder import Books
 from tests.waits import IN_A_STEP, refuse_waits
 
 pytestmark = pytest.mark.gpu

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from drivetrain.config import configure
 from drivetrain.data.division import Division
+from drivetrain.planning.data_path import measure_data, settle_data_path
 from drivetrain.run import Setup
-from drivetrain.run.data_path import measure_data, settle_data_path
+from tests.api.jobs import Variant, Vectors, make_job, run
 from tests.data.test_resident_training import events
 from tests.data.test_training import Stream
-from tests.training.jobs import Variant, Vectors, make_job, run
 
 VARIANT = Variant(global_batch=8, steps=6, num_samples=40)
 ITEM_SECONDS = 0.004

@@ -14,9 +14,7 @@ from drivetrain.config import configure
 from drivetrain.proving import Case, Certificate, Extent, Kind, Subject, prove_subject
 from drivetrain.proving.reference import train as plain_train
 from drivetrain.proving.reference import undivided
-from tests.proving.loops import Loop
-from tests.proving.planted_resume import OptimizerNotRestored
-from tests.training.test_loss_parts import (
+from tests.api.test_loss_parts import (
     WEIGHTS,
     count,
     loss_of_means,
@@ -26,6 +24,8 @@ from tests.training.test_loss_parts import (
     per_sample,
     sums,
 )
+from tests.proving.loops import Loop
+from tests.proving.planted_resume import OptimizerNotRestored
 
 MICRO = Extent(num_steps=4, repeats=False, only=("micro-batches",))
 WORLD = Extent(num_steps=4, repeats=False, only=("processes",))

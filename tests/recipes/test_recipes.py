@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
+from drivetrain.commands.train import FOR_RECIPES, READ_BY
 from drivetrain.config import configure
-from drivetrain.launch.training import FOR_RECIPES, READ_BY
 from drivetrain.recipes import RECIPES, digits
 from drivetrain.recipes.digits import DigitNet, load_digits
 from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_token_loss

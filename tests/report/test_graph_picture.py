@@ -23,11 +23,11 @@ from drivetrain.report.graph_picture import (
     draw_places,
 )
 from drivetrain.report.run_data import RunData
+from tests.api.jobs import Variant
 from tests.moe.jobs import Mixture, run_mixture
-from tests.moe.test_graph import deeds, told
-from tests.moe.test_lifecycle import RULES
+from tests.moe.knowledge.test_graph import deeds, told
+from tests.moe.lifecycle.test_lifecycle import RULES
 from tests.report.test_report import pixels
-from tests.training.jobs import Variant
 
 
 @settings(max_examples=40)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drivetrain.report import RunData, draw, summary, write_report
 from drivetrain.report.picture import _smoothed, _thinned
-from tests.training.jobs import Variant, make_job, run
+from tests.api.jobs import Variant, make_job, run
 
 SMALL = Variant(dtype=torch.float32, steps=30, num_samples=80, global_batch=8, save_every=100)
 

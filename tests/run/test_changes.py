@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drivetrain.run.changes import Fingerprint
-from tests.training.jobs import Variant, make_job
+from tests.api.jobs import Variant, make_job
 
 SCRIPT = '''
 import sys, json

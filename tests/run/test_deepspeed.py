@@ -13,7 +13,7 @@ from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.run.deepspeed import Zero
 from drivetrain.strategies.deepspeed import refuse_without_deepspeed
-from tests.training.jobs import Variant, make_job
+from tests.api.jobs import Variant, make_job
 
 SCRIPT = """
 import torch

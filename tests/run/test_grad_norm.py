@@ -12,8 +12,8 @@ from drivetrain.data.stream import SampleStream
 from drivetrain.run import grad_norm
 from drivetrain.run.grad_norm import FIRST, LAST, MOST_SHARE, NormCadence, round_up
 from drivetrain.strategies import StrategyParts
+from tests.api.jobs import Variant, Vectors, make_model, run, vector_loss
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Variant, Vectors, make_model, run, vector_loss
 
 SHORT = Variant(steps=4, num_samples=40, global_batch=16)
 

@@ -10,13 +10,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from drivetrain import DrivetrainError, api
-from drivetrain.api import train
+from drivetrain import DrivetrainError
+from drivetrain.api import training
+from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
+from tests.api.jobs import Variant, make_job, make_model, plain_loop, read, run, vector_loss
 from tests.launch.jobs import launch, script
-from tests.training.jobs import Variant, make_job, make_model, plain_loop, read, run, vector_loss
 
 VARIANT = Variant(steps=20, save_every=4)
 
@@ -136,7 +137,7 @@ import sys
 import torch
 import drivetrain as dt
 from tests.run.test_memory_cap import VARIANT, Hungry
-from tests.training.jobs import make_job
+from tests.api.jobs import make_job
 
 class OnOneRank(Hungry):
     def __call__(self, model, batch):
@@ -167,7 +168,7 @@ def test_before_there_is_a_folder_it_is_raised_as_it_is(tmp_path: Path, monkeypa
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(api, "settle_global_batch", fail)
+    monkeypatch.setattr(training, "settle_global_batch", fail)
     with pytest.raises(torch.OutOfMemoryError):
         run(str(tmp_path), VARIANT)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.api.jobs import plain_loop, run, vector_loss
 from tests.run.test_memory_cap import VARIANT, events
-from tests.training.jobs import plain_loop, run, vector_loss
 
 pytestmark = pytest.mark.gpu
 

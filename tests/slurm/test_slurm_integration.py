@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.test_train_integration import SCRIPT, losses, wait_for_step, weights
 from tests.launch.jobs import launch
-from tests.launch.test_training_integration import SCRIPT, losses, wait_for_step, weights
 from tests.slurm.cluster import Cluster, is_possible
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_possible(), reason="needs root, SLURM and munge")]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drivetrain as dt
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
@@ -25,9 +25,9 @@ from drivetrain.strategies import (
     Trial,
 )
 from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
+from tests.api.jobs import Trained, Variant, make_job, run
+from tests.api.test_resume import MICRO_BATCH, CrashingLoss, PlantedError
 from tests.strategies.fsdp_runs import Branched, Odd, crash_with, run_with, world_here
-from tests.training.jobs import Trained, Variant, make_job, run
-from tests.training.test_resume import MICRO_BATCH, CrashingLoss, PlantedError
 
 __all__ = ["crash_with", "run_with"]
 
@@ -73,7 +73,7 @@ class OddInFloat(Odd):
 def odd_run(folder: str, settings: dict[str, Any], ema: float | None) -> tuple[Trained, list[float]] | None:
     """Tied, frozen, transposed weights, and buffers that change; validated between steps. Not with Adam: before a batch
     norm a bias has a gradient of zero but for rounding, of which Adam makes whole steps."""
-    from tests.training.jobs import read
+    from tests.api.jobs import read
 
     variant = Variant("mlp", torch.float32, global_batch=12, steps=5, num_samples=36)
     config = configure(output_dir=folder, gpu_mode="cpu", num_workers=0, batch_size=2, report=False, **settings)

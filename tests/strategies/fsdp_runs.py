@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drivetrain as dt
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
 from drivetrain.core.precision import FP32_ON_CPU, Precision
@@ -18,8 +18,8 @@ from drivetrain.core.world import World
 from drivetrain.plan.held import num_bytes
 from drivetrain.strategies import Average, FsdpStrategy, ShardOptions, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.sharding import build, forecast_local, shard
-from tests.training.jobs import Trained, Variant, make_job, read, run
-from tests.training.test_resume import MICRO_BATCH, CrashingLoss, PlantedError
+from tests.api.jobs import Trained, Variant, make_job, read, run
+from tests.api.test_resume import MICRO_BATCH, CrashingLoss, PlantedError
 
 
 def world_here(device: str = "cpu") -> World:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from tests.training.jobs import Trained, Variant, make_job, run
-from tests.training.test_resume import CrashingLoss, PlantedError
+from tests.api.jobs import Trained, Variant, make_job, run
+from tests.api.test_resume import CrashingLoss, PlantedError
 
 PINNED = {"loss_weighting": "samples"}  # the loss fails at its n-th call: it must not be called to find out what it is
 VARIANT = Variant("mlp", torch.float32, global_batch=12, steps=8, num_samples=60, save_every=2)

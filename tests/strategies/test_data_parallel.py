@@ -23,12 +23,12 @@ from drivetrain.run import Setup
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.data_parallel import part_of
+from tests.api import test_loss_parts as loss_parts
+from tests.api.jobs import Trained, Variant, make_job, make_model, plain_loop, run
+from tests.api.test_equivalence import difference
+from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
 from tests.gloo_pool import GlooPool
 from tests.hardware_fixtures import load
-from tests.training import test_loss_parts as loss_parts
-from tests.training.jobs import Trained, Variant, make_job, make_model, plain_loop, run
-from tests.training.test_equivalence import difference
-from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.run import Setup
 from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
-from tests.training.jobs import Variant, make_job, plain_loop, run
-from tests.training.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical
+from tests.api.jobs import Variant, make_job, plain_loop, run
+from tests.api.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical
 
 pytestmark = pytest.mark.gpu
 

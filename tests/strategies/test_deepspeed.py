@@ -11,12 +11,12 @@ import torch
 import drivetrain as dt
 from drivetrain.config import configure
 from drivetrain.strategies.deepspeed_config import scaler_state
+from tests.api.jobs import Variant, make_job, plain_loop
+from tests.api.test_equivalence import CASES, difference
+from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in
 from tests.gloo_pool import GlooPool
 from tests.strategies import deepspeed_runs
 from tests.strategies.deepspeed_runs import TINY_PIECES, zero
-from tests.training.jobs import Variant, make_job, plain_loop
-from tests.training.test_equivalence import CASES, difference
-from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical, call_in
 
 pytest.importorskip("deepspeed", reason="the extra deepspeed is not installed: make test-deepspeed")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]

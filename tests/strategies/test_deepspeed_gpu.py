@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from drivetrain import Job
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.recipes.gpt import SmallGpt, Windows, next_token_loss
 from drivetrain.strategies import DeepSpeedStrategy, StrategyParts, Trial
+from tests.api.jobs import Trained, Variant, make_job, plain_loop, run
+from tests.api.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
 from tests.gloo_pool import GlooPool
 from tests.strategies.deepspeed_runs import TINY_PIECES, made_strategy, zero
-from tests.training.jobs import Trained, Variant, make_job, plain_loop, run
-from tests.training.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
 
 pytest.importorskip("deepspeed", reason="the package deepspeed is not here")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -15,13 +15,13 @@ from drivetrain.checkpoint import CheckpointError
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts
-from drivetrain.moe.placement import costs_of, free_slot, place
+from drivetrain.moe.layer.placement import costs_of, free_slot, place
 from drivetrain.strategies import ExpertParallelStrategy, StrategyParts, Trial
-from drivetrain.strategies.exchange import _Exchange
+from drivetrain.strategies.dispatcher import _Exchange
 from drivetrain.strategies.shared_experts import SharedExperts
+from tests.api.jobs import Trained, Variant, Vectors, run
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, MixtureModel, mixture_loss, run_mixture
-from tests.training.jobs import Trained, Variant, Vectors, run
 
 EXPERT_PARALLEL = {"parallel_strategy": "expert_parallel"}
 # 100 = 3 × 30 + 10: the last step of an epoch leaves ranks without samples.

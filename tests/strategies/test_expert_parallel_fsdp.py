@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drivetrain as dt
+from drivetrain.api.planning import plan
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
@@ -21,7 +22,6 @@ from drivetrain.core.state import local_part
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts, Slots, mixtures_in
 from drivetrain.plan.held import num_bytes
-from drivetrain.planning import plan
 from drivetrain.strategies import (
     Average,
     DdpStrategy,
@@ -36,12 +36,12 @@ from drivetrain.strategies import (
     Trial,
 )
 from drivetrain.strategies.sharding import ROOT, build, forecast_local, layout_of, shard
+from tests.api.jobs import Trained, Variant, Vectors, make_job, read, run
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, MixtureModel, mixture_loss, run_mixture
-from tests.moe.test_lifecycle import Planned, by_number
-from tests.moe.test_sleep import NIGHTS, Sleep
+from tests.moe.lifecycle.test_lifecycle import Planned, by_number
+from tests.moe.lifecycle.test_sleep import NIGHTS, Sleep
 from tests.strategies.test_expert_parallel import EXPERT_PARALLEL, STEPS, distances, sgd
-from tests.training.jobs import Trained, Variant, Vectors, make_job, read, run
 
 SHARDED = {**EXPERT_PARALLEL, "expert_rest": "fsdp"}
 LIMIT = {"time_limit_seconds": 180}

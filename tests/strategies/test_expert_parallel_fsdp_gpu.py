@@ -13,10 +13,10 @@ from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies import ShardOptions, SharedExperts
 from drivetrain.strategies.sharding import build, shard
+from tests.api.jobs import Trained, Variant, run
 from tests.gloo_pool import GlooPool
 from tests.strategies.test_expert_parallel import sgd
 from tests.strategies.test_expert_parallel_fsdp import SHARDED, All, Deep
-from tests.training.jobs import Trained, Variant, run
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.api.jobs import Trained, Variant
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, run_mixture
 from tests.strategies.test_expert_parallel import EXPERT_PARALLEL, sgd
-from tests.training.jobs import Trained, Variant
 
 pytestmark = pytest.mark.gpu
 

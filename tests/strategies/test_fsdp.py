@@ -20,12 +20,12 @@ from drivetrain.core.world import World
 from drivetrain.run.sharing import strategy_for
 from drivetrain.strategies import Average, ShardOptions
 from drivetrain.strategies.sharding import ROOT, layout_of, shard
+from tests.api.jobs import Variant, make_job, plain_loop
+from tests.api.test_equivalence import CASES, difference
+from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in
 from tests.gloo_pool import GlooPool
 from tests.strategies import fsdp_runs
 from tests.strategies.fsdp_runs import Block, Odd
-from tests.training.jobs import Variant, make_job, plain_loop
-from tests.training.test_equivalence import CASES, difference
-from tests.training.test_resume import BASE, MICRO_BATCH, assert_identical, call_in
 
 SMALL = Variant("transformer", torch.float64, global_batch=12, steps=8, num_samples=60, save_every=2)
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
 from drivetrain.strategies import ShardOptions
 from drivetrain.strategies.sharding import shard
+from tests.api.jobs import Trained, Variant, make_job, plain_loop, run
+from tests.api.test_equivalence import difference
+from tests.api.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
 from tests.gloo_pool import GlooPool
-from tests.training.jobs import Trained, Variant, make_job, plain_loop, run
-from tests.training.test_equivalence import difference
-from tests.training.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
 from tests.waits import refuse_waits
 
 pytestmark = pytest.mark.gpu

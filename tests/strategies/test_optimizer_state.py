@@ -9,11 +9,11 @@ import torch
 import drivetrain as dt
 from drivetrain.config import configure
 from drivetrain.strategies.optimizer_state import Decoder, Encoder, attributes_of
+from tests.api.jobs import Vectors, make_job, make_model
+from tests.api.test_resume import assert_identical
 from tests.gloo_pool import GlooPool
 from tests.strategies import optimizer_state_runs
 from tests.strategies.optimizer_state_runs import VARIANT, Hoarder
-from tests.training.jobs import Vectors, make_job, make_model
-from tests.training.test_resume import assert_identical
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])

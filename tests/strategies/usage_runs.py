@@ -11,8 +11,8 @@ import drivetrain as dt
 from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
+from tests.api.jobs import Trained, read
 from tests.strategies.fsdp_runs import Block
-from tests.training.jobs import Trained, read
 
 STEPS, BATCH = 6, 8
 

@@ -19,15 +19,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.core.collector import forking
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.gc_freeze import forking
 from drivetrain.core.main_guard import REMEDY, trains_when_imported
-from drivetrain.data.ahead import NumbersAhead
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
 from drivetrain.data.division import Division, MicroStep, Place, Position, Stretch
+from drivetrain.data.external_order import Content, ReadOrder, fingerprint
 from drivetrain.data.feed import Feed, NoFeed, ResidentFeed
-from drivetrain.data.items import (
+from drivetrain.data.index_prefetch import NumbersAhead
+from drivetrain.data.keyed_items import (
     Collate,
     Collated,
     ItemError,
@@ -36,7 +37,6 @@ from drivetrain.data.items import (
     gather,
     gathers,
 )
-from drivetrain.data.orders import Content, ReadOrder, fingerprint
 from drivetrain.data.resident import Resident, Rows, in_words
 from drivetrain.data.source import Source, WorkerWishes, source_of
 from drivetrain.data.stream import SampleStream

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.data.batch import in_format, map_leaves
-from drivetrain.data.items import GATHERED, Columns
+from drivetrain.data.keyed_items import GATHERED, Columns
 
 # Types that torch cannot gather are gathered as bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.data.items import Collate, Columns
-from drivetrain.data.orders import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
+from drivetrain.data.external_order import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
+from drivetrain.data.keyed_items import Collate, Columns
 from drivetrain.data.stream import SampleStream
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.launch.control import OTHER_SECRET, Channel, read_token, token_file
-from drivetrain.launch.crew import Crew, Start, Task
-from drivetrain.launch.guard import Guard
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.logs import RankLogs
 from drivetrain.launch.network import own_addresses
 from drivetrain.launch.nodes import NO_TOKEN
 from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.orphan_guard import Guard
 from drivetrain.launch.signals import StopWish, hearing
 from drivetrain.launch.supervisor import TICK_SECONDS
+from drivetrain.launch.workers import Crew, Start, Task
 
 _SAY_AFTER_SECONDS = 5.0
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.hardware import Hardware
-from drivetrain.launch.crew import Task
 from drivetrain.launch.follower import Follower
 from drivetrain.launch.layout import make_layout
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.supervisor import Supervisor
+from drivetrain.launch.workers import Task
 
 SKIP_PREFLIGHT = "DRIVETRAIN_SKIP_PREFLIGHT"
 

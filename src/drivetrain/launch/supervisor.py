@@ -16,7 +16,13 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import is_finished
-from drivetrain.launch.cause import (
+from drivetrain.launch.layout import Layout
+from drivetrain.launch.logs import RankLogs
+from drivetrain.launch.network import listen_on
+from drivetrain.launch.nodes import Nodes
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.orphan_guard import Guard
+from drivetrain.launch.root_cause import (
     LEFT_EARLY,
     NODE_LOST,
     SIGNAL,
@@ -30,14 +36,8 @@ from drivetrain.launch.cause import (
     never_came,
     node_lost,
 )
-from drivetrain.launch.crew import STACK_SECONDS, Crew, Event, Start, Task
-from drivetrain.launch.guard import Guard
-from drivetrain.launch.layout import Layout
-from drivetrain.launch.logs import RankLogs
-from drivetrain.launch.network import listen_on
-from drivetrain.launch.nodes import Nodes
-from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.signals import hearing
+from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, Start, Task
 
 TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain.benchmarking import benchmark_performance
+from drivetrain.api.benchmarking import benchmark_performance
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.multi_gpu.config import MultiGPUConfig
 from drivetrain.multi_gpu.notes import say
 from drivetrain.multi_gpu.trainer import MultiGPUTrainer
 from drivetrain.multi_gpu.training_run import TrainingSpec
+from drivetrain.planning.batch_size import search_batch_size
 from drivetrain.report import write_report
 from drivetrain.run import Setup
-from drivetrain.run.batch_size import search_batch_size
 
 DEFAULT_PATIENCE = 10
 

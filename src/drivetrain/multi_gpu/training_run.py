@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drivetrain.api import Result, train
+from drivetrain.api.training import Result, train
 from drivetrain.config import Config, configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.interrupt import request_stop

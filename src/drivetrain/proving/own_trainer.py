@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from drivetrain.api import Result, configured, export, train
+from drivetrain.api.training import Result, configured, export, train
 from drivetrain.config import Config
 from drivetrain.core.hook import StepContext
 from drivetrain.core.micro_step import is_counted

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.moe.balance import Settlement, auxiliary_loss
+from drivetrain.moe.layer.balance import Settlement, auxiliary_loss
 from drivetrain.proving.case import Case, build_model, factor_at, loss_of, parameter_groups, plain_batch
 from drivetrain.proving.draws import generators_kept, seed_generators, state_of_generators, turn_dropout_off
 from drivetrain.proving.loss_parts import AUXILIARY, WHOLE, PartMean, part_means, part_weight, weighted_sum

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, Field
 
-from drivetrain.api import Result, configured, num_trained, train
+from drivetrain.api.training import Result, configured, num_trained, train
 from drivetrain.config import Config, Positional, Resolved, nearest
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job

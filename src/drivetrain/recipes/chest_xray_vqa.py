@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drivetrain.api import Result, export
+from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum

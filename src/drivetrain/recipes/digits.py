@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from drivetrain.api import Result, export
+from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.job import Job, WarmupCosine
 

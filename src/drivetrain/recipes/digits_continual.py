@@ -6,7 +6,7 @@
 from dataclasses import replace
 from statistics import fmean
 
-from drivetrain.api import Result
+from drivetrain.api.training import Result
 from drivetrain.config import Config
 from drivetrain.core.run_folder import read_rows
 from drivetrain.job import Job

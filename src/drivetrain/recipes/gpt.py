@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from drivetrain.api import Result
+from drivetrain.api.training import Result
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum

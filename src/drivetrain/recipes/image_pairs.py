@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drivetrain.api import Result, export
+from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job, WarmupCosine

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from drivetrain.moe.graph import KnowledgeGraph, Node
+from drivetrain.moe.knowledge.graph import KnowledgeGraph, Node
 
 Point = tuple[float, float]
 _TIES = ("similarity", "co-activation", "parent", "split")

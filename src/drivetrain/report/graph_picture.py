@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.core.run_folder import as_row
-from drivetrain.moe.graph import Edge, KnowledgeGraph, Node, Relation
+from drivetrain.moe.knowledge.graph import Edge, KnowledgeGraph, Node, Relation
 from drivetrain.report.graph_layout import Layout, layout
 from drivetrain.report.run_data import Row, RunData
 from drivetrain.report.style import FAINT, GRID, INK, canvas

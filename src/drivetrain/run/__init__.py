@@ -1,6 +1,7 @@
 """One run on one rank, for every kind of training loop: its setup, and the records that are written about it."""
 
-from drivetrain.run.books import (
+from drivetrain.run.init_from import take_weights, write_down
+from drivetrain.run.recorder import (
     open_books,
     tell_batch_size,
     tell_capture,
@@ -12,9 +13,8 @@ from drivetrain.run.books import (
     tell_sharding,
 )
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
-from drivetrain.run.saves import Saves, State
+from drivetrain.run.saver import Saves, State
 from drivetrain.run.setup import SOURCE, Setup, configured, done_instead, last_one_finished, note_end, num_trained
-from drivetrain.run.starting_weights import take_weights, write_down
 
 __all__ = [
     "CHECKPOINTS",

@@ -21,8 +21,8 @@ from drivetrain.core.code_fingerprint import (
     module_fingerprints,
 )
 from drivetrain.core.run_folder import as_row
-from drivetrain.data.alike import Glance, are_steady, difference, glance
-from drivetrain.data.items import KeyedItems
+from drivetrain.data.keyed_items import KeyedItems
+from drivetrain.data.same_samples import Glance, are_steady, difference, glance
 from drivetrain.data.source import Source, source_of
 from drivetrain.data.stream import key_of
 from drivetrain.job import Constant, Job, WarmupCosine

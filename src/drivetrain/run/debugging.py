@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.config import Config
-from drivetrain.data.items import Columns
+from drivetrain.data.keyed_items import Columns
 from drivetrain.data.source import source_of
 from drivetrain.job import Job
 

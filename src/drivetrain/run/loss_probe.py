@@ -21,9 +21,9 @@ from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import Precision, numerics
 from drivetrain.data.batch import map_tensors, to_device
 from drivetrain.data.counts import Count, candidates
-from drivetrain.data.items import what_draws
+from drivetrain.data.keyed_items import what_draws
 from drivetrain.job import LossFunction
-from drivetrain.moe.balance import Settlement
+from drivetrain.moe.layer.balance import Settlement
 from drivetrain.plan.loss_kind import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
 
 MOST_ENTRIES = 2_000_000  # of all gradients together, that are compared

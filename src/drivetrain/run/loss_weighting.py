@@ -16,22 +16,23 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.untouched import untouched
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.counts import IGNORE_INDEX, candidates
 from drivetrain.data.division import Place
-from drivetrain.data.generators import global_generators_kept
-from drivetrain.data.items import Collated, KeyedItems
+from drivetrain.data.keyed_items import Collated, KeyedItems
 from drivetrain.data.loader import Loader
+from drivetrain.data.rng_watch import global_generators_kept
 from drivetrain.data.stream import SampleStream
 from drivetrain.job import Job
-from drivetrain.monitor.books import Books, NoBooks
+from drivetrain.loop import Stepper
+from drivetrain.monitor.recorder import Books, NoBooks
 from drivetrain.plan.loss_kind import Finding
 from drivetrain.plan.loss_weighting import Weighting, weighting_of
 from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
-from drivetrain.run.measure import couples_samples, untouched
+from drivetrain.run.model_traits import couples_samples
 from drivetrain.run.setup import Setup
-from drivetrain.step import Stepper
 from drivetrain.strategies.data_parallel import part_of
 
 FEWEST_SAMPLES, MOST_SAMPLES = 10, 16

@@ -13,7 +13,7 @@ from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import write_atomically
-from drivetrain.monitor.books import Books, NoBooks
+from drivetrain.monitor.recorder import Books, NoBooks
 from drivetrain.run.result import CHECKPOINTS
 from drivetrain.run.setup import Setup
 

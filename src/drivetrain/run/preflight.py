@@ -22,8 +22,8 @@ from drivetrain.config import Config
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
-from drivetrain.data.alike import READING_SECONDS, Glance, are_steady, difference, glance
-from drivetrain.data.items import KeyedItems
+from drivetrain.data.keyed_items import KeyedItems
+from drivetrain.data.same_samples import READING_SECONDS, Glance, are_steady, difference, glance
 from drivetrain.hardware import GIB, Hardware
 
 SKIP = "DRIVETRAIN_SKIP_PREFLIGHT"

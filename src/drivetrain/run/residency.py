@@ -6,9 +6,9 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.data.items import Collate
-from drivetrain.data.reading import NotResidentError, make_resident
+from drivetrain.data.keyed_items import Collate
 from drivetrain.data.resident import Resident, in_words, num_bytes_in_memory
+from drivetrain.data.resident_copy import NotResidentError, make_resident
 from drivetrain.data.source import Source
 
 COMFORTABLE = 0.25  # of the free memory: so much is taken without asking what else needs it

@@ -24,11 +24,13 @@ from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import feed_for
-from drivetrain.data.items import Columns, Draws, KeyedItems
+from drivetrain.data.keyed_items import Columns, Draws, KeyedItems
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
 from drivetrain.job import EarlyStopping, Job
+from drivetrain.loop import own_stream, why_not_captured
+from drivetrain.loop.validation import Validator
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.loss_weighting import LossRule, Weighting
@@ -40,15 +42,14 @@ from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
 from drivetrain.run.debugging import debugged
 from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, share_workers, unused_gpus
-from drivetrain.run.making import checked, make_model, refuse_lazy, refuse_meta, unwrapped
-from drivetrain.run.measure import couples_samples
-from drivetrain.run.needs import explained
+from drivetrain.run.memory_needs import explained
+from drivetrain.run.model_factory import checked, make_model, refuse_lazy, refuse_meta, unwrapped
+from drivetrain.run.model_traits import couples_samples
 from drivetrain.run.pinned import of_asked_length, plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import refuse_strategy, strategy_for
 from drivetrain.run.switches import switches_of
-from drivetrain.step import own_stream, why_not_captured
 from drivetrain.strategies import (
     DataParallelStrategy,
     DdpOptions,
@@ -70,7 +71,6 @@ from drivetrain.strategies.deepspeed_config import ZeroFacts, derive, scaler_sta
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
-from drivetrain.validation import Validator
 
 SOURCE = "source.json"
 Instead = Callable[[Job], NoReturn]

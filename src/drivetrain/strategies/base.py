@@ -21,9 +21,9 @@ from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.moe.balance import Settlement, take_auxiliary
+from drivetrain.moe.layer.balance import Settlement, take_auxiliary
 from drivetrain.strategies.activations import offload
-from drivetrain.strategies.average import Average
+from drivetrain.strategies.ema import Average
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
 

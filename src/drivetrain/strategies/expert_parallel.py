@@ -12,12 +12,12 @@ from torch import Tensor
 from drivetrain.core.state import Shard, TensorSource, put_away
 from drivetrain.core.world import World
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
+from drivetrain.strategies.cross_rank import norm_over_ranks, share_infinities
 from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
 from drivetrain.strategies.fsdp import FsdpStrategy
 from drivetrain.strategies.replicated import load_whole_state, whole_state
 from drivetrain.strategies.sharding import Sharded
 from drivetrain.strategies.shared_experts import SharedExperts
-from drivetrain.strategies.together import norm_over_ranks, share_infinities
 
 
 class ExpertParallelStrategy(DdpStrategy):

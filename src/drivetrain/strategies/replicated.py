@@ -14,6 +14,7 @@ from drivetrain.core.fused import as_parameters_lie
 from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
+from drivetrain.strategies.lr_on_device import ON_HOST
 from drivetrain.strategies.optimizer_state import (
     Decoder,
     Encoder,
@@ -23,7 +24,6 @@ from drivetrain.strategies.optimizer_state import (
     is_plain,
     load_attributes,
 )
-from drivetrain.strategies.rates import ON_HOST
 
 _HOW_IT_IS_DONE = {"fused", "foreach", "capturable"}  # settings of an optimizer that are no part of the job
 MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "ema/"

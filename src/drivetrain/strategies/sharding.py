@@ -21,7 +21,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
 from drivetrain.core.world import World
-from drivetrain.moe.balance import mixtures_in
+from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.plan.held import Held, forecast_held, without_memory
 from drivetrain.strategies.activations import repeated_blocks
 from drivetrain.strategies.compiling import compile_options

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from drivetrain.api import train
+from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.recipes.continual.methods import METHODS, Scale, Settings, make_job, make_network, trials_of

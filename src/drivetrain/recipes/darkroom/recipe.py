@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drivetrain.api import Result, export
+from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum

@@ -1,0 +1,1 @@
+"""The functions that users call: train, drive, evaluate, plan, benchmark."""

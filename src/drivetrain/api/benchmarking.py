@@ -1,0 +1,187 @@
+"""`dt.benchmark_performance(job)`: measures the time of a job's step and of its phases. Trains and writes nothing.
+
+Steps run as in training, on a separate model, again and again on the batches of the first step, which are on the device
+already: the step is measured, not the data.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from drivetrain.config import Config
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.records import Reading
+from drivetrain.core.synchronize import synchronize
+from drivetrain.core.untouched import untouched
+from drivetrain.core.value import Value
+from drivetrain.data.batch import MicroBatch, to_device
+from drivetrain.data.division import Division, Place
+from drivetrain.data.keyed_items import what_draws
+from drivetrain.data.loader import Loader
+from drivetrain.job import Job
+from drivetrain.loop import Stepper
+from drivetrain.monitor.flops import count_apart, peak_rate
+from drivetrain.monitor.phases import make_clock
+from drivetrain.run import Setup
+from drivetrain.run.peak_memory import peak_meter
+from drivetrain.strategies import StrategyParts, Trial
+from drivetrain.strategies.loss_parts import LossParts
+
+WARM_STEPS = 3
+
+
+class Performance(Value):
+    """Means over the measured steps; the phases are those of the main process."""
+
+    job: str
+    device: str
+    precision: str
+    num_devices: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    num_steps: int
+    step_seconds: float  # by a clock around all of them
+    forward_seconds: float
+    backward_seconds: float
+    communication_seconds: float  # not overlapped with backward
+    optimizer_seconds: float
+    samples_per_second: float
+    items: str  # what the loss is over: `tokens`, where the job says so
+    items_per_second: float
+    peak_memory_bytes: int | None = None  # model and optimizer included; on a CPU good to some ten megabytes
+    flops_per_sample: float | None = None
+    mfu: float | None = None
+    peak_source: str = ""
+
+    @property
+    def other_seconds(self) -> float:
+        """The seconds per step outside the phases: reading outcomes, setting generators."""
+        phases = self.forward_seconds + self.backward_seconds + self.communication_seconds + self.optimizer_seconds
+        return max(0.0, self.step_seconds - phases)
+
+
+def benchmark_performance(job: Job, config: Config | None = None, *, num_iterations: int = 20) -> Performance:
+    """Measure the mean time of a job's step over `num_iterations` steps.
+
+    Under a launcher all processes take part, and all get the main one's figures.
+    """
+    if num_iterations < 1:
+        raise DrivetrainError(f"num_iterations is {num_iterations}", remedy="measure one step at least")
+    if isinstance(job.model, nn.Module):
+        job = replace(job, model=copy.deepcopy(job.model))
+    setup = Setup.join(job, config, quiet=True)
+    try:
+        if job.num_samples is None:
+            raise DrivetrainError(
+                "data that can only be iterated cannot be measured: its items would be used up",
+                remedy="give the job a few of its items as a list",
+            )
+        with untouched(setup.world.device), setup.numerics():
+            found = _measured(setup, num_iterations)
+        return Performance.model_validate(setup.world.agree(found.model_dump(mode="json")))
+    finally:
+        setup.close_loaders()
+        setup.close()
+
+
+def _measured(setup: Setup, num_iterations: int) -> Performance:
+    job, world, precision = setup.job, setup.world, setup.precision
+    device = world.device
+    division = Division(job.num_samples or 1, job.global_batch or 1, setup.way.micro_batch, world.size)
+    loader = setup.loader(division, job.source, shuffle=job.shuffle)
+    place = division.place(0)
+    batches = list(_on_device(setup, loader, place))
+    meter = peak_meter(device)
+    meter.reset()
+    model, optimizer = setup.dressed(setup.build())
+    flops = count_apart(job.loss, model, batches[0].batch, precision.around_forward()) / batches[0].num_samples
+    strategy = setup.make_strategy()
+    offloads = setup.settings.activations.value == "offload"
+    parts = StrategyParts(
+        model,
+        job.loss,
+        optimizer,
+        job.clip_norm,
+        precision,
+        None,
+        setup.called_loss(),
+        None,
+        offloads,
+        loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
+    )
+    draws, objective = what_draws(
+        lambda: strategy.prepare(parts, Trial(batches[0].batch, batches[0].num_samples)), device
+    )
+    clock = make_clock(device)
+    stepper = Stepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
+
+    def run(num_steps: int) -> float:
+        """Run steps as the loop does, reading each outcome while the next step is in flight.
+
+        Returns the number of items that the last step counted.
+        """
+        ahead, items = None, 0.0
+        for _ in range(num_steps):
+            reading = Reading(stepper.run(place, batches, False), device)
+            items = items if ahead is None else ahead.values()[1]
+            ahead = reading
+            clock.next_step()
+        return items if ahead is None else ahead.values()[1]
+
+    run(WARM_STEPS)
+    synchronize(device)
+    clock.finish()
+    clock.take()
+    began = time.perf_counter()
+    clock.start()
+    items = run(num_iterations)
+    synchronize(device)
+    seconds = (time.perf_counter() - began) / num_iterations
+    clock.finish()
+    phases = clock.take().per_step()
+    peak_bytes = meter.peak_bytes()
+    strategy.close()
+    rate = peak_rate(setup.hardware, device, precision.name)
+    samples_per_second = place.num_samples / seconds
+    return Performance(
+        job=setup.name,
+        device=str(device),
+        precision=precision.name,
+        num_devices=setup.num_devices,
+        global_batch=division.global_batch,
+        micro_batch=division.micro_batch,
+        accumulation=len(batches),
+        num_steps=num_iterations,
+        step_seconds=seconds,
+        forward_seconds=phases.get("forward", 0.0),
+        backward_seconds=phases.get("backward", 0.0),
+        communication_seconds=phases.get("communication", 0.0),
+        optimizer_seconds=phases.get("optimizer", 0.0),
+        samples_per_second=samples_per_second,
+        items=job.items,
+        items_per_second=items / seconds,
+        peak_memory_bytes=peak_bytes or None,
+        flops_per_sample=flops or None,
+        mfu=None if rate is None or not flops else flops * samples_per_second / (rate.value * 1e12 * setup.num_devices),
+        peak_source="" if rate is None else f"{rate.origin}: {rate.source}",
+    )
+
+
+def _on_device(setup: Setup, loader: Loader, place: Place) -> Iterator[MicroBatch]:
+    """Yield this rank's micro-batches of a step.
+
+    Only the last may differ from the first in size: no others are fetched.
+    """
+    count = len(loader.division.micro_steps(place, loader.rank))
+    first = _moved(loader.micro_batch(place, 0), setup)
+    for number in range(count - 1):
+        yield first._replace(number=number)
+    yield first if count == 1 else _moved(loader.micro_batch(place, count - 1), setup)
+
+
+def _moved(micro: MicroBatch, setup: Setup) -> MicroBatch:
+    return micro._replace(batch=to_device(micro.batch, setup.world.device, channels_last=setup.channels_last))

@@ -1,0 +1,565 @@
+"""`dt.drive(...)`: a custom training loop, with the same parts as `dt.train`.
+
+    run = dt.drive(model, optimizer, data, global_batch=64, epochs=3, name="mine")
+    for batch in run:
+        run.backward(loss(run.model, batch))
+        run.step()
+
+The model is called by the loop, not by a strategy: the strategy's objective gets the loss that the loop computed. So
+with several processes `run.model` is still the plain model, and DDP, which only watches the parameters, reduces loss
+and count together with the gradients, as it does in `train`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
+from drivetrain.checkpoint import export as export_checkpoint
+from drivetrain.checkpoint.plain_names import plainly_named
+from drivetrain.config import Config
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.hook import Hook
+from drivetrain.core.interrupt import stopping_cleanly, written_first
+from drivetrain.core.loss import LossSum, NamedLosses
+from drivetrain.core.micro_step import uncounted
+from drivetrain.core.parameter_watch import ParameterWatch
+from drivetrain.core.records import StepRecord
+from drivetrain.core.state import Shard, local_part
+from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
+from drivetrain.data.division import Position
+from drivetrain.data.external_order import refuse_unequal_orders
+from drivetrain.job import Constant, Job, Schedule
+from drivetrain.loop import Stepper
+from drivetrain.loop.trainer import Begun, Trainer
+from drivetrain.monitor.memory import watch_memory
+from drivetrain.report import write_report
+from drivetrain.run import (
+    CHECKPOINTS,
+    Setup,
+    checkpoint_of,
+    done_instead,
+    note_end,
+    open_books,
+    take_weights,
+    tell_batch_size,
+    tell_changes,
+    tell_notes,
+    tell_plain_optimizer,
+    tell_sharding,
+    write_down,
+)
+from drivetrain.run.saver import Saves
+from drivetrain.strategies import Average, ExpertParallelStrategy, StrategyParts, Trial
+from drivetrain.strategies.base import around_forward, check_objective
+from drivetrain.strategies.optimizer_state import move_to_parameters
+from drivetrain.strategies.replicated import parameter_names, share_buffers
+
+
+def drive(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Any,
+    *,
+    name: str = "drive",
+    global_batch: int | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    seed: int = 0,
+    schedule: Schedule = Constant(),  # noqa: B008  (frozen)
+    clip_norm: float | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    shuffle: bool = True,
+    hooks: Sequence[Hook] = (),
+    checkpoint_every: int | None = None,
+    keep_last: int = 3,
+    config: Config | None = None,
+    quiet: bool = False,
+) -> "Drive":
+    """Return a run to iterate over. An interrupted run of the same job under the same name is continued, exactly.
+
+    The loss that `run.backward` gets is not examined: a scalar is a mean over the batch's samples, and a mean over
+    tokens has to be a `LossSum`. Only `dt.train` can find out what a scalar is a mean of.
+
+    Model and optimizer are used as they are: the model is moved to its device in place, modes stay as they were set.
+    """
+    job = Job(
+        name=name,
+        model=model,
+        data=data,
+        loss=_as_computed,
+        optimizer=lambda groups: optimizer,
+        global_batch=global_batch,
+        epochs=epochs,
+        max_steps=max_steps,
+        seed=seed,
+        schedule=schedule,
+        clip_norm=clip_norm,
+        collate=collate,
+        shuffle=shuffle,
+        hooks=hooks,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+    )
+    done_instead(job)
+    setup = Setup.join(job, config, quiet=quiet)
+    with ExitStack() as stack:
+        stack.callback(setup.close)
+        _refuse(setup.config, len(setup.devices))
+        return Drive(setup, stack)
+
+
+class Drive:
+    """The run that `dt.drive` returns. It is iterated over once; call `backward` and `step` once for each batch."""
+
+    def __init__(self, setup: Setup, stack: ExitStack) -> None:
+        config, job, world = setup.config, setup.job, setup.world
+        self._setup, self.world = setup, world
+        self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
+        folder = setup.claim()
+        if folder is not None:
+            stack.callback(folder.close)
+        self._checkpointer = Checkpointer(setup.path / CHECKPOINTS, world, job.keep_last)
+        checkpoint = self._checkpointer.latest()
+        recorded = None if checkpoint is None else setup.recorded_way(checkpoint)
+        if recorded is not None:
+            setup.follow(recorded)
+        self._precision = setup.precision
+        stack.enter_context(setup.numerics())
+        self._division = setup.division(job.model if isinstance(job.model, nn.Module) else None)
+        start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
+        self._loader = setup.loader(self._division, job.source, shuffle=job.shuffle, start=start)
+        stack.callback(setup.close_loaders)
+        self._loader.first(job.max_steps, job.epochs)
+        refuse_unequal_orders(self._loader.fingerprint, world)
+
+        given = job.model if isinstance(job.model, nn.Module) else nn.Module()
+        changes = setup.changes_since_start(given, folder, checkpoint.step if checkpoint else None)
+        model, optimizer, called = _as_they_are(setup)
+        self._watch = ParameterWatch(model)
+        taken = None
+        if checkpoint is None and job.init_from is not None:
+            taken = take_weights(job.init_from, model, world, setup.experts)
+        average = None if job.ema is None else Average(model, job.ema)
+        offloads = setup.settings.activations.value == "offload"
+        parts = StrategyParts(
+            model,
+            _as_computed,
+            optimizer,
+            job.clip_norm,
+            self._precision,
+            called,
+            None,
+            average,
+            offloads,
+            loss_parts=setup.loss_parts,
+        )
+        # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
+        self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
+        self._strategy = setup.make_strategy(broadcast_buffers=False)
+        objective = self._strategy.prepare(parts, Trial(None if setup.sharded else partial(_touching_all, model), 1))
+        self.resumed_from = 0
+        if checkpoint is not None:
+            self._strategy.load(plainly_named(checkpoint, model.state_dict()))
+            setup.load_hooks(checkpoint)
+            self._watch.check()
+            self.resumed_from = checkpoint.step
+
+        check = setup.device_check(model)
+        self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
+        self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
+        if world.size == 1:
+            self._watch.note = self._note
+        if taken is not None:
+            write_down(taken, self._books)
+        setup.keep_fingerprint(folder)
+        tell_changes(changes, self.resumed_from, self._books)
+        tell_notes(self._loader, self._books)
+        tell_plain_optimizer(optimizer, self._books)
+        tell_sharding(setup, self._books)
+        if config.batch.auto:
+            setup.batch_size_found = "not measured: only the loop itself can run its step"
+        tell_batch_size(setup, self._books)
+        beside = config.checkpoint.async_save
+        self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
+        stack.callback(self._saves.close)
+        self._memory = watch_memory(world.device, self._books.event, self._books.say)
+        self._trainer = Trainer(
+            job, world, model, optimizer, self._stepper, self._loader, setup.path, self._saves.save, self.resumed_from
+        )
+        self._trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
+        self._saves.watch_frozen(self._strategy.save)
+        self._trainer.snapshot = self._saves.snapshot
+        self._trainer.check_after_first_step = self._saves.prepare
+        self._trainer.before_step = self._books.before_step
+        self._trainer.check_model = self._watch.check
+        self._trainer.tell, self._trainer.say = self._books.event, self._books.say
+        if average is not None:
+            self._trainer.average_of = average.of
+        stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
+
+        self.model: Any = model if called is None else called
+        self._plain, self._optimizer, self._average = model, optimizer, average
+        self._trained = [] if setup.sharded else parts.trained  # shards get their gradients at the end of a step
+        self._buffers = list(model.buffers())
+        self._around_forward = around_forward(parts)
+        self._iterator: weakref.ref[Any] | None = None
+        self._begun: Begun | None = None
+        self._micro: MicroBatch | None = None  # of the current batch
+        self._is_learnt = self._is_stepped = self._is_stepping = self._is_inside = False
+        self._rates: list[float] | None = None  # as the schedule set them
+        self._failure: Exception | None = None
+        self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
+        self.last: StepRecord | None = None  # read one step late, so that the host does not wait for the device
+        self.finished = False
+        self._is_over = False  # the loop was left, at its end or before
+        self._is_whole = True
+        self._remember()
+        self._stack = stack.pop_all()
+
+    @property
+    def folder(self) -> Path:
+        return self._setup.path
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current batch, from 0."""
+        return self._begun.place.epoch if self._begun else 0
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether more batches follow before the optimizer steps."""
+        return self._micro is not None and not self._micro.is_last
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether an epoch ends with the current batch."""
+        return self._begun is not None and self._begun.place.ends_epoch and not self.accumulating
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the current batch that count: 0 where one only keeps the processes in step."""
+        return 0 if self._micro is None else self._micro.num_samples * self._micro.weight
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the run's autocast context, for code such as a validation.
+
+        It is on by itself from batch to `backward`.
+        """
+        return self._precision.around_forward() or nullcontext()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterator is not None:
+            raise DrivetrainError(
+                "a run is iterated over once; it goes through all its epochs by itself",
+                remedy="write one loop; run.epoch and run.ends_epoch tell where it is",
+            )
+        batches = self._batches()
+        self._iterator = weakref.ref(batches)  # weak: a loop that was left shows by the iterator being freed
+        return batches
+
+    def backward(self, loss: Tensor | LossSum | NamedLosses) -> None:
+        """Run the backward of a batch's loss: a mean over its samples, a `LossSum`, or a dictionary of named parts.
+
+        Call it once for each batch. Parts that are a `LossSum` each have a separate count, which has to be known before
+        the first backward of a step: with several batches per step they are refused. Parts that are means may be
+        accumulated.
+        """
+        micro, begun = self._micro, self._begun
+        if micro is None or begun is None or self._is_learnt:
+            raise DrivetrainError(
+                "run.backward() was called twice for one batch, or outside the loop",
+                remedy="add losses together and call it once for each batch",
+            )
+        self._leave_forward()
+        if isinstance(loss, Tensor | LossSum):
+            check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
+        if micro.number and self._trained and all(parameter.grad is None for parameter in self._trained):
+            raise DrivetrainError(
+                "the gradients were cleared between two batches of one step",
+                remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
+            )
+        self._stepper.learn(loss, begun.place, micro)
+        self._is_learnt = True
+
+    def step(self) -> None:
+        """Step the optimizer with the last batch of a global batch; do nothing for the others.
+
+        Call it once for each batch.
+        """
+        micro, begun = self._micro, self._begun
+        if micro is None or begun is None or self._is_stepped:
+            raise DrivetrainError(
+                "run.step() was called twice for one batch, or outside the loop", remedy="call it once for each batch"
+            )
+        if not self._is_learnt:
+            raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
+        self._is_stepped = True
+        if micro.is_last:
+            self._check_rates()
+            self._watch.check_frozen()
+            self._is_whole = False  # until all that follows a step went well
+            self._is_stepping = True
+            outcome = self._strategy.step(self._trainer.wants_stop)
+            self._is_stepping = False
+            self.steps = begun.place.step + 1
+            self._remember()
+            for record in self._trainer.settle(begun, outcome):
+                self._write(record)
+            self._is_whole = True
+
+    def stop(self) -> None:
+        """Stop after the next step or two, on all processes at the same step, with a checkpoint."""
+        self._trainer.stop()
+
+    def close(self) -> None:
+        """End the run. Only needed where something still holds the iterator of a loop that was left."""
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is not None:
+            iterator.close()
+        self._stack.close()
+
+    def export(self, path: Path | str | None = None) -> Path:
+        """Write the weights as one file, on the main process: safetensors, or a state_dict for `.pt`, `.pth`, `.bin`.
+
+        Inside the loop these are the weights as they are now, after it those of the last checkpoint. Where processes
+        hold parts of the weights, they are those of the last checkpoint at any time, and it is reported if the run is
+        further than that. A moving average is taken where there is one.
+        """
+        if self._failure is not None:
+            raise self._failure
+        target = Path(path) if path is not None else self.folder / "model.safetensors"
+        if self.world.is_main:
+            export_checkpoint(self._weights(), target, prefix="model/", instead="ema/")
+        return target
+
+    def _weights(self) -> Checkpoint | LiveTensors:
+        if self._is_over or (self._holds_parts and self.world.size > 1):
+            saved = checkpoint_of(self.folder, "last")
+            if saved.step != self.steps and not self._is_over:
+                self._note(f"export writes the weights of step {saved.step}, the last one saved; {self.steps} are done")
+            return saved
+        found = {f"model/{name}": value for name, value in self._plain.state_dict().items()}
+        if self._average is not None:
+            found |= {f"ema/{name}": value for name, (value, _) in self._average.named().items()}
+        return LiveTensors(self.folder, {key: local_part(value) for key, value in found.items()})
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether a process holds only some of the weights, so that one alone cannot write them."""
+        return self._setup.sharded is not None or self._setup.strategy == ExpertParallelStrategy.name
+
+    # The loop
+
+    def _batches(self) -> Iterator[Any]:
+        with self._stack:
+            try:
+                with stopping_cleanly(self.stop, self._books.say):
+                    yield from self._handed_out()
+                self._saves.finish()
+                self._memory.close()
+                job = self._setup.job
+                is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+                finished = is_done or self._trainer.ended_by_hook
+                if finished:
+                    self._trainer.refuse_unmoved(self.steps)
+                self.finished = finished
+                self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
+                note_end(self.finished)
+            except BaseException as error:
+                self._left_early(error)
+                # `break` and an error in the loop's body look the same here. Neither is an error of this generator.
+                if not isinstance(error, GeneratorExit):
+                    raise
+            finally:
+                self._is_over = True
+        if self.finished and self.world.is_main and self._setup.config.watch.report:
+            with written_first(self._books.say):
+                for problem in write_report(self.folder):
+                    self._books.say(problem)
+
+    def _handed_out(self) -> Iterator[Any]:
+        for place, micro_batches in self._trainer.steps():
+            self._check_rates()
+            self._begun = self._trainer.begin(place)
+            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+            if self._shares_buffers:
+                share_buffers(self._plain, self.world)
+            for micro in micro_batches:
+                batch = self._stepper.begin(place, micro)
+                self._micro = micro
+                self._is_learnt = self._is_stepped = False
+                self._enter_forward()
+                yield batch
+                self._check_body()
+            if self._trainer.is_over:
+                break
+        self._micro = None
+
+    def _check_body(self) -> None:
+        if not self._is_learnt or not self._is_stepped:
+            missing = "run.step()" if self._is_learnt else "run.backward(loss)"
+            raise DrivetrainError(
+                f"the loop went on to the next batch without {missing}",
+                remedy="call run.backward(loss) and run.step() for every batch; to leave one out, give backward "
+                "dt.LossSum(loss * 0, 0)",
+            )
+
+    def _enter_forward(self) -> None:
+        if self._micro is not None and not self._micro.weight:
+            self._apart.enter_context(uncounted(self._plain))
+        if self._around_forward is not None:
+            self._around_forward.__enter__()
+            self._is_inside = True
+
+    def _leave_forward(self) -> None:
+        self._apart.close()
+        if self._is_inside and self._around_forward is not None:
+            self._is_inside = False
+            self._around_forward.__exit__(None, None, None)
+
+    def _check_rates(self) -> None:
+        if self._rates is not None and self._rates != [group["lr"] for group in self._optimizer.param_groups]:
+            raise DrivetrainError(
+                "the learning rate was changed by the loop: the schedule would undo it, and a resumed run not know it",
+                remedy="give dt.drive a schedule: WarmupCosine, or a function from the step to a factor of the "
+                "optimizer's rate",
+            )
+
+    def _refuse_foreign_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise DrivetrainError(
+                "optimizer.step() was called by the loop", remedy="call run.step(), which knows when it is due"
+            )
+
+    # What is kept
+
+    def _write(self, record: StepRecord) -> None:
+        self._books.write(record)
+        self._memory.observe(record)
+        self._saves.report()
+        self.last = record
+
+    def _note(self, text: str) -> None:
+        self._books.event("note", text=text)
+        self._books.say(text)
+
+    def _remember(self) -> None:
+        """Remember the position at which the state is that of `steps` steps.
+
+        The next forward may change buffers; it does not change weights.
+        """
+        self._versions = [buffer._version for buffer in self._buffers]
+        self._position = self._loader.position
+
+    def _state(self) -> tuple[list[Shard], dict[str, Any]]:
+        self._watch.check()
+        shards, meta = self._strategy.save()
+        is_keyed = self._setup.job.source.is_keyed
+        meta |= {**self._setup.meta(self._division), "validation": None, "has_moved": self._trainer.has_moved}
+        return shards, meta | {"data": None if is_keyed else self._position.to_json()}
+
+    def _left_early(self, error: BaseException) -> None:
+        """Write the outstanding records and a checkpoint.
+
+        A failure in this does not hide the error that ended the loop.
+        """
+        self._leave_forward()
+        try:
+            for record in self._trainer.outstanding(leaving=True) if self._is_whole else self._trainer.last_words():
+                self._write(record)
+            self._saves.close()
+            self._save_alone()
+        except Exception as failure:
+            self._failure = failure
+            if isinstance(error, GeneratorExit):
+                raise
+            error.add_note(f"and step {self.steps} could not be saved: {failure}")
+
+    def _save_alone(self) -> None:
+        """Save on the main process, which has the whole state; the others may be gone, or still looping."""
+        if not self.world.is_main or not self._is_whole or self.steps == self.resumed_from:
+            return
+        saved = self._checkpointer.steps()
+        strategy = self._setup.strategy
+        if self._holds_parts and self.world.size > 1 and self.steps not in saved:
+            self._books.say(
+                f"the loop was left after step {self.steps}; with {strategy} a checkpoint takes all processes, and "
+                f"they may be gone: it will go on from step {max(saved, default=0)}"
+            )
+            return
+        if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
+            self._books.say(
+                f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
+                f"will go on from step {max(saved, default=0)}"
+            )
+            return
+        self._books.flush()
+        if self.steps not in saved:
+            self._checkpointer.over(World()).save(self.steps, *self._state())
+            self._books.event("checkpoint", step=self.steps)
+        self._books.finish(False, self.steps)
+
+
+def _as_computed(model: Any, loss: Any) -> Any:
+    """Return the loss that the loop computed already, or compute that of the trial; this is the job's loss function."""
+    return loss() if callable(loss) else loss
+
+
+def _refuse(config: Config, num_devices: int) -> None:
+    problems = []
+    if num_devices > 1:
+        message = "with data_parallel what the model draws at random in a loop of one's own would not be keyed"
+        problems.append(Problem("--parallel-strategy", message, allowed="auto, single, ddp", remedy="use ddp"))
+    if config.distributed.strategy == "deepspeed":
+        message = "DeepSpeed has to run the forward itself, and dt.drive leaves it to the loop"
+        allowed = "auto, single, ddp, fsdp, expert_parallel"
+        problems.append(Problem("--parallel-strategy", message, allowed=allowed, remedy="use fsdp, or dt.train"))
+    if config.distributed.static_graph:
+        message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"
+        problems.append(Problem("--static-graph", message, remedy="leave it out"))
+    if config.kernels.capture == "on":
+        message = "a captured step is run by the device alone, and in a loop of one's own Python runs it"
+        problems.append(Problem("--capture", message, allowed="auto, off", remedy="leave it out, or use dt.train"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
+    """Return the user's model and optimizer on the device. Parameters stay the same objects, modules in their mode."""
+    given = setup.job.model
+    modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
+    model, optimizer, called = setup.model()
+    for module, training in modes:
+        module.training = training
+    parameter_names(
+        model, optimizer, setup.sharded.owners if setup.sharded else {}
+    )  # refuses the optimizer of another model
+    move_to_parameters(optimizer)
+    return model, optimizer, called
+
+
+def _touching_all(model: nn.Module) -> Tensor:
+    """Return zero, with a gradient for every parameter, the last ones first, as in a model's backward.
+
+    DDP settles its buckets by the first backward it sees. With this one, a resumed run reduces in the same order as one
+    that was never stopped.
+    """
+    sparse = {id(module.weight) for module in model.modules() if getattr(module, "sparse", False)}
+    total = torch.zeros(())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+            value = functional.embedding(first, parameter, sparse=True) if id(parameter) in sparse else parameter
+            total = total.to(parameter.device) + value.real.sum() * 0
+    return total

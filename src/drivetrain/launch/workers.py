@@ -1,0 +1,298 @@
+"""Runs the workers of one machine in one attempt: starts, listens to, signals and ends them."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.launchers import Place
+from drivetrain.core.supervision import CHANNEL
+from drivetrain.hardware.cgroups import oom_kills
+from drivetrain.launch.control import TOKEN
+from drivetrain.launch.layout import Layout
+from drivetrain.launch.logs import RankLogs
+from drivetrain.launch.orphan_guard import Guard
+from drivetrain.launch.root_cause import Failure, failure_from_error, failure_from_exit
+from drivetrain.launch.worker import CORES, STACK_SIGNAL, STACKS, STORE_FD, SUPERVISOR_PID
+
+Event = dict[str, Any]  # JSON, so that it can cross to another machine
+
+_BOOTSTRAP = "from drivetrain.launch.worker import main; main()"
+STOPPED = 130  # what `drivetrain train` ends with after a clean stop
+STACK_SECONDS = 2.0  # that a rank may take to say where it is
+_PIECE = 1 << 16
+_LONGEST_REPORT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """The command that every worker runs: `script FILE ARGUMENTS` or `command NAME FLAGS`."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One attempt, as it is described to all machines."""
+
+    attempt: int
+    first_rank: int  # of this machine
+    world_size: int
+    main_address: str
+    store_port: int
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    output: int
+    reports: int
+    began: bytes = b""  # a report without its end
+    is_ready: bool = False
+    has_told: bool = False  # has reported its failure or interruption
+    has_stopped: bool = False  # its run ended before its end, and was saved
+    step: int = 0
+    ended: bool = False
+
+
+class Crew:
+    """Emits events: `run`, `step`, `checkpoint`, `end`, `failure`, `left`, `interrupted`, and `gone` once all ended."""
+
+    def __init__(
+        self, task: Task, layout: Layout, start: Start, logs: RankLogs, guard: Guard, store: socket.socket | None
+    ) -> None:
+        self._layout, self._logs, self._guard = layout, logs, guard
+        self._host = socket.gethostname()
+        self._selector = selectors.DefaultSelector()
+        self._oom_kills = oom_kills()
+        self._events: list[Event] = []
+        self._gone = False
+        self._killed = False
+        self._workers = [
+            self._start(task, start, local_rank, store if local_rank == 0 else None)
+            for local_rank in range(layout.num_processes)
+        ]
+
+    def _start(self, task: Task, start: Start, local_rank: int, store: socket.socket | None) -> _Worker:
+        rank = start.first_rank + local_rank
+        layout = self._layout
+        place = Place(
+            "drivetrain", rank, start.world_size, local_rank, layout.num_processes, start.main_address, start.store_port
+        )
+        output, output_there = os.pipe()
+        reports, reports_there = os.pipe()
+        cores = layout.cores[local_rank] if layout.cores else ()
+        environment = {
+            **os.environ,
+            **layout.environment,
+            **task.environment,
+            **place.environment,
+            "NODE_RANK": str(layout.node_rank),
+            "GROUP_RANK": str(layout.node_rank),
+            "GROUP_WORLD_SIZE": str(layout.nodes),
+            "DRIVETRAIN_LAUNCHED": "1",
+            # Every rank comes to the store of this attempt as a client; the one that serves it has the socket already.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
+            "PYTHONUNBUFFERED": "1",
+            CHANNEL: str(reports_there),
+            SUPERVISOR_PID: str(os.getpid()),
+            STACKS: str(self._logs.stacks(rank).absolute()),
+            CORES: ",".join(map(str, cores)),
+        }
+        environment.pop(TOKEN, None)  # the supervisors' own
+        passed = [reports_there]
+        if store is not None:
+            environment[STORE_FD] = str(store.fileno())
+            passed.append(store.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, *task.words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output_there,
+            stderr=output_there,
+            pass_fds=passed,
+            start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
+        )
+        self._guard.add(process.pid)
+        os.close(output_there)
+        os.close(reports_there)
+        for end in (output, reports):
+            os.set_blocking(end, False)
+        worker = _Worker(rank, process, output, reports)
+        self._selector.register(output, selectors.EVENT_READ, (worker, self._read_output))
+        self._selector.register(reports, selectors.EVENT_READ, (worker, self._read_reports))
+        return worker
+
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        return self._selector
+
+    @property
+    def is_gone(self) -> bool:
+        return all(worker.ended for worker in self._workers)
+
+    @property
+    def logs(self) -> RankLogs:
+        return self._logs
+
+    def poll(self, seconds: float) -> list[Event]:
+        """Return the events that happened, after waiting for at most so long."""
+        for key, _ in self._selector.select(seconds):
+            worker, read = key.data
+            read(worker)
+        for worker in self._workers:
+            if not worker.ended and (code := worker.process.poll()) is not None:
+                self._end(worker, code)
+        if self.is_gone and not self._gone:
+            self._gone = True
+            self._events.append({"event": "gone"})
+        events, self._events = self._events, []
+        return events
+
+    def stop(self) -> None:
+        """Ask every worker to save and end. One that is not up yet has nothing to save."""
+        for worker in self._workers:
+            if not worker.ended:
+                self._signal(worker, signal.SIGINT if worker.is_ready else signal.SIGKILL)
+
+    def kill(self) -> None:
+        self._killed = True
+        for worker in self._workers:
+            if not worker.ended:
+                self._signal(worker, signal.SIGKILL)
+
+    def stack_of(self, rank: int) -> str:
+        """Return a rank's stack, asked for by a signal that is answered in any state except of a stopped process."""
+        worker = next((worker for worker in self._workers if worker.rank == rank), None)
+        if worker is None or worker.ended:
+            return ""
+        file = self._logs.stacks(rank)
+        with contextlib.suppress(OSError):
+            os.kill(worker.process.pid, STACK_SIGNAL)
+            text, deadline = "", time.monotonic() + STACK_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(0.1)
+                before, text = text, file.read_text(encoding="utf-8", errors="replace").strip()
+                if text and text == before:  # all of it is there
+                    break
+            if text:
+                return text
+            state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return f"(the process is stopped, state {state})" if state in "Tt" else f"(no answer, state {state})"
+        return ""
+
+    def close(self) -> None:
+        self.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            self._end(worker, worker.process.returncode)
+        self._selector.close()
+        self._logs.close()
+
+    def _signal(self, worker: _Worker, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(worker.process.pid, number)
+            else:
+                worker.process.send_signal(number)  # its children are its own to stop
+
+    def _read_output(self, worker: _Worker) -> None:
+        self._drain(worker.output, lambda data: self._logs.write(worker.rank, data))
+
+    def _read_reports(self, worker: _Worker) -> None:
+        def take(data: bytes) -> None:
+            *lines, worker.began = (worker.began + data).split(b"\n")
+            worker.began = worker.began[:_LONGEST_REPORT]
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    self._heard(worker, json.loads(line))
+
+        self._drain(worker.reports, take)
+
+    def _drain(self, descriptor: int, take: Callable[[bytes], None]) -> None:
+        """Read what a pipe holds, in one round. A pipe at its end is unregistered."""
+        for _ in range(64):
+            try:
+                data = os.read(descriptor, _PIECE)
+            except BlockingIOError:
+                return
+            if not data:
+                self._selector.unregister(descriptor)
+                return
+            take(data)
+
+    def _heard(self, worker: _Worker, report: Event) -> None:
+        kind = report["kind"]
+        if kind == "ready":
+            worker.is_ready = True
+        elif kind == "step":
+            worker.step = int(report["step"])
+            self._emit("step", worker, step=worker.step)
+        elif kind == "run":
+            self._emit("run", worker, folder=str(report["folder"]))
+        elif kind in ("resumed", "checkpoint", "end", "interrupted"):
+            worker.has_told |= kind == "interrupted"
+            worker.has_stopped |= kind == "end" and not report["finished"]
+            self._emit(kind, worker, **{name: value for name, value in report.items() if name != "kind"})
+        elif kind == "error":
+            worker.has_told = True
+            if not report.get("expected"):  # into the log, not on the screen: the screen gets the cause, once
+                self._logs.write(worker.rank, str(report["traceback"]).encode(), show=False)
+            age = max(0.0, time.monotonic() - float(report["at"]))
+            self._fail(worker, failure_from_error(report, **self._place(worker)), age)
+
+    def _end(self, worker: _Worker, code: int) -> None:
+        if worker.ended:
+            return
+        for descriptor, read in ((worker.reports, self._read_reports), (worker.output, self._read_output)):
+            if descriptor in self._selector.get_map():
+                read(worker)
+            if descriptor in self._selector.get_map():  # a child of the worker still holds the other end
+                self._selector.unregister(descriptor)
+            os.close(descriptor)
+        worker.ended = True
+        self._guard.remove(worker.process.pid)
+        with contextlib.suppress(OSError):
+            os.killpg(worker.process.pid, signal.SIGKILL)  # children it left behind
+        stacks = self._logs.stacks(worker.rank)
+        with contextlib.suppress(OSError):
+            if stacks.stat().st_size == 0:
+                stacks.unlink()
+        if self._killed or worker.has_told:
+            return
+        if code == 0 or (code == STOPPED and worker.has_stopped):
+            self._emit("left", worker)
+            return
+        place = {**self._place(worker), "step": worker.step}
+        said = self._logs.tail(worker.rank)
+        self._fail(
+            worker, failure_from_exit(code, out_of_memory=oom_kills() > self._oom_kills, said=said, **place), 0.0
+        )
+
+    def _fail(self, worker: _Worker, failure: Failure, age: float) -> None:
+        if not self._killed:
+            self._emit("failure", worker, age=age, failure=asdict(failure))
+
+    def _emit(self, event: str, worker: _Worker, **facts: Any) -> None:
+        self._events.append({"event": event, "rank": worker.rank, **facts})
+
+    def _place(self, worker: _Worker) -> dict[str, Any]:
+        return {
+            "rank": worker.rank,
+            "node": self._layout.node_rank,
+            "host": self._host,
+            "pid": worker.process.pid,
+            "log": str(self._logs.path(worker.rank)),
+        }

@@ -1,0 +1,532 @@
+"""CUDA-graph capture of the whole step, from forward to optimizer.
+
+The first steps of a run are the warm-up, and are real ones. They are watched: a step that waits for the device, or that
+changes something in Python, cannot be replayed, and the run goes on without capture and reports the reason. Then one
+step of each shape that is not rare is captured, and replayed from there on, and of the first two shapes that are rare:
+an epoch's last step may take as long as a dozen replays otherwise. Other steps run eagerly.
+
+All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be captured. What changes from
+step to step reaches a replay through memory: the batch is copied into place, or is gathered by the replay itself from
+resident data, whose `Window` says which samples are next; the learning rate is on the device (`strategies.rates`); the
+generators' seeds are read when a replay begins. A step on resident data enqueues nothing but the replay: it writes its
+results into a table on the device, and the host copies many rows at once (`core.records.Noted`).
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.records import Note, Noted, StepOutcome
+from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch, to_device
+from drivetrain.data.division import Place, Stretch
+from drivetrain.data.resident import Resident, Rows, Window
+from drivetrain.loop.python_state import State, changes, generators_state, python_state
+from drivetrain.loop.static_inputs import NotStaticError, signature, with_tensors
+from drivetrain.loop.stepper import Stepper
+from drivetrain.monitor.phases import DATA, STEP
+from drivetrain.strategies.base import CapturableStrategy, ObjectiveCall
+from drivetrain.strategies.lr_on_device import put_rates_on_device
+
+WARM_STEPS = 3  # of a shape, before it is recorded; all but the first are watched
+RARE = 16  # a shape that fewer than one in so many steps have is rare
+MOST_RARE, MOST_GRAPHS = 2, 8
+MOST_SHAPES = 1024  # that are counted
+MOST_STARTS = 5  # how often hooks may change the model before steps are no longer recorded
+
+CAPTURED, NOT_CAPTURED = "step captured", "step not captured"  # events
+
+# Gets what is to be recorded, calls it once, and returns what runs it again.
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class _Passage(NamedTuple):
+    """A step that finds its samples in a window by itself. It keeps the tensors that the graph only reads."""
+
+    resident: Resident
+    window: Window
+    offsets: Tensor  # of its samples, from the window's place
+    noted: Noted
+    num_samples: int
+
+    def record(self, learn: Callable[[Any], StepOutcome]) -> StepOutcome:
+        outcome = learn(self.resident.gather(self.window.chosen(self.offsets)))
+        self.noted.keep(self.window.place, outcome)
+        self.window.place.add_(self.num_samples)
+        return outcome
+
+    def begin(self, start: int, most: int) -> Note:
+        """Prepare for up to `most` replays from sample `start` on, each on the samples after the previous one's."""
+        note = self.noted.expect(start, most, self.num_samples)
+        self.window.go_to(start)
+        return note
+
+    def end(self, note: Note, count: int) -> None:
+        """Record that `count` of the replays were enqueued."""
+        self.noted.cut(note, count)
+        self.window.passed(count * self.num_samples)
+
+
+def _passage_of(batch: Any, num_part_values: int) -> _Passage | None:
+    if not isinstance(batch, Rows) or batch.window is None:
+        return None
+    window, device = batch.window, batch.window.place.device
+    offsets = torch.arange(batch.count, device=device)
+    return _Passage(batch.resident, window, offsets, Noted(len(window.numbers), device, num_part_values), batch.count)
+
+
+class CapturedStep:
+    """One captured step. Its inputs are tensors that are written over before each replay; so are its results.
+
+    In a probe: inside `own_stream`, after `make_capturable` and `put_rates_on_device` and some ordinary steps,
+    `CapturedStep(CudaRecorder(device), strategy, objective, batch, samples)`; then `replay()`, as often as it takes.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        strategy: CapturableStrategy,
+        objective: ObjectiveCall,
+        batch: Any,
+        num_samples: int,
+        step_samples: int | None = None,
+        weight: int = 1,
+    ) -> None:
+        self._strategy = strategy
+        self._outcome: StepOutcome | None = None
+        self._passage = passage = _passage_of(batch, strategy.parts.loss_parts.num_values)
+
+        def learn(data: Any) -> StepOutcome:
+            strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
+            return _on_device(strategy.move())
+
+        def body() -> None:
+            if passage is not None:
+                self._outcome = passage.record(learn)
+                return
+            outcome = learn(batch.gather() if isinstance(batch, Rows) else batch)
+            self._outcome = outcome._replace(packed=outcome.pack())
+
+        try:
+            self._replay = record(body)
+        except BaseException:
+            strategy.abandon()
+            raise
+        finally:
+            if passage is not None:
+                passage.window.lose_place()
+        # Other code may replace the gradients of parameters between replays: afterwards these are put back.
+        self._gradients = [(parameter, parameter.grad) for parameter in strategy.parts.trained]
+
+    def replay(self, stop: float = 0.0, start: int = 0) -> StepOutcome:
+        """Replay the step. `start`: where in their window its samples are, if they are in one."""
+        if self._passage is not None:
+            return self.go_on(start, 1, (None,))._replace(stop=stop)
+        self._replay()
+        self._strategy.follow()
+        outcome = self._outcome
+        assert outcome is not None
+        return outcome._replace(stop=stop) if stop else outcome
+
+    @property
+    def finds_samples(self) -> bool:
+        """Whether it can be replayed again at once, on the samples that come next in their window."""
+        return self._passage is not None
+
+    def go_on(self, start: int, most: int, begins: Iterable[Any]) -> StepOutcome:
+        """Replay once for each step that begins, `most` times at most. The outcome covers all of them."""
+        passage, replay, follow, count = self._passage, self._replay, self._strategy.follow, 0
+        assert passage is not None
+        assert self._outcome is not None
+        note = passage.begin(start, most)
+        for _ in begins:
+            replay()
+            follow()
+            count += 1
+        passage.end(note, count)
+        return self._outcome._replace(note=note)
+
+    def show_gradients(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+def _on_device(outcome: StepOutcome) -> StepOutcome:
+    """Keep tensors only where the device writes them in a replay. A count on the host is a constant of this shape."""
+    count = outcome.num_items
+    if isinstance(count, Tensor) and count.device != outcome.losses[0][0].device:
+        return outcome._replace(num_items=count.item())
+    return outcome
+
+
+class CudaRecorder:
+    """Captures CUDA graphs. Graphs of one recorder share their memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            # Only this thread is held to what may be recorded: others save, sample and pin memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                body()
+        except BaseException:
+            self._mend()
+            raise
+        return graph.replay
+
+    def _mend(self) -> None:
+        """Reset the allocator and the generator, which a failed capture leaves in the middle of it."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with suppress(RuntimeError):  # it was ended properly
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+        for _ in range(3):  # an error that is still pending on the device is raised once
+            try:
+                torch.zeros(1, device=self._device)
+                torch.cuda.synchronize(self._device)
+                return
+            except RuntimeError:
+                continue
+
+
+_Before = list[weakref.ref[Tensor]]  # the tensors of a batch, without keeping them
+
+
+class _Recorded:
+    """A captured step for one shape, and the tensors that its batches are copied into."""
+
+    def __init__(self, make: Callable[[Any], CapturedStep], batch: Any, leaves: list[Tensor], before: "_Before"):
+        # A tensor that came in the last step, too, is a buffer that its owner fills: it is read in place.
+        self._is_fixed = [leaf is last() for leaf, last in zip(leaves, before, strict=True)]
+        self._inputs = [
+            leaf if is_fixed else leaf.clone() for leaf, is_fixed in zip(leaves, self._is_fixed, strict=True)
+        ]
+        self.step = make(with_tensors(batch, iter(self._inputs)))
+
+    def take(self, leaves: list[Tensor]) -> bool:
+        """Copy the batch into place; false if it does not fit there."""
+        for leaf, place, is_fixed in zip(leaves, self._inputs, self._is_fixed, strict=True):
+            if is_fixed and leaf is not place:
+                return False
+        for leaf, place, is_fixed in zip(leaves, self._inputs, self._is_fixed, strict=True):
+            if not is_fixed:
+                place.copy_(leaf, non_blocking=True)
+        return True
+
+
+class CapturedStepper(Stepper):
+    """Runs steps, and replays those that are captured."""
+
+    def __init__(
+        self,
+        strategy: CapturableStrategy,
+        objective: ObjectiveCall,
+        world: World,
+        seed: int,
+        *,
+        make_recorder: Callable[[torch.device], Record] = CudaRecorder,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, objective, world, seed, **options)
+        self._takes_rows = self._channels_last = False
+        put_rates_on_device(strategy.parts.optimizer)
+        self._capturable, self._device = strategy, world.device
+        self._norms = strategy.parts.norms
+        self._make_recorder = make_recorder
+        # Called with what to say of it, once steps are captured and once they are not any more.
+        self.tell: Callable[[str, str], None] = lambda event, words: None
+        self._num_steps = self._num_replays = self._num_starts = 0
+        self._start()
+
+    def start_over(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        """Begin with the warm-up, and release the captured graphs."""
+        self._num_starts += 1
+        if self._num_replays and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the host waits: a graph must not go while it runs
+        self._record: Record | None = None
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._not_used: list[_Recorded] = []  # may be running: they go when the device was awaited
+        self._num_rare = 0
+        self._seen: dict[Hashable, int] = {}
+        self._before: dict[Hashable, _Before] = {}  # the last batch of each shape
+        self._shown: _Recorded | None = None  # whose gradients the parameters have
+        self._last: _Recorded | None = None  # that was replayed, if the last step was a replay
+        self._state: State | None = None  # when the first step was recorded
+        self._looks_again = False
+
+    def take_rows(self, *, channels_last: bool) -> None:
+        """Gather or move batches: they come as `Rows` of resident data, or from the host as they are."""
+        self._takes_rows, self._channels_last, self._arrives = True, channels_last, DATA
+
+    def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
+        super().learn(batch.gather() if isinstance(batch, Rows) else self._moved(batch), place, micro)
+
+    def _moved(self, batch: Any) -> Any:
+        return to_device(batch, self._device, channels_last=self._channels_last) if self._takes_rows else batch
+
+    def last_batch(self) -> Any:
+        batch = super().last_batch()
+        return batch.gather() if isinstance(batch, Rows) else self._moved(batch)
+
+    def look_again(self) -> None:
+        self._looks_again = bool(self._recorded)
+
+    def in_words(self) -> str:
+        if not self._num_replays:
+            return super().in_words() or "not captured: the run was over first"
+        shapes = f"{len(self._recorded)} shape{'s' if len(self._recorded) != 1 else ''}, "
+        words = f"{'' if self.why_not else shapes}{self._num_replays} of {self._num_steps} steps replayed"
+        return f"{words}; no longer: {self.why_not}" if self.why_not else words
+
+    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
+        self._num_steps += 1
+        if self.why_not:
+            return super().run(place, micro_batches, stop)
+        following = iter(micro_batches)
+        micro = next(following)
+        if not micro.is_last:
+            self._give_up("a step has several micro-batches, and a replay is one")
+            return super().run(place, chain((micro,), following), stop)
+        if self._looks_again:
+            self._compare()
+        batch = self.begin(place, micro)
+        batch = batch if isinstance(batch, Rows) else self._moved(batch)
+        leaves: list[Tensor] = []
+        try:
+            key = micro.num_samples, place.num_samples, micro.weight, signature(batch, leaves)
+        except NotStaticError as reason:
+            self._give_up(str(reason))
+            return self._run_here(batch, place, micro, stop)
+        if self._norms.is_apart:
+            return self._run_here(batch, place, micro, stop)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return self._warm_up(key, batch, leaves, place, micro, stop)
+        if not recorded.take(leaves):
+            return self._run_here(batch, place, micro, stop)
+        return self._replay(recorded, batch, stop)
+
+    def _replay(self, recorded: _Recorded, batch: Any, stop: bool) -> StepOutcome:
+        outcome = recorded.step.replay(float(stop), batch.start if type(batch) is Rows else 0)
+        if self._shown is not recorded:
+            recorded.step.show_gradients()
+            self._shown = recorded
+        self._num_replays += 1
+        self._last = recorded
+        self.clock.lap(STEP)
+        return outcome
+
+    @property
+    def may_go_on(self) -> bool:
+        last = self._last
+        return last is not None and last.step.finds_samples and not (self._looks_again or self.keeps_batch)
+
+    def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
+        assert self._last is not None
+        outcome = self._last.step.go_on(stretch.start, stretch.num_steps, self._seeded(begins))
+        assert outcome.note is not None
+        self._num_replays += outcome.note.count
+        self._num_steps += outcome.note.count
+        self.clock.lap(STEP)
+        return outcome
+
+    def _seeded(self, begins: Iterable[int]) -> Iterable[int]:
+        if not self._seeds:
+            return begins
+
+        def seeded() -> Iterator[int]:
+            for step in begins:
+                self._seed_model(self._key_of(step, 0))
+                yield step
+
+        return seeded()
+
+    def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
+        self._shown = self._last = None
+        self.learn(batch, place, micro)
+        return self.end(stop)
+
+    def _warm_up(
+        self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: bool
+    ) -> StepOutcome:
+        elsewhere = next((leaf.device for leaf in leaves if leaf.device != self._device), None)
+        if elsewhere is not None:
+            self._give_up(f"a part of the batch is on {elsewhere}, and a replay reads {self._device}")
+            return self._run_here(batch, place, micro, stop)
+        if len(self._seen) > MOST_SHAPES:
+            self._seen.clear()
+            self._before.clear()
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        before = self._before.get(key)
+        self._before[key] = [weakref.ref(leaf) for leaf in leaves]
+        if seen == 1 or before is None:
+            return self._run_here(batch, place, micro, stop)
+        if seen <= WARM_STEPS:
+            return self._watched(batch, place, micro, stop)
+        is_rare = seen * RARE < self._num_steps
+        if len(self._recorded) == MOST_GRAPHS or (is_rare and self._num_rare == MOST_RARE):
+            return self._run_here(batch, place, micro, stop)
+        self._num_rare += is_rare
+        return self._capture(key, batch, leaves, before, place, micro, stop, is_rare=is_rare)
+
+    def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
+        """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
+        before = self._python_state() | generators_state(self._device)
+        with noticed_waits(self._device) as waits:
+            outcome = self._run_here(batch, place, micro, stop)
+        found = changes(before, self._python_state() | generators_state(self._device))
+        if waits:
+            self._give_up(f"the step waits for the device ({waits[0]}), and a replay cannot")
+        elif found:
+            self._give_up(f"the step changes {found[0]} in Python, which a replay would not")
+        return outcome
+
+    def _capture(
+        self,
+        key: Hashable,
+        batch: Any,
+        leaves: list[Tensor],
+        before: _Before,
+        place: Place,
+        micro: MicroBatch,
+        stop: bool,
+        *,
+        is_rare: bool,
+    ) -> StepOutcome:
+        # A rare one may fail for want of memory, which the others have: it is recorded apart from them.
+        is_apart = is_rare and bool(self._recorded)
+        record = None if is_apart else self._record
+        record = record or self._make_recorder(self._device)
+        if not is_apart:
+            self._record = record
+        objective, samples = self._objective, (micro.num_samples, place.num_samples, micro.weight)
+
+        def make(inputs: Any) -> CapturedStep:
+            return CapturedStep(record, self._capturable, objective, inputs, *samples)
+
+        state = self._python_state()
+        try:
+            recorded = _Recorded(make, batch, leaves, before)
+        except Exception as error:  # noqa: BLE001  (whatever cannot be recorded can be run)
+            if is_apart:
+                self._num_rare = MOST_RARE
+            else:
+                self._give_up(f"recording the step failed: {_cause(error)}")
+            self._begin_again(place, micro)
+            return self._run_here(batch, place, micro, stop)
+        found = changes(state, self._python_state())
+        recorded.take(leaves)
+        self._begin_again(place, micro)
+        outcome = self._replay(recorded, batch, stop)
+        if found and is_apart:
+            self._num_rare = MOST_RARE
+            self._not_used.append(recorded)
+            return outcome
+        if found:
+            # What Python did while this step was recorded belongs to it; the next must do it again.
+            self._give_up(f"the step changes {found[0]} in Python, which a replay would not")
+            return outcome
+        if not self._recorded and self._num_starts == 1:
+            self.tell(CAPTURED, f"replayed as one CUDA graph from step {place.step + 1} on")
+        self._state = state if self._state is None else self._state
+        self._recorded[key] = recorded
+        return outcome
+
+    def _begin_again(self, place: Place, micro: MicroBatch) -> None:
+        """Restore the generators to the beginning of the step."""
+        if self._seeds:
+            self._seed_model(self._key_of(place.step, micro.number))
+
+    def _compare(self) -> None:
+        """Check state after hooks ran. Changes made in place reach a replay; anything else needs a new capture."""
+        self._looks_again = False
+        assert self._state is not None
+        found = changes(self._state, self._python_state())
+        if not found:
+            return
+        if self._num_starts == MOST_STARTS:
+            self._give_up(f"hooks change {found[0]} again and again, and each time the step has to be recorded anew")
+        else:
+            self._start()
+
+    def _python_state(self) -> State:
+        parts = self._capturable.parts
+        return python_state(parts.model, parts.loss, parts.optimizer, self._device)
+
+    def _give_up(self, reason: str) -> None:
+        self.why_not = reason
+        self._start()
+        self.tell(NOT_CAPTURED, reason)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the root cause of a failed capture: ending it raises another error over the one that broke it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run everything inside on a stream that can be captured, ordered after the work enqueued before. Only on a GPU.
+
+    The stream has high priority, since streams are taken in turn from a pool for each priority: no other user gets it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    outer = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # of a device that failed: the first error is the news
+                outer.wait_stream(stream)
+                # Matrix products keep some 30 MB for each stream they ever ran on, and this one is not used again.
+                torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def noticed_waits(device: torch.device) -> Iterator[list[str]]:
+    """Collect where this thread makes the host wait for the device, as far as torch notices."""
+    waits: list[str] = []
+    if device.type != "cuda":
+        yield waits
+        return
+    here, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def noticed(message: Any, category: Any, filename: str, lineno: int, *others: Any, **named: Any) -> None:
+            if "synchronizing CUDA operation" not in str(message):
+                show(message, category, filename, lineno, *others, **named)
+            elif threading.get_ident() == here:
+                waits.append(f"{filename}:{lineno}")
+
+        warnings.showwarning = noticed
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        warnings.filterwarnings("ignore", message=".*[Ss]ynchronization debug mode")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,127 @@
+"""Runs one optimizer step over one global batch: forward and backward of each micro-batch, then the strategy's step."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from drivetrain.core.records import StepOutcome
+from drivetrain.core.world import World
+from drivetrain.data.batch import MicroBatch
+from drivetrain.data.division import Place, Stretch
+from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, seed_all
+from drivetrain.data.stream import key_of, mix
+from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
+from drivetrain.strategies.base import ObjectiveCall, Strategy
+
+# Odd and far apart, so that no two (step, micro-step) of a run meet before `mix` takes them apart.
+_STEP, _MICRO_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+
+
+class Stepper:
+    """Runs steps. What the model draws at random is keyed by (seed, step, rank, micro-step), and so is not saved.
+
+    Generators are set only for models that were seen to draw from them (`draws`): setting all three costs some 50 µs of
+    a step, since the step before has taken everything out of the cache.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        objective: ObjectiveCall,
+        world: World,
+        seed: int,
+        *,
+        draws: Draws = DRAWS_FROM_ALL,
+        before_micro_step: Callable[[Any], None] | None = None,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        self.clock = clock or NoClock()
+        self.why_not = ""  # why steps are not captured (any more), if capture was asked for
+        self._strategy, self._objective, self._world = strategy, objective, world
+        self._key = key_of(seed, world.rank)
+        self._draws = draws
+        self._seeds = draws.python or draws.torch
+        # To a GPU, the feed has told the wait for the data; since then it was the copy that had to be waited for.
+        self._arrives = COPY if world.device.type == "cuda" else DATA
+        self._before_micro_step = before_micro_step
+        self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
+        self._last_batch: Any = None
+        self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
+
+    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
+        for micro in micro_batches:
+            self.learn(self.begin(place, micro), place, micro)
+        return self.end(stop)
+
+    def end(self, stop: bool) -> StepOutcome:
+        """Run the strategy's step after the last micro-step."""
+        outcome = self._strategy.step(stop)
+        self.clock.lap(OPTIMIZER)
+        return outcome
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether similar steps can follow the last one without being handed their batches."""
+        return False
+
+    def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
+        """Run the steps that `begins` yields, of the range after the last step. The outcome covers all of them."""
+        raise NotImplementedError
+
+    def look_again(self) -> None:
+        """Check for changes: the model may have been modified in Python since the last step."""
+
+    def start_over(self) -> None:
+        """Discard captured steps: what they compute has changed."""
+
+    def in_words(self) -> str:
+        """Return whether steps are captured, for the summary; empty if capture was not asked for."""
+        return f"not captured: {self.why_not}" if self.why_not else ""
+
+    def begin(self, place: Place, micro: MicroBatch) -> Any:
+        """Return the data of a micro-step, which the feed copied to the device, with the generators set for it."""
+        self.clock.lap(self._arrives)
+        if self._seeds:
+            self._seed_model(self._key_of(place.step, micro.number))
+        if self._before_micro_step is not None:
+            self._before_micro_step(micro.batch)
+        if self.keeps_batch and micro.weight:
+            self._last_batch = micro.batch
+        return micro.batch
+
+    def last_batch(self) -> Any:
+        """Return the last batch of this step, as the loss function got it; None where none counted or was kept."""
+        return self._last_batch
+
+    def keep_batch(self, keep: bool) -> None:
+        """Set whether the batch of the step that begins is kept."""
+        self.keeps_batch, self._last_batch = keep, None
+
+    def learn(self, batch: Any, place: Place, micro: MicroBatch) -> None:
+        """Run forward and backward."""
+        strategy, clock = self._strategy, self.clock
+        if micro.is_last:
+            objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
+            clock.lap(FORWARD)
+            if self._world.size > 1:
+                clock.watch_backward(objective)
+            strategy.backward(objective)
+            clock.end_backward()
+        else:
+            with strategy.accumulate():
+                objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
+                clock.lap(FORWARD)
+                strategy.backward(objective)
+                clock.lap(BACKWARD)
+
+    def _key_of(self, step: int, micro_step: int) -> int:
+        return mix(self._key + step * _STEP + micro_step * _MICRO_STEP)
+
+    def _seed_model(self, key: int) -> None:
+        if self._draws.python:
+            seed_all(key)
+        else:
+            torch.default_generator.manual_seed(key >> 1)
+        if self._generator is not None:
+            self._generator.manual_seed(key >> 1)

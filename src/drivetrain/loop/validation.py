@@ -1,0 +1,309 @@
+"""Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
+
+The set is divided like a single large step: every rank takes a slice, without padding or duplicates. It is a hook:
+afterwards all ranks know the same numbers, and so agree on which checkpoint is best and when to stop.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.hook import StepContext, Verdict
+from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
+from drivetrain.core.modes import evaluating
+from drivetrain.core.precision import Precision
+from drivetrain.core.state import is_distributed
+from drivetrain.core.world import World
+from drivetrain.data.keyed_items import seed_all
+from drivetrain.data.loader import Loader, MicroBatch
+from drivetrain.data.stream import key_of
+from drivetrain.job import Aim, EarlyStopping, Job
+from drivetrain.strategies.base import LossFunction
+from drivetrain.strategies.ema import Average
+from drivetrain.strategies.loss_parts import LossParts
+
+_VALIDATION = 0x7A11D  # the key of a model's random draws in validation: the same every time
+PREFIX = "valid_"
+_PART = "loss_"  # before the name of a part of the loss
+
+
+class Validator:
+    """Runs a model over the validation set. `measure` is collective."""
+
+    def __init__(
+        self,
+        job: Job,
+        loader: Loader,
+        precision: Precision,
+        world: World,
+        loss: LossFunction | None = None,
+        loss_parts: LossParts | None = None,
+    ) -> None:
+        self._job, self._loader, self._precision, self._world = job, loader, precision, world
+        self._loss = loss or job.loss
+        self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
+        self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
+        # torchmetrics objects are modules; one that was made on another device would stop in its first update.
+        self._objects = {
+            name: cast(Any, it).to(world.device) if isinstance(it, nn.Module) else it
+            for name, it in job.metrics.items()
+            if isinstance(it, MetricObject)
+        }
+
+    def measure(self, model: nn.Module, called: Callable[..., Any] | None = None) -> dict[str, float]:
+        """Return loss and metrics over the whole set, the same on every rank.
+
+        `called` is the model, perhaps compiled.
+        """
+        counted: dict[str, Counted | None] = {}
+        failure: Exception | None = None
+        try:
+            counted = self._count(model, model if called is None else called)
+        except Exception as error:
+            failure = error
+            if any(map(is_distributed, model.parameters())):
+                raise  # the others wait inside the model's forward, and not for words: they end with this rank
+        told = self._world.gather([_in_words(failure), [name for name in counted if name.startswith(_PART)]])
+        failures = [words for words, _ in told]
+        if failure is not None:
+            raise failure
+        if any(failures):
+            in_words = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+            raise DrivetrainError(f"validation failed: {in_words}", remedy="that rank shows where")
+        # A rank may have no sample of some part.
+        parts = list(dict.fromkeys(name for _, names in told for name in names))
+        if parts:
+            others = {name: found for name, found in counted.items() if not name.startswith(_PART)}
+            counted = others | {name: counted.get(name) for name in parts}
+        values = over_all_ranks(counted, self._world)
+        if parts:
+            values = self._with_total(values, parts)
+        for name, found in self._objects.items():
+            values |= flattened(name, self._computed(name, found))
+        return {f"{PREFIX}{name}": value for name, value in values.items()}
+
+    def _with_total(self, values: dict[str, float], parts: Sequence[str]) -> dict[str, float]:
+        """Add the parts' weighted sum as the loss. A part without items in the set is left out."""
+        weights = self._loss_parts.weights_now([name.removeprefix(_PART) for name in parts])
+        found = [(values[name], weight) for name, weight in zip(parts, weights, strict=True)]
+        total = sum(value * weight for value, weight in found if not math.isnan(value))
+        return {"loss": total} | {name: value for name, value in values.items() if name != "loss"}
+
+    def _count(self, model: nn.Module, called: Any) -> dict[str, Counted | None]:
+        tallies = {name: Tally(name) for name in ("loss", *self._functions)}
+        for found in self._objects.values():
+            found.reset()
+        seed_all(key_of(self._job.seed, _VALIDATION))
+        with evaluating(model), torch.no_grad(), _recording(called) as outputs:
+            for micro in self._micro_batches():
+                outputs.clear()
+                with self._precision.around_forward() or nullcontext():
+                    loss = self._loss(called, micro.batch)
+                if not micro.weight:
+                    continue  # it only kept this rank in step with the others
+                if isinstance(loss, Mapping):
+                    for name, part in self._loss_parts.means(loss, micro.batch).items():
+                        tallies.setdefault(f"{_PART}{name}", Tally(f"{_PART}{name}")).add(part, micro.num_samples)
+                else:
+                    tallies["loss"].add(loss, micro.num_samples)
+                if self._job.metrics:
+                    self._add_metrics(tallies, self._output(outputs), micro)
+        return {name: tally.read() for name, tally in tallies.items()}
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        for _, micro_batches in self._loader.batches(0, 1):
+            yield from micro_batches
+
+    def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch) -> None:
+        for name, function in self._functions.items():
+            try:
+                value = function(output, micro.batch)
+            except Exception as error:
+                raise DrivetrainError(
+                    f"the metric {name!r} raised {type(error).__name__}: {error}",
+                    remedy="it gets the model's output and the batch: try it on one batch by hand",
+                ) from error
+            tallies[name].add(value, micro.num_samples)
+        for name, found in self._objects.items():
+            try:
+                found.update(output, _target(micro.batch))
+            except DrivetrainError:
+                raise
+            except Exception as error:
+                raise DrivetrainError(
+                    f"the metric {name!r} ({type(found).__name__}) refused the model's output: {error}",
+                    remedy="give a function (output, batch) instead, which picks and shapes what the metric needs",
+                ) from error
+
+    def _output(self, outputs: list[Any]) -> Any:
+        if not outputs:
+            raise DrivetrainError(
+                "metrics get the model's output, and the loss function did not call the model",
+                remedy="call model(...) in the loss function",
+            )
+        return outputs[-1]
+
+    def _computed(self, name: str, found: Any) -> Any:
+        """Compute a metric object after comparing its states between ranks.
+
+        torchmetrics reduces over ranks in `compute`; states that differ in shape would hang or mix there.
+        """
+        shapes = {
+            state: list(value.shape)
+            for state in getattr(found, "_defaults", {})
+            if isinstance(value := getattr(found, state), torch.Tensor)
+        }
+        by_rank = self._world.gather(shapes)
+        for rank, others in enumerate(by_rank):
+            if others != by_rank[0]:
+                state = next(state for state in others if others[state] != by_rank[0].get(state))
+                raise DrivetrainError(
+                    f"the metric {name!r} has a state {state!r} of shape {by_rank[0].get(state)} on rank 0 and of "
+                    f"{others[state]} on rank {rank}",
+                    remedy="make it alike on every rank, for example with the number of classes given",
+                )
+        return found.compute()
+
+
+class Validation:
+    """The validation hook: validates when due, keeps the best result, and asks to stop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        every: int | Literal["epoch"],
+        best: Aim,
+        early_stopping: EarlyStopping | None,
+        average: Average | None,
+        report: Callable[[StepContext, dict[str, float], float], None],
+    ) -> None:
+        self.every = every
+        self.latest: dict[str, float] = {}
+        self.best_step: int | None = None
+        self.best_value = math.nan
+        self.stopped_because = ""
+        self._validator, self._best, self._early_stopping = validator, best, early_stopping
+        self._average, self._report = average, report
+        self._patience = _Patience(early_stopping) if early_stopping else None
+
+    def __call__(self, context: StepContext) -> Verdict:
+        began = time.perf_counter()
+        self.latest = self.measure(context.model)
+        self._report(context, self.latest, time.perf_counter() - began)
+        value = _picked(self.latest, self._best)
+        is_best = self._best.is_better(value, self.best_value)
+        if is_best:
+            self.best_step, self.best_value = context.step, value
+        stop = self._patience is not None and self._patience.is_over(self.latest)
+        if stop and self._patience is not None:
+            self.stopped_because = self._patience.words()
+        return Verdict(save=is_best or stop, stop=stop)
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """Measure as validation does, with the EMA weights where there are some, without recording the result."""
+        with self._average.in_place() if self._average else nullcontext():
+            return self._validator.measure(model)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {
+            "best_step": self.best_step,
+            "best_value": _or_none(self.best_value),
+            "latest": {name: _or_none(value) for name, value in self.latest.items()},
+            "stopped_because": self.stopped_because,
+            "patience": self._patience.state_dict() if self._patience else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best_step = state["best_step"]
+        self.best_value = _or_nan(state["best_value"])
+        self.latest = {name: _or_nan(value) for name, value in state["latest"].items()}
+        self.stopped_because = state["stopped_because"]
+        if self._patience and state["patience"]:
+            self._patience.load_state_dict(state["patience"])
+
+
+class _Patience:
+    """Counts validations without improvement."""
+
+    def __init__(self, wanted: EarlyStopping) -> None:
+        self._wanted, self._aim = wanted, Aim(wanted.metric, wanted.mode)
+        self._best, self._waited = math.nan, 0
+
+    def is_over(self, metrics: Mapping[str, float]) -> bool:
+        value = _picked(metrics, self._aim)
+        if self._aim.is_better(value, self._best, self._wanted.min_delta):
+            self._best, self._waited = value, 0
+        else:
+            self._waited += 1
+        return self._waited >= self._wanted.patience
+
+    def words(self) -> str:
+        return (
+            f"{self._wanted.metric} has not improved on {self._best:.6g} by more than {self._wanted.min_delta:g} "
+            f"in {self._waited} validations"
+        )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"best": _or_none(self._best), "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best = _or_nan(state["best"])
+        self._waited = state["waited"]
+
+
+def _or_none(value: float) -> float | None:
+    """Return the value, or None for nan and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _in_words(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return error.message if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
+
+
+def _picked(metrics: Mapping[str, float], aim: Aim) -> float:
+    if aim.metric not in metrics:
+        raise DrivetrainError(
+            f"{aim.metric!r} is none of the metrics that were measured: {', '.join(metrics)}",
+            remedy="name one of them",
+        )
+    return metrics[aim.metric]
+
+
+def _target(batch: Any) -> Any:
+    """Return the target of a metric object: the second of a pair, or the batch's entry called target or label."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        return batch[1]
+    if isinstance(batch, Mapping):
+        for name in ("target", "targets", "label", "labels"):
+            if name in batch:
+                return batch[name]
+    raise DrivetrainError(
+        "a metric object needs a target, and the batch is neither a pair nor has an entry named target or label",
+        remedy="give a function (output, batch) as the metric instead",
+    )
+
+
+@contextmanager
+def _recording(called: Any) -> Iterator[list[Any]]:
+    """Collect the model's outputs while the loss function computes them, so that metrics need no second forward."""
+    outputs: list[Any] = []
+    if not isinstance(called, nn.Module):
+        yield outputs
+        return
+    handle = called.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()

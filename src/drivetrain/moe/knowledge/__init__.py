@@ -1,0 +1,1 @@
+"""What each expert knows: profiles, the knowledge graph and its files."""

@@ -1,0 +1,1 @@
+"""The mixture layer: router, experts, dispatch and load balancing."""

@@ -1,0 +1,1 @@
+"""How experts come and go: growth, merging, pruning and sleep."""

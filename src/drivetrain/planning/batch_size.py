@@ -1,0 +1,185 @@
+"""Finds the fastest batch size here: steps of doubling sizes on a copy of the model, as far as memory and data go."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.plan.tune import Measurement
+from drivetrain.planning.probe import Journal, Probe
+from drivetrain.run.memory_needs import needs_of
+from drivetrain.run.model_traits import couples_samples
+from drivetrain.run.setup import Setup
+
+SECONDS_PER_SIZE, BUDGET_SECONDS = 0.15, 20.0
+EQUALLY_FAST = 0.03  # of such sizes the smallest is taken for a step, and the largest to divide one
+MOST_SLOWER = 2  # sizes in a row that gain nothing, after which larger ones are not tried
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """The sizes that were measured, smallest first, and why no larger one was."""
+
+    tried: tuple[tuple[int, Measurement], ...]
+    ended: str
+    prefers_large: bool = False  # of sizes that are equally fast
+
+    @property
+    def _usable(self) -> list[tuple[int, float]]:
+        return [(size, found.sample_seconds) for size, found in self.tried if not found.problem]
+
+    @property
+    def fastest(self) -> int:
+        """The size that is as fast as any: the smallest of those, or the largest if `prefers_large`."""
+        least = min(seconds for _, seconds in self._usable)
+        as_fast = [size for size, seconds in self._usable if seconds <= least * (1 + EQUALLY_FAST)]
+        return as_fast[-1 if self.prefers_large else 0]
+
+    @property
+    def largest(self) -> int:
+        """The largest size that ran."""
+        return self._usable[-1][0]
+
+    def in_words(self) -> str:
+        rates = ", ".join(f"{size}: {1 / seconds:,.0f}" for size, seconds in self._usable)
+        return f"{self.fastest} is fastest (samples/s by size: {rates}; larger ones not tried: {self.ended})"
+
+
+def settle_global_batch(run: Setup) -> nn.Module | None:
+    """Take the fastest batch as a device's part of a step, with --auto-batch-size where the batch size is not given.
+
+    Returns the model that was built for it; None where there was nothing to find. Called by all ranks, before the run
+    folder is claimed: the samples of a step are part of what a run is.
+    """
+    if not run.config.batch.auto or not run.batch_by_rule or not run.config.plan.auto_optimize:
+        return None
+    model = run.build()
+    why_not = why_not_searched(run)
+    if why_not:
+        return model  # told with the plan
+    found = search_batch_size(run, model, run.config.memory.gpu_fraction)
+    run.job = replace(run.job, global_batch=found.fastest * run.num_devices)
+    run.follow(run.by_rule())
+    run.batch_size_found = f"{found.in_words()}; nobody said how many samples a step has: {run.job.global_batch}"
+    return model
+
+
+def settle_micro_batch(run: Setup, model: nn.Module) -> None:
+    """Follow the fastest micro-batch within a step, with --auto-batch-size. Called by all ranks."""
+    if not run.config.batch.auto or run.batch_size_found:
+        return
+    why_not = why_not_searched(run)
+    if why_not:
+        run.batch_size_found = f"not measured: {why_not}"
+        return
+    found = search_batch_size(run, model, run.config.memory.gpu_fraction, run.rank_samples, keeps_step=True)
+    run.follow(run.way.but(micro_batch=found.fastest))
+    run.batch_size_found = f"{found.in_words()}; a step stays at {run.job.global_batch} samples"
+
+
+def why_not_searched(run: Setup) -> str:
+    """Say why the batch size of a run cannot be measured; empty if it can. Known once the model is built."""
+    if not run.config.plan.auto_optimize:
+        return "measuring is switched off (--no-auto-optimize)"
+    if run.job.num_samples is None or not run.job.source.is_keyed:
+        return "data that can only be iterated is not read for measuring"
+    if run.shards or run.uses_deepspeed:
+        return "sharded models are not measured yet"
+    if len(run.devices) > 1:
+        return "several GPUs of one process are not measured"
+    if run.weighting.holds_division:
+        return f"the whole part of a rank is kept: {run.weighting.holds_division}"
+    return ""
+
+
+def search_batch_size(
+    run: Setup, model: nn.Module, fraction: float, at_most: int | None = None, *, keeps_step: bool = False
+) -> BatchSearch:
+    """Measure forward, backward and optimizer step of batches that double in size. Called by all ranks together.
+
+    Args:
+        run: the job and its devices; nothing of it is changed.
+        model: the model on its device; copies of it are run.
+        fraction: the part of the free memory that a step may use; on a CPU the memory is forecast, not measured.
+        at_most: largest size to try; None is a rank's part of the data set.
+        keeps_step: sizes divide the job's own step, instead of being a step each.
+    """
+    job, world = run.job, run.world
+    if job.num_samples is None or not job.source.is_keyed:
+        raise DrivetrainError(
+            "the batch size cannot be measured on data that can only be iterated: its items would be used up",
+            remedy="give a map-style data set, or a batch size",
+        )
+    most = min(at_most or job.num_samples, max(1, job.num_samples // world.size))
+    limit = min(world.gather(_free_bytes(run))) * fraction
+    fits = _forecast(run, model, most, limit)
+    began, tried = time.monotonic(), list[tuple[int, Measurement]]()
+    best, num_slower, ended = float("inf"), 0, "that is all of a step" if keeps_step else "that is all of the data"
+    for size in _sizes(2 if couples_samples(model) else 1, most):
+        if size > fits:
+            ended = f"they need more than {fraction:.0%} of the free memory (forecast)"
+            break
+        found = _measured(run, model, size, keeps_step=keeps_step)
+        if found.out_of_memory or found.peak_bytes > limit:
+            ended = "out of memory" if found.out_of_memory else f"they need more than {fraction:.0%} of the free memory"
+            break
+        tried.append((size, found))
+        if found.problem:
+            raise DrivetrainError(
+                f"a step of {size} samples cannot be run: {found.problem}",
+                remedy="train a few steps with --max-steps 2, which shows where",
+            )
+        num_slower = num_slower + 1 if found.sample_seconds > best * (1 - EQUALLY_FAST) else 0
+        best = min(best, found.sample_seconds)
+        if num_slower == MOST_SLOWER:
+            ended = "they gain nothing any more"
+            break
+        if world.agree(time.monotonic() - began) > BUDGET_SECONDS:
+            ended = f"{BUDGET_SECONDS:.0f} s were spent on it"
+            break
+    if not tried:
+        raise DrivetrainError(
+            f"not even one sample fits in {fraction:.0%} of the free memory",
+            remedy="allow a larger part, or use a smaller model; `drivetrain plan` says what takes how much",
+        )
+    return BatchSearch(tuple(tried), ended, prefers_large=keeps_step)
+
+
+def _measured(run: Setup, model: nn.Module, size: int, *, keeps_step: bool) -> Measurement:
+    job = run.job if keeps_step else replace(run.job, global_batch=size * run.world.size)
+    probe = Probe(
+        job,
+        model,
+        run.world,
+        lambda division: run.loader(division, job.source, shuffle=job.shuffle),
+        Journal(None),
+        cudnn_benchmark=run.config.kernels.cudnn_benchmark,
+    )
+    return probe(run.way.but(micro_batch=size, capture=False), SECONDS_PER_SIZE)
+
+
+def _sizes(least: int, most: int) -> Iterator[int]:
+    size = least
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _forecast(run: Setup, model: nn.Module, most: int, limit: float) -> int:
+    """Return the largest size that is forecast to fit; on a GPU the allocator counts, and nothing is forecast."""
+    if run.world.device.type == "cuda":
+        return most
+    try:
+        line = needs_of(run.job, model, run.way.precision, min(most, 16), limit).keep
+    except Exception:  # noqa: BLE001 - a step that cannot be followed on shapes alone can still be run
+        return most
+    return max((size for size in _sizes(1, most) if line.peak_bytes(size) <= limit), default=0)
+
+
+def _free_bytes(run: Setup) -> int:
+    device = run.world.device
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

@@ -1,0 +1,779 @@
+"""Makes the plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; with reasons.
+
+Everything is measured on throw-away copies (`measure`). Nothing here can change the global batch, the order of samples,
+the weighting of the loss or the learning rate: a way only divides the same work differently.
+"""
+
+import inspect
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint.staging import has_room
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.gc_freeze import SetAside
+from drivetrain.data.batch import leaves
+from drivetrain.data.division import Division
+from drivetrain.data.source import source_of
+from drivetrain.hardware import cache_folder
+from drivetrain.loop import why_not_here
+from drivetrain.plan import Choice
+from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
+from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.held import num_bytes
+from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan
+from drivetrain.plan.repeat import IN_WORDS, Repeatability, find_repeatable
+from drivetrain.plan.tune import (
+    NO_TIME,
+    DoesNotFitError,
+    Measurement,
+    Scope,
+    Tried,
+    Tuned,
+    UnusableError,
+    Way,
+    plainest,
+    tune,
+)
+from drivetrain.planning.batch_size import settle_micro_batch
+from drivetrain.planning.data_path import settle_data_path
+from drivetrain.planning.probe import Journal, Probe
+from drivetrain.planning.repeat import RepeatProbe
+from drivetrain.run.memory_needs import explained
+from drivetrain.run.model_traits import has_convolutions
+from drivetrain.run.setup import Setup
+from drivetrain.strategies.sharding import forecast_local, layout_of
+
+OnProbe = Callable[[Way, Measurement], None]
+
+LEAST_STEPS = 40  # of a job that is measured: the first look takes two steps
+LEAST_JOB_SECONDS = 5.0
+BUDGET_SHARE = 0.05
+# What compiling took on models of ordinary size, by the number of their smallest modules.
+COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
+COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
+# Trying whether steps repeat: what starting two processes takes, what compiling in both at once takes against one, how
+# many steps are run, and the share of the job that it may take; looking for a way that repeats may take as much again.
+REPEAT_START_SECONDS = {"cuda": 20.0, "cpu": 10.0}
+REPEAT_COMPILING, REPEAT_STEPS, REPEAT_SHARE = 1.5, 16, 0.05
+CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
+READING_SECONDS = 0.5  # that measuring what reading takes may take
+LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
+MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
+FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optimizer's step little against both
+
+
+class NotMeasuredError(DrivetrainError):
+    """Raised if no way of running a step could be tried, for a reason other than memory."""
+
+
+class Told:
+    """Reports what is being tried, once planning takes long enough to wonder."""
+
+    AFTER_SECONDS = 1.5
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._console = Console(highlight=False, quiet=quiet)
+        self._began = time.monotonic()
+        self._waiting = ["planning: measuring ways of running a step (--no-auto-optimize goes by rule)"]
+
+    def __call__(self, way: Way, found: Measurement) -> None:
+        if not found.is_brief:
+            rate = "" if found.problem else f"{1 / found.sample_seconds:,.0f} samples/s"
+            self._waiting.append(f"  {way}: {found.problem or rate}")
+        if time.monotonic() - self._began > self.AFTER_SECONDS:
+            for line in self._waiting:
+                self._console.print(line, markup=False)
+            self._waiting = []
+
+
+def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None = None) -> Plan:
+    """Decide how steps are run, and follow it. Called by all ranks, after the model was built and before it is used."""
+    if checkpoint is not None:
+        recorded = run.recorded_way(checkpoint)
+        if recorded is not None:
+            run.follow(recorded)
+            run.follow_data(checkpoint.meta["plan"].get("data"))
+            _remember_repeatability(run, checkpoint, recorded)
+            why = _why_resumed(run, checkpoint)
+            return described(run, model, None, why=why, is_closed=True)
+        run.keep_division(checkpoint)
+    if not run.keeps_micro_batch and "micro_batch" not in run.pinned():
+        settle_micro_batch(run, model)
+    steps_done = 0 if checkpoint is None else checkpoint.step
+    why_not = _why_not_measured(run, steps_done)
+    if why_not:
+        run.repeatability = Repeatability(reason=f"not measured: {why_not}")
+        is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
+        return described(run, model, None, why=why_not, is_closed=is_closed)
+    try:
+        return measured(run, model, steps_done, on_probe, is_short_of_time=True)
+    except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
+        return described(run, model, None, why=f"by rule: {error.message}")
+
+
+def _remember_repeatability(run: Setup, checkpoint: Checkpoint, way: Way) -> None:
+    """Restore the repeatability recorded in the checkpoint, unless another way is followed now."""
+    recorded = checkpoint.meta["plan"]
+    if "repeatable" in recorded and Way.model_validate(recorded["way"]) == way:
+        run.repeatability = Repeatability.model_validate(recorded["repeatable"])
+
+
+def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
+    """Return what was kept of the checkpoint's plan, and what this start changed."""
+    kept = f"as in the checkpoint of step {checkpoint.step}"
+    before = Way.model_validate(checkpoint.meta["plan"]["way"])
+    changed = {name for name in run.pinned() if getattr(before, name) != getattr(run.way, name)}
+    if run.why_capped:
+        changed.discard("micro_batch")
+        kept = f"{run.why_capped}; else {kept}"
+    if not changed:
+        return kept
+    file, lines = run.config.plan.file, run.config.plan_pins.lines
+    by_plan = [words for name, (words, settings) in _PINS.items() if name in changed and lines.keys() & settings]
+    asked = [words for name, (words, settings) in _PINS.items() if name in changed and not lines.keys() & settings]
+    told = [f"{', '.join(by_plan)} pinned by {file.name}"] if file is not None and by_plan else []
+    told += [f"{', '.join(asked)} as asked for"] if asked else []
+    return f"{'; '.join(told)}; else {kept}"
+
+
+# What pins a part of a way: that part in words, and the settings.
+_PINS = {
+    "micro_batch": ("micro-batch", {"batch.size", "batch.accumulation"}),
+    "precision": ("precision", {"precision.dtype"}),
+    "compile_mode": ("compiling", {"compile.enabled", "compile.mode"}),
+    "channels_last": ("memory format", {"data.channels_last"}),
+    "recompute": ("activations", {"memory.activations"}),
+    "capture": ("capturing", {"kernels.capture"}),
+    "num_threads": ("threads", {"kernels.num_threads"}),
+    "repeat": ("repeatable kernels", {"kernels.repeatable", "kernels.deterministic"}),
+}
+
+
+def _why_not_measured(run: Setup, steps_done: int) -> str:
+    config, job = run.config, run.job
+    if config.plan.file is not None:
+        return f"pinned by {config.plan.file.name}"
+    if not config.plan.auto_optimize:
+        return "by rule: measuring is switched off"
+    if job.num_samples is None or not job.source.is_keyed:
+        return "by rule: data that can only be iterated is not read for measuring"
+    if run.shards or run.uses_deepspeed:
+        return "by rule: sharded models are not measured yet"
+    if len(run.devices) > 1:
+        return "by rule: several GPUs of one process are not measured"
+    if job.num_steps is None or _has_few_steps(run, steps_done):
+        return f"by rule: fewer than {LEAST_STEPS} steps are not worth measuring for"
+    return ""
+
+
+def _has_few_steps(run: Setup, steps_done: int) -> bool:
+    return run.job.num_steps is not None and run.job.num_steps - steps_done < LEAST_STEPS
+
+
+def measured(
+    run: Setup,
+    model: nn.Module,
+    steps_done: int = 0,
+    on_probe: OnProbe | None = None,
+    *,
+    is_short_of_time: bool = False,
+) -> Plan:
+    """Try ways of running a step, and follow the best. With `is_short_of_time` only what the job can pay back."""
+    job, world = run.job, run.world
+    if run.shards or run.uses_deepspeed:
+        raise DrivetrainError(
+            "a model that is cut into shards is not measured yet: no rank could hold a copy of it",
+            remedy="leave --measure out, or plan with --parallel-strategy ddp",
+        )
+    if job.num_samples is None:
+        raise DrivetrainError(
+            "data that can only be iterated cannot be measured: its items would be used up",
+            remedy="leave --measure out",
+        )
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports torch's compiler: the run's time, not ours
+    began = time.monotonic()
+    cache = PlanCache(cache_folder() / "plans", world.agree(_key(run, model)))
+    known = _known(run, cache)
+    probe = Probe(
+        job,
+        model,
+        world,
+        lambda division: run.loader(division, job.source, shuffle=job.shuffle),
+        Journal(cache.journal),
+        cudnn_benchmark=run.config.kernels.cudnn_benchmark,
+    )
+    scope = _scope(run, model, steps_done, is_short_of_time=is_short_of_time)
+    num_measured, aside = 0, SetAside()
+
+    def measure(way: Way, seconds: float) -> Measurement:
+        nonlocal num_measured
+        found = known.get(way)
+        if found is not None and (not seconds or not found.is_brief):
+            return found
+        if world.device.type == "cuda":
+            aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
+        num_measured += 1
+        found = probe(way, seconds)
+        if on_probe is not None:
+            on_probe(way, found)
+        return found
+
+    def clock() -> float:
+        return float(world.agree(time.monotonic() - began))  # ranks decide together, by one clock
+
+    def search() -> Tuned:
+        try:
+            return tune(run.way, scope, measure, clock)
+        except DoesNotFitError as error:
+            raise _does_not_fit(run, model, error.tried) from error
+        except UnusableError as error:
+            raise NotMeasuredError(
+                f"a step of this job cannot be run: {error}",
+                remedy="`drivetrain train` shows where, with the traceback",
+            ) from None
+        finally:
+            aside.end()
+
+    tuned = search()
+    notes = []
+    if known and not num_measured:
+        why_not = _why_outdated(probe, tuned, scope)
+        if why_not:
+            notes.append(f"what was measured before does not hold any more ({why_not})")
+            if not run.quiet:
+                print(f"drivetrain: {notes[0]}: measuring anew", file=sys.stderr)
+            cache.forget()
+            known = {}
+            tuned = search()
+        else:
+            notes.append("measured at an earlier start, and tried again with one step")
+    if world.is_main and num_measured and run.config.plan.cache:
+        cache.write(tuned.tried)
+    notes += [
+        f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
+    ]
+    if job.hooks:
+        notes.append(f"the forecast of the job's time does not count its hooks ({len(job.hooks)})")
+    run.follow(tuned.way)
+    way, run.repeatability = _repeatable(run, model, tuned, steps_done, cache, is_short_of_time=is_short_of_time)
+    if way != tuned.way:
+        tuned = _followed_instead(tuned, way, run.repeatability.cost or 0.0)
+        run.follow(way)
+    found = described(run, model, tuned, data=_data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time))
+    return found.model_copy(update={"notes": tuple(notes), "seconds": clock()})
+
+
+def _repeatable(
+    run: Setup, model: nn.Module, tuned: Tuned, steps_done: int, cache: PlanCache, *, is_short_of_time: bool
+) -> tuple[Way, Repeatability]:
+    """Return the way to follow, and whether it repeats bit by bit: tried, or as an earlier start found."""
+    way, chosen, began = tuned.way, tuned.chosen, time.monotonic()
+    why_not = _why_not_repeated(run, way)
+    if why_not or chosen is None or chosen.problem:
+        return way, Repeatability(reason=why_not or "not measured: no step was")
+    remembered = cache.repeated(way) if run.config.plan.cache else None
+    if remembered is not None:
+        return remembered.followed, remembered.found
+    step_seconds = chosen.sample_seconds * run.rank_samples
+    seconds_left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
+    one_way = REPEAT_COMPILING * chosen.setup_seconds + REPEAT_STEPS * step_seconds
+    most = REPEAT_SHARE * seconds_left if is_short_of_time else math.inf
+    if REPEAT_START_SECONDS[run.world.device.type] + one_way > most:
+        return way, Repeatability(
+            reason=f"not measured: about {seconds_left:.0f} s of work are left, too little to spend some "
+            f"{REPEAT_START_SECONDS[run.world.device.type] + one_way:.0f} s on it"
+        )
+    micro_batch = _micro_batch_of_copies(run, way, chosen)
+    if not micro_batch:
+        return way, Repeatability(reason="not measured: the memory does not hold the steps of two processes")
+    if not run.quiet:
+        print(
+            "drivetrain: planning: running the first steps twice, to see whether they repeat to the bit",
+            file=sys.stderr,
+        )
+
+    def why_stop() -> str:
+        spent = time.monotonic() - began
+        if spent + one_way > 2 * most or spent > run.config.plan.budget_seconds + 4 * one_way:
+            return f"{spent:.0f} s were spent on it, and the job is too short for more"
+        return ""
+
+    eager = tuned.measurement_of(way.but(compile_mode=None)) if way.compile_mode else None
+    eager_cost = None if eager is None or eager.problem else eager.sample_seconds / chosen.sample_seconds - 1
+    probe = RepeatProbe(run, model, micro_batch)
+    try:
+        followed, found = find_repeatable(
+            way,
+            probe.attempt,
+            probe.cost_of,
+            why_stop,
+            pinned=run.pinned(),
+            is_cudnn=has_convolutions(model) or any(isinstance(module, nn.RNNBase) for module in model.modules()),
+            eager_cost=eager_cost,
+        )
+    finally:
+        probe.close()
+    if probe.note:
+        found = found.model_copy(update={"reason": f"{found.reason} ({probe.note})"})
+    if found.value is not None and run.config.plan.cache:
+        cache.write_repeated(Repeated(chosen=way, followed=followed, found=found))
+    return followed, found
+
+
+def _why_not_repeated(run: Setup, way: Way) -> str:
+    """Return why it is not measured whether steps repeat; empty if it is."""
+    if "repeat" in run.pinned() and way.repeat == "off":
+        return "not measured: --repeatable off asks for the fastest kernels"
+    if run.world.device.type == "cpu" and way.repeat == "off":
+        return "not measured: on a CPU kernels are not chosen by timing, and sum in a fixed order"
+    if run.world.size > 1:
+        return f"not measured: {run.world.size} processes share a step"
+    return ""
+
+
+def _micro_batch_of_copies(run: Setup, way: Way, chosen: Measurement) -> int:
+    """Return the largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
+    if run.world.device.type != "cuda":
+        return way.micro_batch
+    held = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
+    limit = _free_bytes(run) * run.config.memory.gpu_fraction
+    size = way.micro_batch
+    while size:
+        peak = held + max(0, chosen.peak_bytes - held) * size / way.micro_batch + CONTEXT_BYTES
+        if 3 * peak <= limit:
+            return size
+        size //= 2
+    return 0
+
+
+def _followed_instead(tuned: Tuned, way: Way, cost: float) -> Tuned:
+    """Return the same with the way that repeats; its figures are those of the fastest, with what it costs."""
+    chosen = tuned.chosen
+    assert chosen is not None
+    measured = chosen.model_copy(update={"sample_seconds": chosen.sample_seconds * (1 + cost)})
+    return tuned.model_copy(update={"way": way, "tried": (*tuned.tried, Tried(way=way, measurement=measured))})
+
+
+def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
+    """Measure the data path where reading matters; None leaves it as it is: in memory already, or by rule."""
+    chosen = tuned.chosen
+    if chosen is None or chosen.problem or run.residency.num_bytes or run.job.num_steps is None:
+        return None
+    steps_left = run.job.num_steps - steps_done
+    step_seconds = chosen.sample_seconds * run.rank_samples
+    if is_short_of_time and step_seconds * steps_left * BUDGET_SHARE < READING_SECONDS:
+        return None
+    return settle_data_path(run, step_seconds, steps_left, chosen.peak_bytes)
+
+
+def _why_outdated(probe: Probe, tuned: Tuned, scope: Scope) -> str:
+    """Return why the remembered best way no longer is what it was, judged by one step; empty if it is.
+
+    One slow step says little: it is the first, and other processes use the machine, too. Then more of them are
+    measured, and the faster figure counts.
+    """
+    found = probe(tuned.way, 0.0)
+    if found.problem or found.peak_bytes > scope.memory_limit_bytes:
+        return found.problem or "it takes more memory"
+    remembered = tuned.chosen.sample_seconds if tuned.chosen is not None else math.inf
+    if found.sample_seconds <= MUCH_SLOWER * remembered:
+        return ""
+    again = probe(tuned.way, SURE_SECONDS)
+    if again.problem:
+        return again.problem
+    seconds = min(found.sample_seconds, again.sample_seconds)
+    if seconds <= MUCH_SLOWER * remembered:
+        return ""
+    rate, remembered_rate = 1 / seconds, 1 / remembered
+    return f"a step takes {remembered_rate / rate:.1f} times as long: {rate:,.0f} samples/s, not {remembered_rate:,.0f}"
+
+
+def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
+    """Return rank 0's cached measurements on all ranks: they measure the same ways or none."""
+    found = [tried.model_dump(mode="json") for tried in cache.read()] if run.config.plan.cache else []
+    return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
+
+
+def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: bool) -> Scope:
+    config, device = run.config, run.world.device
+    pinned, on_gpu = run.pinned(), run.world.device.type == "cuda"
+    num_steps = max(0, (run.job.num_steps or 0) - steps_done)
+    num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
+    may_change_precision = "precision" not in pinned and run.way.repeat != "strict"
+    return Scope(
+        rank_samples=run.rank_samples,
+        remaining_samples=run.rank_samples * num_steps,
+        counts_memory=on_gpu,
+        # Of the rank that has the least: all have to try the same ways.
+        memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
+        fixed_micro_batch=_why_fixed(run),
+        largest_micro_batch=run.weighting.holds_division,
+        precisions=_other_precisions(run) if may_change_precision else (),
+        least_precision_gain=0.03 if on_gpu else LEAST_GAIN_OF_BF16,
+        num_threads=() if on_gpu else _thread_counts(run),
+        compile_modes=() if "compile_mode" in pinned else ("default",),
+        may_use_channels_last=has_convolutions(model) and "channels_last" not in pinned,
+        may_recompute="recompute" not in pinned,
+        may_capture=not _why_not_captured(run),
+        why_not_captured=_why_not_captured(run),
+        compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
+        compile_share=COMPILE_SHARE[device.type],
+        budget_seconds=config.plan.budget_seconds,
+        **({"budget_share": BUDGET_SHARE, "least_job_seconds": LEAST_JOB_SECONDS} if is_short_of_time else {}),
+    )
+
+
+def _why_fixed(run: Setup) -> str:
+    """Return why the micro-batch is not tuned; empty if it is free to be."""
+    if run.why_capped:
+        return run.why_capped
+    if "micro_batch" in run.pinned():
+        return "asked for"
+    if run.batch_size_found:
+        return run.batch_size_found
+    if run.keeps_micro_batch:
+        return f"as it was before: {run.weighting.holds_division}"
+    if run.world.device.type == "cuda":
+        return ""
+    whole = "a rank's whole share: on a CPU smaller parts gain nothing"
+    return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
+
+
+def _other_precisions(run: Setup) -> tuple[Any, ...]:
+    """Return the precisions that may beat the rule's: casting costs small models more than it gains, on a GPU too."""
+    if run.world.device.type == "cuda":
+        return () if run.way.precision in ("fp32", "tf32") else ("tf32",)
+    return ("bf16",) if run.way.precision == "fp32" and "bf16" in run.hardware.cpu.precisions else ()
+
+
+def _why_not_captured(run: Setup) -> str:
+    """Return why steps are not captured, as far as known without an optimizer; the probe and the run know more."""
+    return "asked for" if "capture" in run.pinned() else _why_not_captured_here(run)
+
+
+def _why_not_captured_here(run: Setup) -> str:
+    return why_not_here(run.world, asserts=run.config.device.assertions)
+
+
+def _thread_counts(run: Setup) -> tuple[int, ...]:
+    """Return the thread counts to try: small layers lose more by sharing their work than they gain."""
+    is_free = "num_threads" not in run.pinned() and run.world.size == 1
+    return (1,) if is_free and torch.get_num_threads() > 1 else ()
+
+
+# What figures depend on
+
+
+def _key(run: Setup, model: nn.Module) -> str:
+    job, config = run.job, run.config
+    division = Division(job.num_samples or 1, job.global_batch or 1, 1, run.world.size)
+    first = run.loader(division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
+    sections = ("precision", "kernels", "memory", "batch", "data", "compile", "distributed")
+    return key_of_facts({
+        "modules": [(name, type(module).__qualname__) for name, module in model.named_modules()],
+        "tensors": [
+            (name, tuple(value.shape), str(value.dtype), value.requires_grad)
+            for name, value in [*model.named_parameters(), *model.named_buffers()]
+        ],
+        "batch": [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(first.batch) if isinstance(leaf, Tensor)],
+        "source": _sources([job.loss, job.optimizer, *{type(module) for module in model.modules()}]),
+        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema],
+        "machine": [run.machine(), torch.get_num_threads()],
+        "versions": [torch.__version__, torch.version.cuda, platform.python_version()],
+        "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},
+    })  # fmt: skip
+
+
+def _sources(things: Iterable[Any]) -> list[str]:
+    """Return the source of functions and classes, else their compiled code. torch's own go with its version."""
+    found = []
+    for thing in things:
+        if getattr(thing, "__module__", "").startswith("torch."):
+            continue
+        try:
+            found.append(inspect.getsource(thing))
+        except (OSError, TypeError):
+            code = getattr(thing, "__code__", None)
+            found.append(repr((code.co_code, code.co_consts, code.co_names)) if code else type(thing).__qualname__)
+    return sorted(found)
+
+
+# In words
+
+
+def described(
+    run: Setup,
+    model: nn.Module,
+    tuned: Tuned | None,
+    why: str = "by rule: nothing was measured",
+    data: Choice[DataPath] | None = None,
+    *,
+    is_closed: bool = False,
+) -> Plan:
+    """Return the plan that is followed, each choice with its reason.
+
+    `is_closed`: though nothing was measured now, it is known that nothing else would pay.
+    """
+    job, settings, way = run.job, run.settings, run.way
+    reasons = tuned.reasons if tuned else {}
+    share = run.rank_samples
+    pinned = run.pinned()
+
+    def reason(topic: str, name: str, otherwise: str) -> str:
+        return "asked for" if name in pinned else reasons.get(topic, otherwise if tuned else why)
+
+    by_rule = settings.precision.reason
+    tried = reasons.get("precision", "")
+    precision_reason = by_rule
+    if way.precision != settings.precision.value:
+        precision_reason = tried if tuned else why
+    elif tried and not tried.startswith("not tried"):
+        precision_reason = f"{by_rule}; {tried}"
+    choices: dict[str, Choice[Any]] = {
+        "distributed.strategy": _strategy(run, model),
+        "precision.dtype": Choice(
+            value=way.precision,
+            reason="asked for" if "precision" in pinned else precision_reason,
+            alternatives=_alternatives(tuned, "precision") or settings.precision.alternatives,
+        ),
+        "batch.size": Choice(
+            value=way.micro_batch // len(run.devices) or 1,
+            reason=run.why_capped
+            or run.batch_size_found
+            or reason("micro_batch", "micro_batch", "a rank's whole share of the global batch at once"),
+            alternatives=_alternatives(tuned, "micro_batch"),
+        ),
+        "batch.accumulation": Choice(
+            value=-(-share // way.micro_batch),
+            reason=f"follows: {job.global_batch} samples per step on {run.num_devices} device(s)",
+        ),
+        "compile.enabled": Choice(
+            value=way.compile_mode is not None,
+            reason=reason("compile", "compile_mode", "as set"),
+            alternatives=_alternatives(tuned, "compile_mode"),
+        ),
+        "kernels.capture": Choice(
+            value="on" if way.capture else "off",
+            reason=reason("capture", "capture", _why_not_captured(run) or "as set"),
+            alternatives=_alternatives(tuned, "capture"),
+        ),
+        "data.channels_last": Choice(
+            value="on" if way.channels_last else "off",
+            reason=reason("memory_format", "channels_last", "as set")
+            if has_convolutions(model)
+            else "the model has no convolutions",
+        ),
+        "memory.activations": Choice(
+            value="recompute" if way.recompute else settings.activations.value,
+            reason=reasons.get("activations", settings.activations.reason),
+            alternatives=settings.activations.alternatives,
+        ),
+        "kernels.repeatable": Choice(
+            value=way.repeat,
+            reason=("asked for; " if "repeat" in pinned else "") + (run.repeatability.reason if tuned else why),
+            alternatives=tuple(
+                f"{IN_WORDS[trial.way.repeat]}: {100 * trial.cost:+.1f} %"
+                for trial in run.repeatability.trials
+                if trial.cost is not None and trial.way != way
+            ),
+        ),
+        **_data_choices(run, data),
+    }
+    if run.world.device.type == "cpu" and (way.num_threads is not None or "threads" in reasons):
+        choices["kernels.num_threads"] = Choice(
+            value=way.num_threads or torch.get_num_threads(), reason=reason("threads", "num_threads", "as torch has it")
+        )
+    if run.experts is not None:
+        choices["distributed.expert_rest"] = Choice(value="fsdp", reason="asked for", pinned=True)
+    if way.compile_mode is not None:
+        choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
+    chosen = tuned.chosen if tuned else None
+    step_seconds = chosen.sample_seconds * share if chosen and not chosen.problem else None
+    job_seconds = None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps
+    validation_seconds = None if job_seconds is None else _validation_seconds(run, tuned)
+    plan = Plan(
+        job=run.name,
+        global_batch=job.global_batch or 0,
+        num_steps=job.num_steps,
+        choices=choices,
+        forecast=Forecast(
+            memory=_memory_of_shards(run, model) if run.shards else _memory(model, tuned, way),
+            peak_bytes=(tuned.forecast_bytes or None) if tuned else None,
+            measured_peak_bytes=_verified(tuned),
+            run_peak_bytes=_run_peak(run, chosen),
+            step_seconds=step_seconds,
+            job_seconds=None if job_seconds is None else job_seconds + (validation_seconds or 0.0),
+            validation_seconds=validation_seconds,
+        ),
+        tried=tuned.tried if tuned else (),
+        measured=tuned is not None,
+        notes=() if tuned else (why,),
+        loss=_loss(run),
+        repeatable=run.repeatability,
+        closed=tuple(_CLOSES) if is_closed else _closed_by(tuned, pinned) if tuned else (),
+    )
+    why_not = _why_not_captured_here(run) if way.capture else ""
+    return plan.not_captured(why_not) if why_not else plan
+
+
+def _loss(run: Setup) -> LossPlan | None:
+    """Return how losses are weighted, where that was examined."""
+    found = run.weighting
+    if not found.reason:
+        return None
+    return LossPlan(weighting=str(found), why=found.reason, division_is_kept_because=found.holds_division)
+
+
+# What the doctor may advise, by the topic of its reason and the name of its pin.
+_CLOSES = {
+    "precision.dtype": ("precision", "precision"),
+    "compile.enabled": ("compile", "compile_mode"),
+    "kernels.capture": ("capture", "capture"),
+}
+
+
+def _closed_by(tuned: Tuned, pinned: set[str]) -> tuple[str, ...]:
+    """Return the settings that measuring has settled: neither pinned by the user nor skipped for lack of time."""
+    return tuple(
+        name
+        for name, (topic, pin) in _CLOSES.items()
+        if pin not in pinned and not tuned.reasons.get(topic, "").endswith(NO_TIME)
+    )
+
+
+def _validation_seconds(run: Setup, tuned: Tuned | None) -> float | None:
+    """Estimate the seconds of all validations of the job: they are neither compiled nor captured, as steps may be."""
+    job = run.job
+    every = job.steps_per_epoch if job.validate_every == "epoch" else job.validate_every
+    if tuned is None or job.valid is None or job.num_steps is None or every is None:
+        return None
+    eager = tuned.measurement_of(tuned.way.but(compile_mode=None, capture=False))
+    measured = tuned.chosen if eager is None or eager.problem else eager
+    if measured is None or measured.problem:
+        return None
+    samples = -(-len(source_of(job.valid).dataset) // run.world.size)
+    num_validations = -(-job.num_steps // every)  # the end is always validated
+    return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
+
+
+def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
+    """Return how samples reach the device: as measured, else as it is now, else by rule."""
+    if data is not None and data.value.resident:
+        return {"data.resident": Choice(value="on", reason=data.reason, alternatives=data.alternatives)}
+    if data is None and run.residency.num_bytes:
+        return {"data.resident": Choice(value="on", reason="it is in memory already, and fits on the device")}
+    workers, ahead = run.settings.num_workers, run.settings.prefetch_factor
+    if data is not None:
+        workers = Choice(value=data.value.num_workers, reason=data.reason, alternatives=data.alternatives)
+        ahead = Choice(value=data.value.prefetch_factor, reason="by how evenly batches are read")
+    return {
+        "data.num_workers": workers,
+        "data.prefetch_factor": Choice(value=ahead.value or None, reason=ahead.reason),
+    }
+
+
+def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
+    if run.shards:
+        layout = layout_of(model, shares_experts=run.experts is not None)
+        reason = f"{run.strategy_choice.reason}; {layout.in_words()}"
+        return run.strategy_choice.model_copy(update={"reason": reason})
+    if run.uses_deepspeed:
+        return run.strategy_choice
+    name, by_rule = run.make_strategy().name, run.settings.strategy
+    # The rule counts GPUs; what counts in the end is how many processes there are.
+    chosen = by_rule if run.world.size == 1 and name == by_rule.value else run.strategy_choice
+    return Choice(value=name, reason=chosen.reason, alternatives=chosen.alternatives)
+
+
+def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
+    """Return what was measured that differs from the chosen way in this field alone."""
+    if tuned is None:
+        return ()
+    return tuple(
+        f"{getattr(tried.way, field) or 'off'}: {1 / tried.measurement.sample_seconds:,.0f} samples/s"
+        for tried in tuned.tried
+        if tried.way != tuned.way
+        and tried.way.but(**{field: getattr(tuned.way, field)}) == tuned.way
+        and not tried.measurement.problem
+        and not tried.measurement.is_brief
+    )
+
+
+def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
+    """Forecast the memory of rank 0, whose shard is never the smaller one, with as many experts as any rank has.
+
+    Blocks that are gathered in turn count as workspace.
+    """
+    rows = None if run.experts is None else run.experts.num_rows(run.experts.fullest_rank)
+    held = forecast_local(model, run.job.make_optimizer, run.world.size, 0, rows)
+    if held is None:
+        return MemoryForecast(parameters=0, gradients=0)
+    return MemoryForecast(parameters=held.parameters + held.buffers, gradients=held.gradients, optimizer=held.optimizer)
+
+
+def _verified(tuned: Tuned | None) -> int | None:
+    """Return the measured peak of the step whose memory was forecast."""
+    if tuned is None or not tuned.forecast_bytes:
+        return None
+    plain = tuned.measurement_of(plainest(tuned.way))
+    return None if plain is None else plain.peak_bytes or None
+
+
+def _run_peak(run: Setup, chosen: Measurement | None) -> int | None:
+    """Return the peak of the run, with the copy that background saves make of the state if there is room for it."""
+    if chosen is None or not chosen.peak_bytes:
+        return None
+    beside = run.residency.num_bytes
+    state = chosen.parameter_bytes + chosen.optimizer_bytes
+    if run.config.checkpoint.async_save and has_room(run.world.device, state + chosen.peak_bytes + beside):
+        beside += state
+    return chosen.peak_bytes + beside
+
+
+def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
+    chosen = tuned.chosen if tuned else None
+    if chosen is None or not chosen.parameter_bytes:
+        return MemoryForecast(
+            parameters=num_bytes([*model.parameters(), *model.buffers()]),
+            gradients=num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad),
+        )
+    fixed = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
+    line = tuned.memory if tuned else None
+    activations = None if line is None else round(line.sample_bytes * way.micro_batch)
+    return MemoryForecast(
+        parameters=chosen.parameter_bytes,
+        gradients=chosen.gradient_bytes,
+        optimizer=chosen.optimizer_bytes,
+        activations=activations,
+        workspace=None if activations is None else max(0, chosen.peak_bytes - fixed - activations),
+    )
+
+
+def _does_not_fit(run: Setup, model: nn.Module, tried: list[Tried]) -> DrivetrainError:
+    """Return the error for a model that does not fit: what takes how much memory, and the remedies."""
+    failed = [each.way for each in tried if each.measurement.out_of_memory]
+    return explained(
+        run.job,
+        model,
+        run.way.precision,
+        str(run.world.device),
+        _free_bytes(run),
+        run.config.memory.gpu_fraction,
+        num_devices=run.num_devices,
+        micro_batch=min((way.micro_batch for way in failed), default=1),
+        recomputes=any(way.recompute for way in failed),
+    )
+
+
+def _free_bytes(run: Setup) -> int:
+    device = run.world.device
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

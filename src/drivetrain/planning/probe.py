@@ -1,0 +1,326 @@
+"""Runs a way of doing a step on a throw-away copy of the model, and returns what it took.
+
+The run is not touched: weights, buffers, optimizer, randomness and the place in the data are afterwards what they were
+before, also when a probe ran out of memory. Before each probe a line is written to a journal on the disk: after a crash
+that takes the process with it, the next start finds the line and leaves that way out.
+"""
+
+import copy
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from drivetrain.core.loss import LossSum
+from drivetrain.core.precision import Precision, num_threads, numerics
+from drivetrain.core.run_folder import read_rows
+from drivetrain.core.synchronize import synchronize
+from drivetrain.core.untouched import untouched
+from drivetrain.core.world import World
+from drivetrain.data.batch import leaves, to_device
+from drivetrain.data.division import Division
+from drivetrain.data.keyed_items import Columns
+from drivetrain.data.loader import Loader
+from drivetrain.job import Job
+from drivetrain.loop import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
+from drivetrain.plan.held import count_held
+from drivetrain.plan.tune import Measurement, Way
+from drivetrain.run.peak_memory import CudaPeakMeter, NoPeakMeter
+from drivetrain.run.switches import switches_of
+from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
+from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.compiling import compiled, num_graphs
+from drivetrain.strategies.loss_parts import LossParts
+from drivetrain.strategies.lr_on_device import put_rates_on_device
+from drivetrain.strategies.recurrent import split_recurrent_dropout
+
+WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
+ROUND_SECONDS = 0.02
+FORGOTTEN_AFTER = 600  # seconds: longer than any way is tried
+MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
+# How far a loss may be from fp32's: rounding of the type, many times over, but far from a wrong result.
+LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
+
+
+class Probe:
+    """Measures ways for the planner. Collective: all ranks try the same way, and the slowest rank's figures count."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        world: World,
+        make_loader: Callable[[Division], Loader],
+        journal: "Journal",
+        *,
+        cudnn_benchmark: bool = True,
+    ) -> None:
+        self._job, self._model, self._world = job, model, world
+        self._cudnn_benchmark = cudnn_benchmark
+        self._make_loader, self._journal = make_loader, journal
+        self._alone = World(device=world.device)
+        self._longest: list[int | None] | None = None
+        self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
+
+    def __call__(self, way: Way, seconds: float) -> Measurement:
+        if self._world.any(self._journal.crashed_in(way)):
+            return Measurement(problem="the last start crashed while it was tried")
+        self._journal.begin(way)
+        with untouched(self._world.device):
+            own = self._measured(way, seconds)
+        self._journal.end(way)
+        return self._agreed(own)
+
+    def _agreed(self, own: Measurement) -> Measurement:
+        found = [Measurement.model_validate(each) for each in self._world.gather(own.model_dump(mode="json"))]
+        failed = next((each for each in found if each.problem), None)
+        if failed is not None:
+            return failed.model_copy(update={"out_of_memory": any(each.out_of_memory for each in found)})
+        worst = ("sample_seconds", "peak_bytes", "setup_seconds")
+        return own.model_copy(update={name: max(getattr(each, name) for each in found) for name in worst})
+
+    def _measured(self, way: Way, seconds: float) -> Measurement:
+        try:
+            with own_stream(self._world.device) if way.capture else nullcontext():
+                return self._run(way, seconds)
+        except torch.OutOfMemoryError:
+            return Measurement(problem="out of memory", out_of_memory=True)
+        except MemoryError:
+            return Measurement(problem="out of host memory", out_of_memory=True)
+        except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
+            return Measurement(problem=f"{type(error).__name__}: {_first_line(error)}")
+
+    def _run(self, way: Way, seconds: float) -> Measurement:
+        job, device = self._job, self._world.device
+        share = -(-(job.global_batch or 1) // self._world.size)
+        meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
+        meter.reset()
+        batch, num_samples = self._batch(way)
+        model = copy.deepcopy(self._model)
+        if way.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if way.splits_recurrent_dropout:
+            split_recurrent_dropout(model)
+        if way.recompute:
+            recompute(model)
+        precision = Precision(way.precision, device.type)
+        # As the run has them: otherwise kernels would be measured that the run does not use.
+        with numerics(precision, **switches_of(way, self._cudnn_benchmark)), num_threads(way.num_threads):
+            problem = self._strays(model, batch, way, precision)
+            if problem:
+                return Measurement(problem=problem)
+            called, graphs = None, 0
+            if way.compile_mode:  # to look for the compiler alone takes seconds
+                graphs = num_graphs()
+                called = compiled(job.loss, way.compile_mode, fixed=way.repeat != "off")
+            optimizer = job.make_optimizer(model)
+            if way.capture:
+                problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision)
+                if problem:
+                    return Measurement(problem=problem)
+                make_capturable(optimizer)
+                put_rates_on_device(optimizer)
+            average = None if job.ema is None else Average(model, job.ema)
+            named = LossParts(job.loss_weights, job.count, self._alone, alone=True)
+            parts = StrategyParts(
+                model, job.loss, optimizer, job.clip_norm, precision, None, called, average, loss_parts=named
+            )
+            strategy = SingleStrategy(self._alone)
+            began = time.perf_counter()
+            objective = strategy.prepare(parts, Trial(batch, num_samples))
+            captured: CapturedStep | None = None
+
+            def step(num_micro_steps: int) -> None:
+                if captured is not None:
+                    captured.replay()
+                    return
+                for _ in range(num_micro_steps):
+                    strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
+                strategy.step(False)
+
+            count = -(-share // way.micro_batch)
+            at_once = 1 if count == 1 else 2  # the second micro-step is the first to hold gradients
+            for _ in range(WARM_STEPS if seconds else 1):
+                step(at_once)
+            if way.capture:
+                captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
+            synchronize(device)
+            warm = time.perf_counter() - began
+            if way.compile_mode and not _was_compiled(job.loss, graphs):
+                return Measurement(problem="nothing was compiled")
+            if seconds:
+                one = _timed(lambda: step(1), device, seconds)
+                more = _timed(lambda: step(2), device, seconds) - one if count > 1 else one
+            else:
+                one = more = _timed(lambda: step(at_once), device, seconds) / at_once
+            # A step is one micro-step with the optimizer's, and count - 1 more without.
+            whole = one + (count - 1) * max(more, 0.0)
+            held = count_held(model, optimizer)
+            return Measurement(
+                sample_seconds=whole / share,
+                peak_bytes=meter.peak_bytes(),
+                setup_seconds=max(0.0, warm - (WARM_STEPS + 1) * one) if way.compile_mode else 0.0,
+                parameter_bytes=held.parameters + held.buffers,
+                gradient_bytes=held.gradients,
+                optimizer_bytes=held.optimizer,
+                is_brief=not seconds,
+            )
+
+    def _batch(self, way: Way) -> tuple[Any, int]:
+        """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
+        job, device = self._job, self._world.device
+        division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
+        first = self._make_loader(division).first(job.max_steps, job.epochs)
+        batch, num_samples = first.batch, first.num_samples
+        if self._longest is None:
+            self._longest = [_longest(job.source.dataset)]
+        if self._longest[0] is not None:
+            batch = job.collate([job.source.dataset[self._longest[0]]] * num_samples)
+        return to_device(batch, device, channels_last=way.channels_last), num_samples
+
+    def _strays(self, model: nn.Module, batch: Any, way: Way, precision: Precision) -> str:
+        """Return why this precision's loss cannot be trusted; empty if it is near fp32's. Each is checked once."""
+        if way.precision == "fp32":
+            return ""
+        if way.precision not in self._found_to_stray:
+            # To look for the fastest convolutions of both would take longer than the rest of the probe.
+            with numerics(precision, **switches_of(way, False)):
+                reference = _loss(self._job, model, batch, Precision("fp32", precision.device_type))
+                found = _loss(self._job, model, batch, precision)
+            # A loss that is not a number is near nothing: any comparison with it is false.
+            is_near = abs(found - reference) <= LOSS_TOLERANCE[way.precision] * max(abs(reference), 1e-3)
+            self._found_to_stray[way.precision] = (
+                ""
+                if is_near
+                else f"its loss is {found:.5g} where fp32 has {reference:.5g}: more than {way.precision} explains"
+            )
+        return self._found_to_stray[way.precision]
+
+
+def _loss(job: Job, model: nn.Module, batch: Any, precision: Precision) -> float:
+    around = precision.around_forward()
+    torch.manual_seed(0)  # the same dropout in both
+    with torch.no_grad():
+        if around is None:
+            result = job.loss(model, batch)
+        else:
+            with around:
+                result = job.loss(model, batch)
+    if isinstance(result, Mapping):
+        return float(LossParts(job.loss_weights, job.count).total(result, batch))
+    return float(result.total / result.count) if isinstance(result, LossSum) else float(result)
+
+
+class Journal:
+    """Keeps on disk which way is being tried right now, so that the next start leaves out one that crashed.
+
+    Jobs that start together share it. One that another process is still trying has not crashed: a row names its
+    process. Processes of other hosts cannot be asked; those that began long ago count as gone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._crashed: set[str] = set()
+        if path is not None and path.exists():
+            rows, _ = read_rows(path)  # a damaged line forgets a crash, which is then met again
+            ended = {_trial(row) for row in rows if row.get("event") == "end"}
+            begun = [row for row in rows if row.get("event") == "begin" and _trial(row) not in ended]
+            self._crashed = {row.get("way", "") for row in begun if not _may_be_running(row)}
+
+    def crashed_in(self, way: Way) -> bool:
+        return way.model_dump_json() in self._crashed
+
+    def begin(self, way: Way) -> None:
+        self._write("begin", way)
+
+    def end(self, way: Way) -> None:
+        self._write("end", way)
+
+    def _write(self, event: str, way: Way) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                row = {"event": event, "way": way.model_dump_json(), "time": time.time(), **_own_process()}
+                file.write(json.dumps(row) + "\n")
+        except OSError:
+            self._path = None  # nowhere to write: a crash cannot be remembered
+
+
+def _own_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time()}
+
+
+def _trial(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("way", "host", "pid", "began"))
+
+
+def _may_be_running(row: Mapping[str, Any]) -> bool:
+    """Return whether the process that wrote the row may still be trying its way. Old rows do not name one."""
+    if row.get("host") != socket.gethostname():
+        return bool(time.time() - row.get("time", 0.0) < FORGOTTEN_AFTER)
+    try:
+        return bool(psutil.Process(row["pid"]).create_time() == row["began"])
+    except (KeyError, psutil.Error):
+        return False
+
+
+def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> float:
+    """Return the median over some rounds. The host waits once per round, not after each step, as in a run."""
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    first = time.perf_counter() - start
+    if not seconds:
+        return first
+    num_steps = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(first, 1e-6))))
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < LEAST_ROUNDS or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        synchronize(device)
+        times.append((time.perf_counter() - start) / num_steps)
+    return sorted(times)[len(times) // 2]
+
+
+def _longest(dataset: Any) -> int | None:
+    """Return the largest of some samples, spread over the data; None where all have one size, or none can be seen."""
+    if isinstance(dataset, (TensorDataset, Columns, Tensor)):
+        return None
+    number, began = len(dataset), time.perf_counter()
+    sizes: dict[int, int] = {}
+    for index in range(0, number, max(1, number // MOST_LOOKED_AT)):
+        sizes[index] = _num_values(dataset[index])
+        if time.perf_counter() - began > LOOK_SECONDS:
+            break
+    return max(sizes, key=sizes.__getitem__) if len(set(sizes.values())) > 1 else None
+
+
+def _num_values(item: Any) -> int:
+    return sum(leaf.numel() if isinstance(leaf, Tensor) else int(np.size(leaf)) for leaf in leaves(item))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""
+
+
+def _was_compiled(loss: Any, graphs_before: int) -> bool:
+    """Return whether the loss was compiled, in this probe or by an earlier one whose code is used again."""
+    if num_graphs() > graphs_before:
+        return True
+    code = getattr(loss, "__code__", None)
+    return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))

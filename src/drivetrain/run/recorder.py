@@ -1,0 +1,177 @@
+"""Opens the recorder of a run that is set up: it writes on the main process, and does nothing on the others."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import ceil
+
+from rich.markup import escape
+from torch.optim import Optimizer
+
+from drivetrain.core.fused import tell_plain_steps
+from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.supervision import supervision
+from drivetrain.data.loader import Loader
+from drivetrain.hardware import Gpu
+from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
+from drivetrain.monitor.phases import PhaseClock
+from drivetrain.monitor.recorder import Books, NoBooks, RunFacts, RunPlan
+from drivetrain.plan.plan import Plan
+from drivetrain.run.setup import Setup
+
+
+def open_books(
+    run: Setup,
+    folder: RunFolder | None,
+    loader: Loader,
+    resumed_from: int,
+    clock: PhaseClock | None = None,
+    flops_per_sample: float | None = None,
+    planned: Plan | None = None,
+) -> Books | NoBooks:
+    """Open the recorder. Called on every rank: the main one asks the others which GPUs they use."""
+    own, gpus, processes_here = _gpus(run)
+    supervision.tell("resumed", step=resumed_from)
+    if folder is None:
+        return NoBooks()
+    job, settings, division = run.job, run.settings, loader.division
+    plan = RunPlan(
+        world_size=run.world.size,
+        num_devices=run.num_devices,
+        micro_batch=division.micro_batch,
+        accumulation=ceil(ceil(division.global_batch / run.world.size) / division.micro_batch),
+        global_batch=division.global_batch,
+        strategy=run.strategy,
+        precision=run.way.precision,
+        precision_reason=settings.precision.reason if planned is None else planned.choices["precision.dtype"].reason,
+        device=str(run.world.device),
+        num_workers=loader.num_workers,
+        data_path=loader.path_in_words,
+        items=job.items,
+        way=str(run.way),
+    )
+    facts = RunFacts(
+        name=run.name,
+        path=run.path,
+        num_steps=job.num_steps,
+        steps_per_epoch=job.steps_per_epoch,
+        resumed_from=resumed_from,
+        device=run.world.device,
+        plan=plan,
+        gpu=own,
+        gpus=gpus,
+        flops_per_sample=flops_per_sample,
+        planned={} if planned is None else planned.as_plain(),
+        num_cores=max(1, run.hardware.cpu.num_usable // processes_here),
+        may_add_workers=not loader.source.is_iterable,
+        is_resident=loader.resident is not None,
+        pins_memory=loader.pins_memory,
+        compiled=run.way.compile_mode is not None,
+        captured=run.way.capture,
+        closed=() if planned is None else planned.closed,
+    )
+    books = Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
+    if run.preflight is not None:
+        books.event("preflight", **asdict(run.preflight))
+    return books
+
+
+def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
+    """Report what was done with the data that was passed in."""
+
+    def tell(*notes: str) -> None:
+        if notes:
+            books.event("data", notes=notes)
+            books.say("\n".join(f"  data       {note}" for note in notes))
+
+    tell(*loader.source.notes, *loader.notes)
+    loader.tell = tell
+
+
+def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
+    """Report whether steps are captured, once that is known, and why not."""
+
+    def tell(event: str, words: str) -> None:
+        books.event(event, words=words)
+        books.say(f"  step       {'' if event == CAPTURED else 'not captured: '}{escape(words)}")
+
+    if isinstance(stepper, CapturedStepper):
+        stepper.tell = tell
+    elif stepper.why_not:
+        tell(NOT_CAPTURED, stepper.why_not)
+
+
+def tell_changes(changes: Sequence[str], step: int, books: Books | NoBooks) -> None:
+    """Report what has changed in the job since the run was begun."""
+    if changes:
+        books.event("job changed", step=step, changes=changes)
+        books.say(
+            f"  changed    since step {step} was saved: {escape('; '.join(changes))}. The run goes on as it is now; "
+            "--strict would refuse"
+        )
+
+
+def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
+    """Report steps that the fused optimizer cannot do, once there is one."""
+
+    def tell(why: str) -> None:
+        books.event("optimizer", words=why)
+        books.say(f"  optimizer  {escape(why)}")
+
+    tell_plain_steps(optimizer, tell)
+
+
+def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
+    """Report whether steps repeat bit by bit, where that was measured, or is unknown on a device where they may not."""
+    found = run.repeatability
+    books.event("repeatable", **found.as_plain())
+    if found.value is not None or run.world.device.type == "cuda" or run.way.repeat != "off":
+        words = {True: "", False: "no: ", None: ""}[found.value]
+        books.say(f"  repeats    {words}{escape(found.reason)}")
+
+
+def tell_batch_size(run: Setup, books: Books | NoBooks) -> None:
+    """Report what --auto-batch-size found, or why it found nothing."""
+    if run.batch_size_found:
+        books.event("auto batch size", words=run.batch_size_found, micro_batch=run.way.micro_batch)
+        books.say(f"  batch size {escape(run.batch_size_found)}")
+
+
+def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
+    """Report how the model was sharded, and why."""
+    sharded = run.sharded
+    if sharded is not None:
+        books.event(
+            "sharded",
+            reason=run.strategy_choice.reason,
+            units=[name or "(the rest)" for name in sharded.unit_names],
+            whole=list(sharded.replicated),
+            experts=[] if run.experts is None else list(run.experts.held),
+            in_words=sharded.in_words,
+            offload=sharded.options.offload,
+        )
+        books.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
+
+
+def tell_deepspeed(run: Setup, books: Books | NoBooks) -> None:
+    """Report the whole configuration that DeepSpeed got: the JSON is derived, and is stored nowhere else."""
+    config = run.told_deepspeed
+    if config is not None:
+        zero = config["zero_optimization"]
+        offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+        books.event("deepspeed", config=config)
+        where = "" if offload == "none" else ", the optimizer in host memory"
+        books.say(f"  deepspeed  ZeRO stage {zero['stage']}{where}; its JSON is in events.jsonl")
+
+
+def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
+    """Return this rank's GPU; those of all ranks on this machine; and how many ranks those are.
+
+    Ranks may count GPUs differently; UUIDs are the same.
+    """
+    indices = [device.index for device in run.devices if device.type == "cuda"]
+    own = [gpu for index in indices for gpu in run.hardware.gpus if gpu.index == index]
+    told = run.world.gather([socket.gethostname(), [gpu.model_dump(mode="json") for gpu in own]])
+    neighbours = [found for host, found in told if host == socket.gethostname()]
+    here = [Gpu.model_validate(facts) for found in neighbours for facts in found]
+    return own[0] if own else None, tuple({gpu.uuid: gpu for gpu in here}.values()), len(neighbours)

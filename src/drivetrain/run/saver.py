@@ -1,0 +1,149 @@
+"""Saves the checkpoints of a run: decides when each is begun and when it counts, and records it."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.gc_freeze import SetAside
+from drivetrain.core.supervision import supervision
+from drivetrain.core.world import World
+from drivetrain.monitor.recorder import NoBooks
+
+NOTABLE_WAIT_SECONDS = 0.05
+LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough for the collector to matter
+
+State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
+
+
+class Saves:
+    """Saves in the background if `beside`; otherwise training waits for each save, and a failure ends it.
+
+    `state` gives what is to be saved, `best_step` the step whose checkpoint is never pruned. Used by all ranks alike.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        world: World,
+        books: NoBooks,
+        state: Callable[[], State],
+        best_step: Callable[[], int | None],
+        *,
+        beside: bool,
+    ) -> None:
+        self._checkpointer, self._books, self._state, self._best_step = checkpointer, books, state, best_step
+        self._saver = BackgroundSaver(checkpointer, world) if beside else None
+        self._best_at: dict[int, int | None] = {}  # which step was the best when one was saved
+        self._pins: set[int] = set()
+        self._num_problems_told = 0
+        self._aside = SetAside()
+        self._pin_best()  # before anything can be pruned
+
+    @property
+    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
+        """The function that takes the state of a step not judged yet; None if saves wait. See `Trainer.snapshot`."""
+        return None if self._saver is None else self._snapshot
+
+    def watch_frozen(self, state: Callable[[], State]) -> None:
+        """Take the state before the first step; later ones are compared with it to tell which weights are frozen."""
+        with suppress(DrivetrainError):  # what cannot be saved is reported after the first step, when it is complete
+            self._checkpointer.frozen.watch(state()[0])
+
+    def prepare(self) -> None:
+        """Refuse a state that cannot be saved, and allocate memory for copies. Called after a step."""
+        shards, meta = self._state()
+        if sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor)) >= LARGE_BYTES:
+            self._aside.begin()
+        if self._saver is not None:
+            self._saver.prepare(shards, meta)
+
+    def save(self, step: int) -> None:
+        """Save the state of a step that was judged."""
+        if self._saver is not None:
+            self._begin(step, may_wait=True)(False)
+            return
+        began = time.monotonic()
+        self._books.flush()
+        shards, meta = self._state()
+        self._best_at[step] = self._pin_best()
+        self._checkpointer.save(step, shards, meta)
+        self._tell(step, None, {"seconds": time.monotonic() - began})
+
+    def report(self) -> None:
+        """Record which saves have ended since the last call. Costs nothing where none has."""
+        if self._saver is None or not self._saver.has_news:
+            return
+        for outcome in self._saver.take_news():
+            seconds = {
+                "seconds": outcome.seconds,
+                "stalled_seconds": outcome.stalled_seconds,
+                "waited_seconds": outcome.waited_seconds,
+            }
+            if outcome.waited_seconds > NOTABLE_WAIT_SECONDS:
+                self._books.event("waited for a save", step=outcome.step, seconds=outcome.waited_seconds)
+            self._tell(outcome.step, outcome.error, seconds)
+
+    def finish(self) -> None:
+        """Wait at the end until the last save is on the disk; raises if it is not."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def close(self) -> None:
+        """Finish a save of a step that was judged, abandon any other. Called after an error, too; raises nothing."""
+        self._aside.end()
+        if self._saver is not None:
+            self._saver.close()
+            self.report()
+
+    def _snapshot(self, step: int) -> Callable[[bool], None]:
+        return self._begin(step, may_wait=False)
+
+    def _begin(self, step: int, *, may_wait: bool) -> Callable[[bool], None]:
+        """Begin a save. With `may_wait`, the host may wait for the device: it has just waited for the step."""
+        assert self._saver is not None
+        saver = self._saver
+        shards, meta = self._state()
+        self._best_at[step] = self._pin_best()
+        saver.begin(step, shards, meta, may_wait=may_wait)
+
+        def judged(leaving: bool) -> None:
+            self._books.flush()  # a checkpoint counts on the lines of all steps up to it
+            saver.judged(leaving=leaving)
+
+        return judged
+
+    def _tell(self, step: int, error: CheckpointError | None, seconds: dict[str, float]) -> None:
+        best = self._best_at.pop(step, None)
+        if error is None:
+            supervision.tell("checkpoint", step=step)
+            self._unpin_all_but(best)
+            self._books.event("checkpoint", step=step, best=best == step, **seconds)
+        else:
+            self._books.event("save failed", step=step, error=error.message, remedy=error.remedy, **seconds)
+            self._books.say(f"step {step} was not saved, and training goes on: {error}")
+        for news in self._checkpointer.frozen.take_news():
+            self._books.event(news.event, **news.facts)
+            self._books.say(news.text)
+        problems = self._checkpointer.problems[self._num_problems_told :]
+        self._num_problems_told += len(problems)
+        for problem in problems:
+            self._books.event("checkpoint problem", problem=problem)
+
+    def _pin_best(self) -> int | None:
+        best = self._best_step()
+        if best is not None:
+            self._checkpointer.pin(best)
+            self._pins.add(best)
+        return best
+
+    def _unpin_all_but(self, best: int | None) -> None:
+        """Let the former best checkpoint be pruned once there is a better one: the save of that one may have failed."""
+        if best is not None and best in self._checkpointer.steps():
+            for step in self._pins - {best}:
+                self._checkpointer.unpin(step)
+            self._pins &= {best}

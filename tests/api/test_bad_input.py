@@ -1,0 +1,335 @@
+"""Wrong input: a clear error with the remedy, before anything is trained, and nothing overwritten."""
+
+import hashlib
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from drivetrain import Config, ConfigError, DrivetrainError, Job, LossSum
+from drivetrain.api.training import train
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.config import configure
+from tests import warm_python
+from tests.api.jobs import Mlp, Variant, Vectors, make_job, vector_loss
+
+SMALL = Variant(dtype=torch.float32, steps=4, num_samples=20, global_batch=8, save_every=2)
+
+
+def config(folder: Path, **values: Any) -> Config:
+    # Loss functions here count their calls: those of the probe that asks what kind of loss it is are left out.
+    return configure(output_dir=folder, gpu_mode="cpu", loss_weighting="samples", **values)
+
+
+def fails(folder: Path, words: str, job: Job | None = None, **changes: Any) -> DrivetrainError:
+    with pytest.raises(DrivetrainError, match=words) as caught:
+        train(job or make_job(SMALL, **changes), config(folder), quiet=True)
+    assert caught.value.remedy or "remedy" in str(caught.value)
+    return caught.value
+
+
+def test_a_loss_that_is_not_a_scalar(tmp_path: Path) -> None:
+    fails(tmp_path, r"shape \(8, 4\)", loss=lambda model, batch: model(batch[0]))
+    fails(tmp_path, "returned float", loss=lambda model, batch: 1.0)
+
+
+def test_a_loss_that_does_not_depend_on_the_parameters(tmp_path: Path) -> None:
+    fails(tmp_path, "does not depend on any parameter", loss=lambda model, batch: model(batch[0]).detach().mean())
+
+
+def test_a_model_that_is_none(tmp_path: Path) -> None:
+    fails(tmp_path, "the model factory returned str", model=lambda: "a model")
+
+
+def test_nothing_to_train(tmp_path: Path) -> None:
+    fails(tmp_path, "no parameter of the model is trained", model=lambda: Mlp(0.0).requires_grad_(False))
+
+
+def test_wrong_optimizers(tmp_path: Path) -> None:
+    def two(groups: Any) -> Any:
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.SGD(parameters[2:], lr=0.1)]
+
+    fails(tmp_path, "returned 2 optimizers", optimizer=two)
+    fails(tmp_path, "returned NoneType", optimizer=lambda groups: None)
+    fails(tmp_path, "that the model does not have", optimizer=lambda groups: torch.optim.SGD([torch.zeros(3)], lr=0.1))
+
+
+class Sam(torch.optim.SGD):
+    """As published: two steps around a second backward, or a closure."""
+
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class Asserting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "this optimizer requires closure"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]], lr=0.1),
+        lambda groups: Sam(groups, lr=0.1),
+        lambda groups: Asserting(groups, lr=0.1),
+    ],
+)
+def test_optimizers_that_need_a_closure(tmp_path: Path, make: Any) -> None:
+    error = fails(tmp_path, "it needs a closure", optimizer=make)
+    assert "AdamW or SGD" in error.remedy
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1, np.int64(7)])
+def test_seeds_of_64_bits(tmp_path: Path, seed: int) -> None:
+    result = train(make_job(SMALL, seed=seed, max_steps=1), config(tmp_path), quiet=True)
+    assert result.finished
+
+
+class Every:
+    """A user's own hook."""
+
+    def __init__(self, every: Any) -> None:
+        self.every = every
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": TensorDataset(torch.zeros(0, 6), torch.zeros(0))}, "the data set is empty"),
+        ({"global_batch": 21}, "21 samples are asked for per step, and the data set has 20"),
+        ({"global_batch": 0}, "got 0"),
+        ({"global_batch": True}, "got True"),
+        ({"max_steps": None}, "nothing says when to stop"),
+        ({"epochs": 1.5}, "got 1.5"),
+        ({"loss": 3}, "it cannot be called"),
+        ({"clip_norm": -1}, "got -1"),
+        ({"data": 3}, "no length or no items"),
+        ({"keep_last": 0}, "got 0"),
+        ({"hooks": [Every(0)]}, "Every.every is 0"),
+        ({"hooks": [Every(-4)]}, "Every.every is -4"),
+        ({"hooks": [Every("step")]}, "Every.every is 'step'"),
+        ({"hooks": [print]}, "every is None"),
+        ({"seed": 2**64}, "got 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "Job.seed"),
+        ({"seed": 1.5}, "got 1.5"),
+        ({"seed": None}, "got None"),
+        ({"name": "../up"}, r"'../up': it names another folder"),
+        ({"name": ".."}, "another folder"),
+        ({"name": "/tmp/up"}, "another folder"),
+        ({"name": "a/b"}, "another folder"),
+        ({"name": "a\\b"}, "another folder"),
+        ({"name": ""}, "it is empty"),
+        ({"name": "  "}, "it is empty"),
+        ({"name": "a\nb"}, "cannot be printed"),
+        ({"name": "a\0b"}, "cannot be printed"),
+        ({"name": "\udcff"}, "cannot be printed"),
+        ({"name": "n" * 300}, "longer than 200 bytes"),
+        ({"name": 3}, "it is a int, not text"),
+    ],
+)
+def test_a_job_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_job(SMALL, **changes)
+    assert all(problem.remedy for problem in caught.value.problems)
+
+
+def test_all_problems_of_a_job_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_job(SMALL, global_batch=0, max_steps=0, clip_norm=0.0, loss=None)
+    assert {problem.key for problem in caught.value.problems} == {
+        "Job.global_batch",
+        "Job.max_steps",
+        "Job.clip_norm",
+        "Job.loss",
+    }
+
+
+class Broken(Vectors):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 17:
+            raise OSError("picture 17 is damaged")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_item_that_raises_is_named(tmp_path: Path, num_workers: int) -> None:
+    job = make_job(SMALL, data=Broken(SMALL))
+    with pytest.raises(DrivetrainError, match="item 17 of the data set raised OSError"):
+        train(job, config(tmp_path, num_workers=num_workers), quiet=True)
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    class Other(Mlp):
+        def __init__(self) -> None:
+            super().__init__(0.0)
+            self.extra = nn.Linear(3, 3)
+            self.layers[5] = nn.Linear(24, 5)
+
+    _interrupted(tmp_path)
+    before = _files(tmp_path)
+    error = fails(tmp_path, "the checkpoint is of another model", model=Other)
+    assert "only in the model: extra.bias, extra.weight" in error.message
+    assert r"layers.5.weight is (5, 24) here and (4, 24) there" in error.message
+    assert _files(tmp_path) == before
+
+
+def test_other_settings_of_the_optimizer(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    fails(tmp_path, "initial_lr is 0.5 now and was 0.01", optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.5))
+
+
+def test_another_job_under_the_same_name(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    before = _files(tmp_path)
+    fails(tmp_path, "global_batch is 4 now and was 8", global_batch=4)
+    assert _files(tmp_path) == before
+
+
+def test_a_checkpoint_of_a_newer_format(tmp_path: Path) -> None:
+    _interrupted(tmp_path)
+    (manifest,) = (tmp_path / "suite" / "checkpoints").glob("step-*/manifest.json")
+    body = manifest.read_bytes().partition(b'"manifest":')[2].removesuffix(b"}\n")
+    newer = body.replace(b'"format_version":2', b'"format_version":99')
+    assert newer != body
+    digest = hashlib.sha256(newer).hexdigest().encode()
+    manifest.write_bytes(b'{"sha256":"' + digest + b'","manifest":' + newer + b"}\n")
+    before = _files(tmp_path)
+    fails(tmp_path, "99")
+    assert _files(tmp_path) == before
+
+
+class ForgetfulOptimizer(torch.optim.SGD):
+    """Keeps something that a checkpoint cannot hold, from its first step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [object()]
+        return result
+
+
+def test_optimizer_state_that_cannot_be_saved(tmp_path: Path) -> None:
+    calls = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        return vector_loss(model, batch)
+
+    error = fails(
+        tmp_path,
+        r"'history' of .*\[0\] is a object",
+        loss=loss,
+        optimizer=lambda groups: ForgetfulOptimizer(groups, lr=0.1),
+    )
+    assert "tensors, numbers, text" in error.message
+    assert len(calls) == 2  # the trial and the first step: refused then, not at the first save
+
+
+def test_a_loss_that_becomes_nan_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        return vector_loss(model, batch) * (float("nan") if len(calls) == 5 else 1.0)
+
+    calls: list[int] = []
+    fails(tmp_path, "the loss of step 4 .* is nan", loss=loss)
+    assert [path.name for path in (tmp_path / "suite" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+class Unpicklable(Dataset[Any]):
+    def __init__(self) -> None:
+        self.open = (number for number in range(3))
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(6), torch.tensor(0)
+
+
+def test_a_data_set_that_cannot_be_sent_to_workers(tmp_path: Path) -> None:
+    """Where workers are forked nothing is sent, and it works; where they are spawned it is an error with the remedy."""
+    job = make_job(SMALL, data=Unpicklable())
+    assert train(job, config(tmp_path, num_workers=1), quiet=True).finished
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        with pytest.raises(DrivetrainError, match="workers could not be started") as caught:
+            train(job, config(tmp_path, num_workers=1), quiet=True)
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+    assert "--num-workers 0" in caught.value.remedy
+
+
+def _interrupted(folder: Path) -> None:
+    """A run that stopped after its checkpoint at step 2."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return vector_loss(model, batch)
+
+    calls: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(SMALL, loss=loss), config(folder), quiet=True)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    kept = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): path.read_bytes() for path in kept if path.name not in ("events.jsonl", "hardware.json")}
+
+
+def test_nan_in_the_first_batch(tmp_path: Path) -> None:
+    data = TensorDataset(torch.full((20, 6), torch.nan), torch.zeros(20, dtype=torch.int64))
+    error = fails(tmp_path, "the loss of step 1 .* is nan: before anything was learnt", data=data)
+    assert "first batch" in error.remedy
+    assert not list((tmp_path / "suite" / "checkpoints").glob("step-*"))
+    events = (tmp_path / "suite" / "events.jsonl").read_text()
+    assert "stopped by an error" in events
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+def test_a_step_that_counts_nothing_moves_nothing(tmp_path: Path, count: Any) -> None:
+    """A batch whose items are all padding, say."""
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Any) -> LossSum:
+        calls[0] += 1
+        total = functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return LossSum(total * 0, count) if calls[0] == 3 else LossSum(total, len(batch[1]))  # the trial, then step 2
+
+    job = make_job(SMALL, loss=loss, checkpoint_every=1, keep_last=9, weight_decay=None)
+    job = replace(job, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    result = train(job, config(tmp_path), quiet=True)
+    steps = [json.loads(line) for line in (result.folder / "steps.jsonl").read_text().splitlines()]
+    assert steps[1]["loss"] == 0.0
+    assert steps[1]["num_items"] == 0
+    one, two = (Checkpoint.open(result.folder / "checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    assert all(torch.equal(one.read(key), two.read(key)) for key in one.keys if key.startswith("model/"))
+
+
+def test_an_output_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    """A full disk behind the redirection; and a reader that goes away."""
+    command = ["-m", "drivetrain", "train", "digits", "--max-steps", "4", "--gpu-mode", "cpu"]
+    with Path("/dev/full").open("w") as full:
+        done = warm_python.run([*command, "--output-dir", str(tmp_path / "full")], stdout=full.fileno())
+    assert list((tmp_path / "full" / "digits" / "checkpoints").glob("step-*"))
+    assert (tmp_path / "full" / "digits" / "finished.json").exists()
+    assert done.returncode in (0, 1, 120)  # what is printed after the run may fail to be
+    words = [*command, "--log-every", "1", "--output-dir", str(tmp_path / "pipe")]
+    with warm_python.WarmProcess(words, drops_stderr=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(120)
+    assert (tmp_path / "pipe" / "digits" / "finished.json").exists()

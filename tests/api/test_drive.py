@@ -1,0 +1,657 @@
+"""A loop of one's own is as exact as `train`: the same bits on one process, the same to rounding on several."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import drivetrain as dt
+from drivetrain.api.driving import Drive, drive
+from drivetrain.config import configure
+from drivetrain.core.errors import ConfigError, DrivetrainError
+from tests import warm_python
+from tests.api.jobs import Trained, Variant, make_job, make_model, plain_loop, read, run
+from tests.api.test_equivalence import CASES, difference
+from tests.api.test_resume import BASE, MICRO_BATCH, PlantedError, assert_identical, call_in, run_until_crash
+from tests.gloo_pool import GlooPool
+
+Settings = dict[str, Any]
+
+
+def start(
+    folder: str, variant: Variant, micro_batch: int | None = None, settings: Settings | None = None, **changes: Any
+) -> Drive:
+    """The job of the other suites, as somebody with a loop of their own would set it up."""
+    torch.manual_seed(variant.seed)
+    job = make_job(variant)
+    model = changes.pop("model", None) or make_model(variant)
+    optimizer = changes.pop("optimizer", None) or torch.optim.AdamW(job._groups(model), lr=1e-2)
+    values: Settings = {
+        "name": "suite",
+        "global_batch": variant.global_batch,
+        "max_steps": variant.steps,
+        "seed": variant.seed,
+        "schedule": job.schedule,
+        "clip_norm": job.clip_norm,
+        "checkpoint_every": job.checkpoint_every,
+    }
+    config = configure(**{
+        "output_dir": folder, "gpu_mode": "cpu", "num_workers": 0, "batch_size": micro_batch, **(settings or {})
+    })  # fmt: skip
+    data = changes.pop("data", job.data)
+    return drive(model, optimizer, data, config=config, quiet=True, **{**values, **changes})
+
+
+def looped(
+    folder: str, variant: Variant, micro_batch: int | None = None, settings: Settings | None = None
+) -> Trained | None:
+    """To the end. The main rank returns what came of it."""
+    loss = make_job(variant).loss
+    going = start(folder, variant, micro_batch, settings)
+    for batch in going:
+        going.backward(loss(going.model, batch))
+        going.step()
+    assert going.finished
+    return read(going.folder, going.resumed_from) if going.world.is_main else None
+
+
+# The same as `train`
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.parametrize("micro_batch", [32, 8, 7])
+def test_bit_identical_to_train_on_one_process(tmp_path: Path, kind: str, micro_batch: int) -> None:
+    """Dropout, noisy items, a ragged last batch, accumulation; a mean (mlp), unequal counts of tokens (transformer)."""
+    variant = Variant(kind, torch.float32, steps=14, dropout=0.3, noisy_items=True, save_every=5)
+    trained = run(str(tmp_path / "train"), variant, micro_batch)
+    driven = looped(str(tmp_path / "drive"), variant, micro_batch)
+    assert trained is not None
+    assert driven is not None
+    assert_identical(driven, trained)
+
+
+def test_bit_identical_to_train_in_bf16(tmp_path: Path) -> None:
+    variant = Variant("transformer", torch.float32, steps=8, dropout=0.1)
+    trained = run(str(tmp_path / "train"), variant, 8, settings={"precision": "bf16"})
+    driven = looped(str(tmp_path / "drive"), variant, 8, {"precision": "bf16"})
+    plain = looped(str(tmp_path / "fp32"), variant, 8)
+    assert trained is not None
+    assert driven is not None
+    assert plain is not None
+    assert_identical(driven, trained)
+    assert driven.losses != plain.losses
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("1")])
+def test_float64_equals_the_plain_loop_on_several_processes(
+    gloo_pool: GlooPool, tmp_path: Path, kind: str, case: str
+) -> None:
+    world, global_batch, micro_batch, num_samples = CASES[case]
+    variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples)
+    driven = gloo_pool.run(looped, str(tmp_path), variant, micro_batch, world=world)[0]
+    of_losses, of_weights = difference(driven, *plain_loop(variant))
+    assert of_losses < 1e-10, of_losses
+    assert of_weights < 1e-10, of_weights
+
+
+def mean_of_means(folder: str, variant: Variant, micro_batch: int) -> Trained | None:
+    """What a loop does that hands in a mean where items are not samples."""
+    loss = make_job(variant).loss
+    going = start(folder, variant, micro_batch)
+    for batch in going:
+        found: Any = loss(going.model, batch)
+        going.backward(found.total / found.count)
+        going.step()
+    return read(going.folder) if going.world.is_main else None
+
+
+def test_a_planted_mean_of_means_is_caught(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    variant = Variant("transformer")
+    driven = gloo_pool.run(mean_of_means, str(tmp_path), variant, 8, world=2)[0]
+    assert difference(driven, *plain_loop(variant))[0] > 1e-6
+
+
+# Stopping and going on
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a loop is left: at which step (from 0) and batch of it, before or after what, and how."""
+
+    step: int
+    micro: int = 0
+    when: str = "after step"  # or "before backward", "before step"
+    how: str = "break"  # or "error", "stop"
+
+
+def looped_until(folder: str, variant: Variant, stop: Stop, num_workers: int = 0) -> tuple[int, bool]:
+    """The steps that were done, and whether the job was finished."""
+    loss = make_job(variant).loss
+    going = start(folder, variant, MICRO_BATCH, {"num_workers": num_workers})
+    place = (-1, -1)
+
+    def leaves(when: str) -> bool:
+        return when == stop.when and place == (stop.step, stop.micro)
+
+    try:
+        for batch in going:
+            place = (going.steps, place[1] + 1 if place[0] == going.steps else 0)
+            found = loss(going.model, batch)
+            if leaves("before backward"):
+                break
+            going.backward(found)
+            if leaves("before step"):
+                break
+            going.step()
+            if leaves("after step"):
+                if stop.how == "break":
+                    break
+                if stop.how == "error":
+                    raise PlantedError
+                if going.world.rank == going.world.size - 1:  # one rank's wish is enough
+                    going.stop()
+    except PlantedError:
+        pass
+    return going.steps, going.finished
+
+
+LAST = -1
+STOPS = {
+    "after a step, by break": Stop(4),
+    "after a step, by an error": Stop(4, how="error"),
+    "after an epoch's last step": Stop(3),
+    "inside an accumulation window": Stop(5, micro=1),
+    "before backward": Stop(5, micro=1, when="before backward"),
+    "between backward and step": Stop(6, when="before step"),
+    "in the first step": Stop(0, when="before step"),
+    "asked to": Stop(4, how="stop"),
+}
+
+
+def at_last_micro(stop: Stop, world: int) -> Stop:
+    """`run.step()` acts with the last batch of a step: leave after that one, unless another was named."""
+    if stop.when != "after step" or stop.micro:
+        return stop
+    samples = 12 if stop.step % 4 == 3 else 16
+    return replace(stop, micro=ceil(ceil(samples / world) / MICRO_BATCH) - 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", STOPS)
+def test_bit_identical_after_every_kind_of_stop(gloo_pool: GlooPool, tmp_path: Path, name: str, world: int) -> None:
+    whole = gloo_pool.run(looped, str(tmp_path / "whole"), BASE, MICRO_BATCH, world=world)[0]
+    stop = at_last_micro(STOPS[name], world)
+    left = gloo_pool.run(looped_until, str(tmp_path / "broken"), BASE, stop, world=world)
+    assert len(set(left)) == 1
+    assert not left[0][1]
+    mended = gloo_pool.run(looped, str(tmp_path / "broken"), BASE, MICRO_BATCH, world=world)[0]
+    assert mended.resumed_from == left[0][0], "every whole step was saved"
+    assert_identical(mended, whole)
+
+
+def test_resumed_with_loader_workers(tmp_path: Path) -> None:
+    whole = looped(str(tmp_path / "whole"), BASE, MICRO_BATCH)
+    assert looped_until(str(tmp_path / "broken"), BASE, Stop(5, micro=1), num_workers=2) == (5, False)
+    mended = looped(str(tmp_path / "broken"), BASE, MICRO_BATCH, {"num_workers": 2})
+    assert whole is not None
+    assert mended is not None
+    assert mended.resumed_from == 5
+    assert_identical(mended, whole)
+
+
+def test_another_world_goes_on(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    variant = replace(BASE, dtype=torch.float64, dropout=0.0)
+    whole = gloo_pool.run(looped, str(tmp_path / "whole"), variant, MICRO_BATCH, world=1)[0]
+    gloo_pool.run(looped_until, str(tmp_path / "b"), variant, at_last_micro(Stop(4), 2), world=2)
+    moved = gloo_pool.run(looped, str(tmp_path / "b"), variant, MICRO_BATCH, world=3)[0]
+    assert moved.resumed_from == 5
+    assert moved.losses == pytest.approx(whole.losses, abs=1e-10)
+
+
+class Normed(nn.Module):
+    """Its buffers change with every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.out(torch.tanh(self.norm(self.first(inputs))))
+        return result
+
+
+NORMED = Variant(global_batch=24, steps=10, num_samples=96, save_every=3)
+
+
+def trained_normed(folder: str) -> Trained | None:
+    return run(folder, NORMED, 4, model=lambda: Normed().double())
+
+
+def looped_normed(folder: str, leave_in_step: int | None = None) -> Trained | None:
+    torch.manual_seed(NORMED.seed)
+    model = Normed().double()
+    going = start(folder, NORMED, 4, model=model)
+    for inputs, labels in going:
+        loss = nn.functional.cross_entropy(going.model(inputs), labels)
+        if going.steps == leave_in_step:
+            return None
+        going.backward(loss)
+        going.step()
+    return read(going.folder, going.resumed_from) if going.world.is_main else None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_buffers_are_those_of_train(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
+    """Ranks that saw other samples have other running means; rank 0's are shared before each step, as DDP does."""
+    trained = gloo_pool.run(trained_normed, str(tmp_path / "train"), world=world)[0]
+    driven = gloo_pool.run(looped_normed, str(tmp_path / "drive"), world=world)[0]
+    assert driven.losses == pytest.approx(trained.losses, abs=1e-10)
+    for key, value in trained.weights.items():
+        assert np.allclose(driven.weights[key], value, rtol=0, atol=1e-10), key
+
+
+def test_buffers_of_half_a_step_are_not_saved(tmp_path: Path) -> None:
+    """A forward has changed the running means: what was whole last is the checkpoint of step 3."""
+    whole = looped_normed(str(tmp_path / "whole"))
+    assert looped_normed(str(tmp_path / "broken"), leave_in_step=5) is None
+    mended = looped_normed(str(tmp_path / "broken"))
+    assert whole is not None
+    assert mended is not None
+    assert mended.resumed_from == 3
+    assert_identical(mended, whole)
+
+
+def test_a_bad_step_is_not_saved(tmp_path: Path) -> None:
+    going = start(str(tmp_path), replace(BASE, save_every=50), MICRO_BATCH)
+    fourth_is_nan = body(
+        backward=lambda going, batch: going.backward(loss_of(going, batch) * (float("nan") if going.steps == 3 else 1))
+    )
+    with pytest.raises(DrivetrainError, match=r"the loss of step 4 .* is nan"):
+        fourth_is_nan(going)
+    assert [path.name for path in (going.folder / "checkpoints").iterdir()] == []
+
+
+# What else happens in a loop
+
+
+def validate(going: Drive, sample: Tensor) -> None:
+    """Somebody's own: draws from all generators, and runs the model."""
+    import random
+
+    random.random()
+    np.random.rand(3)
+    torch.rand(5)
+    going.model.eval()
+    with torch.no_grad(), going.autocast():
+        going.model(sample)
+    going.model.train()
+
+
+def test_a_validation_does_not_disturb_training(tmp_path: Path) -> None:
+    whole = looped(str(tmp_path / "whole"), BASE, MICRO_BATCH)
+    going = start(str(tmp_path / "validated"), BASE, MICRO_BATCH)
+    sample, epochs = torch.randn(5, 6), []
+    for batch in going:
+        going.backward(nn.functional.cross_entropy(going.model(batch[0]), batch[1]))
+        going.step()
+        if not going.accumulating and going.steps % 2:
+            validate(going, sample)
+        if going.ends_epoch:
+            epochs.append((going.epoch, going.steps))
+    assert whole is not None
+    assert_identical(read(going.folder), whole)
+    assert epochs == [(0, 4), (1, 8), (2, 12)]
+
+
+def test_what_a_loop_can_ask(tmp_path: Path) -> None:
+    variant = Variant(global_batch=10, steps=3, num_samples=25)
+    going = start(str(tmp_path), variant, 4)
+    seen = []
+    for batch in going:
+        assert len(batch[0]) == going.num_samples
+        seen.append((going.steps, going.num_samples, going.accumulating, going.epoch))
+        going.backward(nn.functional.cross_entropy(going.model(batch[0]), batch[1]))
+        going.step()
+    assert seen == [
+        *[(0, 4, True, 0), (0, 4, True, 0), (0, 2, False, 0)],
+        *[(1, 4, True, 0), (1, 4, True, 0), (1, 2, False, 0)],
+        *[(2, 4, True, 0), (2, 1, False, 0)],
+    ]
+    assert going.last is not None
+    assert (going.last.step, going.last.samples) == (3, 5)
+    from safetensors.torch import load_file
+
+    exported, model = load_file(going.export(tmp_path / "weights.safetensors")), going.model
+    assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
+
+
+def test_precision_is_on_between_the_batch_and_backward(tmp_path: Path) -> None:
+    going = start(str(tmp_path), Variant(dtype=torch.float32, steps=4), settings={"precision": "bf16"})
+    for batch in going:
+        assert torch.is_autocast_enabled("cpu")
+        loss = nn.functional.cross_entropy(going.model(batch[0]), batch[1])
+        if going.steps == 2:
+            break
+        going.backward(loss)
+        assert not torch.is_autocast_enabled("cpu")
+        with going.autocast():
+            assert going.model(batch[0]).dtype == torch.bfloat16
+        going.step()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_model_and_optimizer_are_used_as_they_are(tmp_path: Path) -> None:
+    """The same parameters; modes as they were set; an optimizer that has a state already keeps it."""
+    model = make_model(Variant(dropout=0.5, dtype=torch.float32))
+    model.layers[2].eval()  # type: ignore[index,union-attr,operator]
+    before = list(model.parameters())
+    optimizer = torch.optim.Adagrad(before, lr=0.1, initial_accumulator_value=0.25)
+    going = start(str(tmp_path), Variant(dtype=torch.float32, steps=2), model=model, optimizer=optimizer)
+    assert going.model is model
+    assert not model.layers[2].training  # type: ignore[index,union-attr]
+    assert model.layers[1].training  # type: ignore[index,union-attr]
+    assert float(optimizer.state[before[0]]["sum"].min()) == 0.25
+    for batch in going:
+        going.backward(nn.functional.cross_entropy(going.model(batch[0]), batch[1]))
+        going.step()
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert float(optimizer.state[before[0]]["sum"].max()) > 0.25
+
+
+def test_left_with_a_held_iterator(tmp_path: Path) -> None:
+    going = start(str(tmp_path), replace(BASE, save_every=50), 16)
+    batches = iter(going)
+    batch = next(batches)
+    going.backward(nn.functional.cross_entropy(going.model(batch[0]), batch[1]))
+    going.step()
+    going.close()
+    assert (going.folder / "checkpoints" / "step-00000001").is_dir()
+    again = start(str(tmp_path), replace(BASE, save_every=50), 16)
+    assert again.resumed_from == 1
+    again.close()
+
+
+# Errors in words
+
+
+def body(**parts: Callable[[Drive, Any], Any]) -> Callable[[Drive], None]:
+    """A loop with one thing wrong."""
+
+    def loop(going: Drive) -> None:
+        for batch in going:
+            for name in ("first", "backward", "middle", "step", "last"):
+                if name in parts:
+                    parts[name](going, batch)
+                elif name == "backward":
+                    going.backward(nn.functional.cross_entropy(going.model(batch[0]), batch[1]))
+                elif name == "step":
+                    going.step()
+
+    return loop
+
+
+def nothing(going: Drive, batch: Any) -> None:
+    pass
+
+
+def loss_of(going: Drive, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(going.model(batch[0]), batch[1])
+
+
+def change_rate(going: Drive, batch: Any) -> None:
+    going._optimizer.param_groups[0]["lr"] *= 0.9
+
+
+WRONG: dict[str, tuple[Callable[[Drive], None], str]] = {
+    "no backward": (body(backward=nothing, step=nothing), r"without run\.backward\(loss\)"),
+    "no step": (body(step=nothing), r"without run\.step\(\)"),
+    "step first": (body(backward=nothing), r"run\.step\(\) was called before run\.backward\(\)"),
+    "backward twice": (body(middle=lambda going, batch: going.backward(loss_of(going, batch))), "called twice"),
+    "step twice": (body(last=lambda going, batch: going.step()), "called twice"),
+    "no scalar": (body(backward=lambda going, batch: going.backward(going.model(batch[0]))), "not that of a scalar"),
+    "no tensor": (body(backward=lambda going, batch: going.backward(1.0)), "returned float"),  # type: ignore[arg-type]
+    "no gradient": (
+        body(backward=lambda going, batch: going.backward(loss_of(going, batch).detach())),
+        "does not depend on any parameter",
+    ),
+    "optimizer.step": (body(step=lambda going, batch: going._optimizer.step()), r"optimizer\.step\(\) was called"),
+    "zero_grad": (body(first=lambda going, batch: going._optimizer.zero_grad()), "gradients were cleared"),
+    "a scheduler of one's own": (body(last=change_rate), "learning rate was changed"),
+    "another iteration": (body(first=lambda going, batch: next(iter(going))), "iterated over once"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_a_loop_is_said(tmp_path: Path, name: str) -> None:
+    loop, words = WRONG[name]
+    going = start(str(tmp_path), Variant(steps=4), 8)
+    with pytest.raises(DrivetrainError, match=words) as caught:
+        loop(going)
+    assert caught.value.remedy
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_outside_the_loop(tmp_path: Path) -> None:
+    going = start(str(tmp_path), Variant(steps=2))
+    with pytest.raises(DrivetrainError, match="outside the loop"):
+        going.backward(torch.zeros(()))
+    with pytest.raises(DrivetrainError, match="outside the loop"):
+        going.step()
+    going.close()
+
+
+def test_the_optimizer_of_another_model(tmp_path: Path) -> None:
+    other = torch.optim.SGD(make_model(Variant()).parameters(), lr=0.1)
+    with pytest.raises(DrivetrainError, match=r"a parameter of shape .* that the model does not have"):
+        start(str(tmp_path), Variant(steps=2), optimizer=other)
+
+
+def test_static_graph_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="static-graph"):
+        start(str(tmp_path), Variant(steps=2), settings={"static_graph": True})
+
+
+def test_two_lines_of_data_and_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page shows it, with nothing but what is needed."""
+    monkeypatch.chdir(tmp_path)
+    data = TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+    model = nn.Linear(3, 2)
+    going = dt.drive(model, torch.optim.SGD(model.parameters(), lr=0.1), data, global_batch=8, epochs=2, name="mine")
+    for inputs, labels in going:
+        going.backward(nn.functional.cross_entropy(going.model(inputs), labels))
+        going.step()
+    assert going.steps == 10
+    assert (tmp_path / "runs" / "mine" / "steps.jsonl").exists()
+
+
+# The page
+
+
+def scripts_of_the_page() -> tuple[str, str]:
+    """The plain script, and the changes to it."""
+    text = (Path(__file__).parents[2] / "docs" / "drive.md").read_text(encoding="utf-8")
+    return tuple(re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)[0] for kind in ("python", "diff"))  # type: ignore[return-value]
+
+
+def applied(script: str, changes: str) -> str:
+    """A unified diff, applied line by line; every line it names has to be there."""
+    lines, result, at = script.splitlines(), [], 0
+    for line in changes.splitlines()[2:]:
+        if line.startswith("@@"):
+            first = int(line.split()[1].lstrip("-").split(",")[0]) - 1
+            result += lines[at:first]
+            at = first
+        elif line.startswith("+"):
+            result.append(line[1:])
+        else:
+            assert lines[at] == line[1:], "the diff is of another script"
+            result += [line[1:]] if line.startswith(" ") else []
+            at += 1
+    return "\n".join([*result, *lines[at:], ""])
+
+
+def num_changed(changes: str) -> int:
+    """A line that is replaced counts once: of each run of removed and added lines, the longer."""
+    hunks = re.split(r"^(?:@@.*| .*)\n", changes.split("\n", 2)[2], flags=re.MULTILINE)
+    return sum(max(len(re.findall(r"^-", hunk, re.M)), len(re.findall(r"^\+", hunk, re.M))) for hunk in hunks)
+
+
+def test_the_page_changes_six_lines_of_a_plain_script(tmp_path: Path) -> None:
+    plain, changes = scripts_of_the_page()
+    driven = applied(plain, changes)
+    assert (
+        "".join(difflib.unified_diff(plain.splitlines(True), driven.splitlines(True), "plain.py", "driven.py"))
+        == changes
+    )
+    assert num_changed(changes) == 6
+    losses = []
+    for name, script in (("plain.py", plain), ("driven.py", driven)):
+        (tmp_path / name).write_text(script)
+        done = warm_python.run([name], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(re.findall(r"loss ([\d.]+)$", done.stdout.strip(), re.M)[-1]))
+    assert max(losses) < 0.35 < math.log(2), losses  # both learn: from ln 2
+    assert len((tmp_path / "runs" / "mine" / "steps.jsonl").read_text().splitlines()) == 64
+
+
+def test_changed_lines_are_counted_by_run() -> None:
+    assert num_changed("--- a\n+++ b\n@@ -1,3 +1,3 @@\n x\n-a\n-b\n+c\n y\n+d\n") == 3
+
+
+# Shared with `train`
+
+
+class Counting:
+    """A hook that counts its calls."""
+
+    every = 2
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.losses: dict[int, float] = {}
+
+    def __call__(self, context: dt.StepContext) -> None:
+        self.calls += 1
+        self.losses[context.step] = context.loss
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_hooks_are_called_and_go_on(tmp_path: Path) -> None:
+    for first, last, calls in ((0, 5, 2), (5, 14, 7)):
+        hook = Counting()
+        going = start(str(tmp_path), BASE, 16, hooks=[hook])
+        assert going.resumed_from == first
+        losses: dict[int, list[Tensor]] = {}
+        for batch in going:
+            loss = loss_of(going, batch)
+            losses.setdefault(going.steps + 1, []).extend([loss.detach()] * len(batch[1]))
+            going.backward(loss)
+            going.step()
+            if going.steps == last:
+                break
+        assert hook.calls == calls
+        expected = {step: torch.stack(each).double().mean().item() for step, each in losses.items() if step % 2 == 0}
+        assert hook.losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_other_hooks_than_before_are_an_error_in_words(tmp_path: Path) -> None:
+    words = r"has 1 hooks now, and had 0 when step \d was saved"
+    looped_until(str(tmp_path / "drive"), BASE, at_last_micro(Stop(4), 1))
+    with pytest.raises(DrivetrainError, match=words) as caught:
+        start(str(tmp_path / "drive"), BASE, hooks=[Counting()])
+    assert "--name" in caught.value.remedy
+    assert run_until_crash(str(tmp_path / "train"), BASE, 0, call_in(5, 0, 1))
+    with pytest.raises(DrivetrainError, match=words):
+        run(str(tmp_path / "train"), BASE, hooks=[Counting()])
+
+
+def test_a_script_run_by_the_command_line(tmp_path: Path) -> None:
+    """Its flags count, and a script that drives is one that trains."""
+    plain, changes = scripts_of_the_page()
+    (tmp_path / "driven.py").write_text(applied(plain, changes))
+    flags = ["--batch-size", "16", "--gpu-mode", "cpu", "--name", "named"]
+    done = warm_python.run(["-m", "drivetrain", "train", "driven.py", *flags], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "micro_batch: 16" in (tmp_path / "runs" / "named" / "plan.yaml").read_text()
+
+
+# Models that DDP finds difficult
+
+
+class Twice(nn.Module):
+    """Called twice for a batch, by a method that is not `forward`; a part of it is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out, self.unused = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(3, 3)
+
+    def encoded(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.first(inputs))
+
+
+def looped_twice(folder: str) -> list[float]:
+    torch.manual_seed(0)
+    going = start(
+        folder, TWICE, 4, {"find_unused_parameters": True}, model=(model := Twice().double()), optimizer=sgd(model)
+    )
+    for inputs, labels in going:
+        both = going.model.encoded(inputs) + going.model.encoded(-2 * inputs)
+        going.backward(nn.functional.cross_entropy(going.model.out(both), labels))
+        going.step()
+    return read(going.folder).losses if going.world.is_main else []
+
+
+class Rows(nn.Module):
+    """With gradients that hold only the rows that were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.out(self.rows(tokens))
+        return result
+
+
+def looped_sparse(folder: str) -> list[float]:
+    torch.manual_seed(0)
+    going = start(folder, SPARSE, 4, model=(model := Rows().double()), optimizer=sgd(model), clip_norm=None)
+    loss = make_job(SPARSE).loss
+    for batch in going:
+        going.backward(loss(going.model, batch).total / len(batch[0]))
+        going.step()
+    return read(going.folder).losses if going.world.is_main else []
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+TWICE = Variant(steps=6)
+SPARSE = Variant("transformer", steps=6)
+
+
+@pytest.mark.parametrize("loop", [looped_twice, looped_sparse])
+def test_unused_parameters_several_calls_and_sparse_gradients(
+    gloo_pool: GlooPool, tmp_path: Path, loop: Callable[[str], list[float]]
+) -> None:
+    alone = gloo_pool.run(loop, str(tmp_path / "1"), world=1)[0]
+    together = gloo_pool.run(loop, str(tmp_path / "2"), world=2)[0]
+    assert together == pytest.approx(alone, abs=1e-10)
+    assert alone[-1] != alone[0]

@@ -1,0 +1,358 @@
+"""Scalar losses of every kind train the same however a step is divided: against a plain loop over whole batches."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from drivetrain import Job
+from drivetrain.api.evaluation import evaluate
+from drivetrain.api.training import train
+from drivetrain.checkpoint import Checkpointer
+from drivetrain.config import configure
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.world import World
+from drivetrain.data.stream import SampleStream
+from drivetrain.run import Setup, loss_weighting
+from tests.gloo_pool import GlooPool
+
+VOCABULARY, LENGTH, SAMPLES, BATCH, STEPS, SEED = 13, 9, 60, 16, 6, 5
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """Token sequences of unequal length. Samples in `empty` have no label at all."""
+
+    def __init__(self, empty: tuple[int, ...] = ()) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.tokens = torch.randint(2, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        self.lengths = torch.randint(2, LENGTH + 1, (SAMPLES,), generator=generator)
+        self.empty = empty
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = 0 if index in self.empty else int(self.lengths[index])
+        labels = self.tokens[index].clone()
+        labels[length:] = -100
+        return {
+            "tokens": self.tokens[index],
+            "labels": labels,
+            "mask": labels.ne(-100),
+            "weight": (self.tokens[index, 0].double() + 1) / VOCABULARY,
+        }
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.mix = nn.Linear(8, 8)
+        self.out = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embedding(tokens)))
+        result: Tensor = self.out(hidden + hidden.cumsum(1) / LENGTH)
+        return result
+
+
+class Normalised(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.norm(self.mix(self.embedding(tokens))).sum(2, keepdim=True)
+
+
+def cross_entropy(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), **options)
+
+
+def next_token(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["tokens"])[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def masked_mean(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten(), reduction="none")
+    return (losses * batch["mask"].flatten()).sum() / batch["mask"].sum()
+
+
+def sample_weights(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten(), reduction="none")
+    by_sample = losses.view(batch["tokens"].shape).mean(1)
+    return (by_sample * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def per_sample(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    kept = batch["mask"]
+    return ((losses.view(kept.shape) * kept).sum(1) / kept.sum(1)).mean()
+
+
+def total(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model, batch, reduction="sum") / 100
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
+    "mean over tokens": (cross_entropy, "tokens", "labels != -100"),
+    "next token": (next_token, "tokens", "labels[:, 1:] != -100"),
+    "masked mean": (masked_mean, "tokens", "labels != -100"),
+    "sample weights": (sample_weights, "tokens", "the sum of weight"),
+    "mean over samples": (per_sample, "samples", ""),
+    "sum": (total, "sum", ""),
+}
+
+
+def class_weights(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model, batch, weight=torch.linspace(0.3, 2.0, VOCABULARY).to(model.out.weight.dtype))
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    states = functional.normalize(model(batch["tokens"]).mean(1), dim=1)
+    others = functional.normalize(model(batch["tokens"].flip(1)).mean(1), dim=1)
+    return functional.cross_entropy(states @ others.T * 4, torch.arange(len(states)))
+
+
+def with_auxiliary(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["tokens"])
+    load = logits.softmax(-1).mean((0, 1))
+    return cross_entropy(model, batch) + 0.1 * VOCABULARY * (load**2).sum()
+
+
+def shuffled(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["tokens"])
+    return cross_entropy(model, batch) + (logits * logits[torch.randperm(len(logits))]).mean()
+
+
+HELD = {
+    "class weights": (Tagger, class_weights, "weighted mean"),
+    "contrastive": (Tagger, contrastive, "couples"),
+    "auxiliary loss": (Tagger, with_auxiliary, "couples"),
+    "mixes samples at random": (Tagger, shuffled, "could not be found out"),
+    "batch normalisation": (Normalised, cross_entropy, "batch normalisation"),
+}
+
+
+def job_of(loss: Callable[..., Tensor], data: Any = None, model: Callable[[], nn.Module] = Tagger, **more: Any) -> Job:
+    return Job(
+        name="weighted",
+        model=lambda: model().double(),
+        data=Sentences() if data is None else data,
+        loss=loss,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.5),
+        **{"global_batch": BATCH, "max_steps": STEPS, "seed": SEED, "clip_norm": 0.5} | more,
+    )
+
+
+def trained(folder: str, job: Job, micro_batch: int | None, **settings: Any) -> dict[str, Any]:
+    """Train on this rank; all that the test compares, from rank 0."""
+    config = configure(output_dir=Path(folder), batch_size=micro_batch, quiet=True, report=False, **settings)
+    result = train(job, config)
+    checkpoint = Checkpointer(result.folder / "checkpoints", World(), 1).latest()
+    assert checkpoint is not None
+    return {
+        "loss": None if result.last is None else result.last.loss,
+        "weights": {key: checkpoint.read(key).double() for key in checkpoint.keys if key.startswith("model/")},
+        "rule": checkpoint.meta["loss"],
+        "plan": (result.folder / "plan.yaml").read_text(),
+        "events": (result.folder / "events.jsonl").read_text(),
+    }
+
+
+def trained_by_name(folder: str, name: str, micro_batch: int, **settings: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return trained(folder, job_of(LOSSES[name][0]), micro_batch, **settings)
+
+
+def sharded_by_name(folder: str, name: str, micro_batch: int) -> dict[str, Any]:
+    return trained_by_name(folder, name, micro_batch, parallel_strategy="fsdp")
+
+
+def plain_loop(job: Job) -> tuple[float, dict[str, Tensor]]:
+    """Whole batches, one after the other: what the loss means."""
+    torch.manual_seed(SEED)
+    model = job.model()  # type: ignore[operator]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    stream = SampleStream(SAMPLES, SEED)
+    value = torch.zeros(())
+    for step in range(STEPS):
+        epoch, number = divmod(step, -(-SAMPLES // BATCH))
+        samples = stream.samples(epoch, number * BATCH, min((number + 1) * BATCH, SAMPLES))
+        value = job.loss(model, torch.utils.data.default_collate([job.data[int(sample)] for sample in samples]))
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return float(value.detach()), {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def difference(found: dict[str, Any], job: Job) -> float:
+    loss, weights = plain_loop(job)
+    assert found["weights"].keys() == weights.keys()
+    return max(
+        abs(found["loss"] - loss),
+        *(float((found["weights"][key] - weights[key]).detach().abs().max()) for key in weights),
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("micro_batch", [16, 4, 1])
+def test_micro_batches_equal_whole_batches(tmp_path: Path, name: str, micro_batch: int) -> None:
+    found = trained_by_name(str(tmp_path), name, micro_batch)
+    assert found["rule"]["by"] == LOSSES[name][1]
+    assert LOSSES[name][2] in found["plan"]
+    assert difference(found, job_of(LOSSES[name][0])) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["mean over tokens", "sum", "sample weights"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_equal_whole_batches(gloo_pool: GlooPool, tmp_path: Path, name: str, world: int) -> None:
+    found = gloo_pool.run(trained_by_name, str(tmp_path), name, 3, world=world)[0]
+    assert difference(found, job_of(LOSSES[name][0])) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["mean over tokens", "sum"])
+def test_sharded_models_equal_whole_batches(gloo_pool: GlooPool, tmp_path: Path, name: str) -> None:
+    found = gloo_pool.run(sharded_by_name, str(tmp_path), name, 3, world=2)[0]
+    assert difference(found, job_of(LOSSES[name][0])) < 1e-10
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_the_division_is_kept_where_it_is_part_of_what_is_learnt(tmp_path: Path, name: str) -> None:
+    model, loss, why = HELD[name]
+    found = trained(str(tmp_path), job_of(loss, model=model), BATCH)
+    assert why in found["rule"]["holds_division"]
+    assert why in found["events"]
+    if name != "mixes samples at random":
+        assert difference(found, job_of(loss, model=model)) < 1e-10
+    assert found["rule"]["by"] == ("tokens" if name == "batch normalisation" else "samples")
+
+
+def test_padding_that_comes_late_is_looked_at_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = SampleStream(SAMPLES, SEED).samples(0, 0, SAMPLES).tolist()
+
+    class Late(Sentences):
+        """Without padding up to the third step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lengths[order[: 2 * BATCH]] = LENGTH
+
+    job = job_of(cross_entropy, Late(), max_steps=STEPS)
+    monkeypatch.setattr(loss_weighting, "MOST_LOOKED_AT", 2 * BATCH)
+    found = trained(str(tmp_path), job, 4)
+    (event,) = [line for line in found["events"].splitlines() if "loss weighting" in line]
+    assert '"by": "tokens"' in event
+    assert "weighting: by samples" in found["plan"]  # as it looked before the first step
+    assert difference(found, job) < 1e-10
+
+
+def test_a_micro_batch_that_counts_nothing_contributes_nothing(tmp_path: Path) -> None:
+    empty = tuple(SampleStream(SAMPLES, SEED).samples(0, 4, 8).tolist())
+    for loss in (cross_entropy, masked_mean):
+        job = job_of(loss, Sentences(empty=empty))
+        assert difference(trained(str(tmp_path / loss.__name__), job, 1), job) < 1e-10
+
+
+def test_data_without_numbers_is_told_by_its_first_batch(tmp_path: Path) -> None:
+    order = SampleStream(SAMPLES, SEED).samples(0, 0, 3 * BATCH).tolist()
+    data = Sentences()
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return (data[number] for number in order)
+
+    job = job_of(cross_entropy, Stream(), max_steps=3, epochs=1)
+    found = trained(str(tmp_path), job, 4)
+    assert found["rule"]["by"] == "tokens"
+    whole = trained(str(tmp_path / "whole"), job, BATCH)
+    for key, value in whole["weights"].items():
+        assert torch.allclose(found["weights"][key], value, atol=1e-12)
+
+
+class StopAt:
+    """Breaks a run off after a step."""
+
+    every = 1
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def __call__(self, context: Any) -> None:
+        if context.step == self.step:
+            raise KeyboardInterrupt
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def test_a_resumed_run_keeps_its_rule(tmp_path: Path) -> None:
+    job = job_of(cross_entropy, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        trained(str(tmp_path), replace(job, hooks=(StopAt(3),)), 4)
+    job = replace(job, hooks=(StopAt(None),))
+    with pytest.raises(DrivetrainError, match="would change what the run learns"):
+        trained(str(tmp_path), job, 4, loss_weighting="sum")
+    assert difference(trained(str(tmp_path), job, 4), job) < 1e-10
+
+
+def test_a_run_that_was_begun_before_goes_on_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(cross_entropy, checkpoint_every=1)
+    meta = Setup.meta
+    monkeypatch.setattr(Setup, "meta", lambda self, division: {**meta(self, division), "loss": None})
+    with pytest.raises(KeyboardInterrupt):
+        trained(str(tmp_path), replace(job, hooks=(StopAt(3),)), 4, loss_weighting="samples")
+    monkeypatch.undo()
+    found = trained(str(tmp_path), replace(job, hooks=(StopAt(None),)), 4)
+    assert found["rule"]["by"] == "samples"
+    assert "begun by a version" in found["events"]
+
+
+def contrastive_run(folder: str, stop_at: int | None, micro_batch: int | None) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    job = job_of(contrastive, checkpoint_every=1, hooks=(StopAt(stop_at),))
+    try:
+        return trained(folder, job, micro_batch)
+    except KeyboardInterrupt:
+        return {}
+
+
+def test_another_world_keeps_the_division_of_a_coupled_loss(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    whole = contrastive_run(str(tmp_path / "whole"), None, 4)
+    gloo_pool.run(contrastive_run, str(tmp_path / "moved"), 3, 4, world=1)
+    moved = gloo_pool.run(contrastive_run, str(tmp_path / "moved"), None, None, world=2)[0]
+    for key, value in whole["weights"].items():
+        assert torch.allclose(moved["weights"][key], value, atol=1e-10), key
+
+
+def test_validation_weights_alike(tmp_path: Path) -> None:
+    job = job_of(cross_entropy, valid=Sentences(), max_steps=2)
+    result = train(job, configure(output_dir=tmp_path, batch_size=3, quiet=True))
+    torch.manual_seed(SEED)
+    model = job.model()  # type: ignore[operator]
+    checkpoint = Checkpointer(result.folder / "checkpoints", World(), 1).latest()
+    assert checkpoint is not None
+    model.load_state_dict({name: checkpoint.read(f"model/{name}") for name in model.state_dict()})
+    whole = cross_entropy(model, torch.utils.data.default_collate([job.data[number] for number in range(SAMPLES)]))
+    assert result.metrics["valid_loss"] == pytest.approx(float(whole.detach()), abs=1e-12)
+    again = evaluate(job, result, configure(output_dir=tmp_path, batch_size=7, quiet=True))
+    assert again["valid_loss"] == pytest.approx(float(whole.detach()), abs=1e-12)
+
+
+def test_the_flag_pins_it(tmp_path: Path) -> None:
+    found = trained(str(tmp_path), job_of(cross_entropy), 4, loss_weighting="samples")
+    assert found["rule"]["by"] == "samples"
+    assert difference(found, job_of(cross_entropy)) > 1e-3  # a mean of means: what was asked for
+    with pytest.raises(DrivetrainError, match="not a mean over a count"):
+        trained(str(tmp_path / "sum"), job_of(total), 4, loss_weighting="tokens")

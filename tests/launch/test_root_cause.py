@@ -1,0 +1,141 @@
+"""Which of many failures is the first one, and what is said of it."""
+
+import itertools
+import json
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.launch import root_cause as c
+from drivetrain.launch.root_cause import Failure, failure_from_error, failure_from_exit, first_cause, in_words
+
+PLACE = {"rank": 1, "node": 0, "host": "here", "pid": 7}
+
+
+def error(kind: str, message: str, trace: str = "", **more: object) -> dict[str, object]:
+    return {"type": kind, "message": message, "traceback": trace or f"Traceback\n{kind}: {message}", "step": 3, **more}
+
+
+# As gloo, NCCL and the store of torch 2.11 and 2.13 say it.
+LOST_A_PEER = [
+    (
+        "RuntimeError",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]",
+    ),
+    ("RuntimeError", "[../gloo/transport/tcp/pair.cc:540] Read error [127.0.0.1]:5: Connection reset by peer"),
+    ("torch.distributed.DistBackendError", "NCCL error: remote process exited or there was a network error"),
+    ("torch.distributed.DistNetworkError", "failed to recv, got 0 bytes. Connection was likely closed."),
+    ("torch.distributed.DistBackendError", "NCCL communicator was aborted on rank 1."),
+]
+TIMEOUTS = [
+    (
+        "RuntimeError",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv",
+    ),
+    ("torch.distributed.DistBackendError", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"),
+    ("torch.distributed.DistStoreError", "Timed out after 61 seconds waiting for clients. 1/2 clients joined."),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), LOST_A_PEER)
+def test_a_lost_peer_follows_from_something(kind: str, message: str) -> None:
+    failure = failure_from_error(error(kind, message), **PLACE)
+    assert failure.follows
+    assert failure.kind == c.EXCEPTION
+
+
+@pytest.mark.parametrize(("kind", "message"), TIMEOUTS)
+def test_a_timeout_is_one(kind: str, message: str) -> None:
+    failure = failure_from_error(error(kind, message), **PLACE)
+    assert failure.follows
+    assert failure.kind == c.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "expected"),
+    [
+        ("ValueError", "bad", c.EXCEPTION),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", c.EXCEPTION),  # of the user's own download
+        ("TimeoutError", "the database timed out", c.EXCEPTION),
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", c.DEVICE_MEMORY),
+        ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory", c.HOST_MEMORY),
+        ("MemoryError", "", c.HOST_MEMORY),
+    ],
+)
+def test_what_a_rank_did_by_itself(kind: str, message: str, expected: str) -> None:
+    failure = failure_from_error(error(kind, message), **PLACE)
+    assert not failure.follows
+    assert failure.kind == expected
+    assert failure.remedy
+
+
+def test_an_error_on_the_way_out_does_not_hide_the_first() -> None:
+    """The rank's own exception closed its connections, and closing the saver then complained of a lost peer."""
+    kind, message = LOST_A_PEER[0]
+    failure = failure_from_error(error(kind, message, origin="ValueError: bad"), **PLACE)
+    assert not failure.follows
+    wrapped = failure_from_error(error("SaveError", "could not", "gloo", origin=f"{kind}: {message}"), **PLACE)
+    assert wrapped.follows
+
+
+@pytest.mark.parametrize(
+    ("code", "oom", "expected", "name"),
+    [
+        (-signal.SIGKILL, False, c.SIGNAL, "SIGKILL"),
+        (-signal.SIGKILL, True, c.HOST_MEMORY, "SIGKILL"),
+        (-signal.SIGSEGV, True, c.SIGNAL, "SIGSEGV"),
+        (3, False, c.EXIT, ""),
+    ],
+)
+def test_an_end_without_a_word(code: int, oom: bool, expected: str, name: str) -> None:
+    failure = failure_from_exit(code, out_of_memory=oom, said="last words", **PLACE)
+    assert (failure.kind, failure.signal) == (expected, name)
+    assert "last words" in in_words(failure, 0)
+
+
+def failures() -> st.SearchStrategy[Failure]:
+    return st.builds(
+        Failure,
+        kind=st.sampled_from([c.EXCEPTION, c.SIGNAL, c.TIMEOUT, c.NODE_LOST]),
+        rank=st.integers(0, 7),
+        node=st.just(0),
+        host=st.just("h"),
+        pid=st.none(),
+        headline=st.just("x"),
+        follows=st.booleans(),
+        at=st.floats(0, 100),
+    )
+
+
+@given(st.lists(failures(), min_size=1, max_size=4), st.lists(failures(), max_size=2))
+def test_the_first_cause_does_not_depend_on_the_order_of_arrival(found: list[Failure], left: list[Failure]) -> None:
+    cause = first_cause(found, left)
+    for order in itertools.permutations(found):
+        again = first_cause(order, left)
+        assert (again.follows, again.at) == (cause.follows, cause.at)
+    own = [one for one in found if not one.follows and one.kind != c.NODE_LOST]
+    if own:
+        assert cause.at == min(one.at for one in own)
+    elif not any(not one.follows for one in found) and left:
+        assert cause in left
+
+
+def test_the_last_lines_are_cause_and_remedy() -> None:
+    failure = failure_from_error(error("ValueError", "bad"), **PLACE)
+    lines = in_words(failure, 2, [failure]).splitlines()
+    assert lines[0] == "drivetrain: rank 1 (node 0, here, pid 7) failed first after step 3, attempt 3"
+    assert lines[-2:] == ["  cause:  exception", f"  remedy: {failure.remedy}"]
+    assert "  | ValueError: bad" in lines
+    document = json.loads(c.as_json(failure, 2, [failure], "now"))
+    assert document["cause"] == "exception"
+    assert document["traceback"] == failure.traceback
+    assert document["others"] == []
+
+
+def test_wrong_input_has_the_exit_code_it_has_without_a_launcher() -> None:
+    told = error("drivetrain.core.errors.InputError", "2 problems with the input", expected=True, exit_code=2)
+    assert failure_from_error(told, **PLACE).exit_code == 2
+    assert failure_from_error(error("ValueError", "bad", exit_code=1), **PLACE).exit_code == 1
+    assert failure_from_error(error("ValueError", "bad"), **PLACE).exit_code == 1  # told by an older worker

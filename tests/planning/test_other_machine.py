@@ -1,0 +1,235 @@
+"""Plans for machines that are not here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from drivetrain import DrivetrainError, Job
+from drivetrain.api.planning import plan
+from drivetrain.cli import main
+from drivetrain.config import configure
+from drivetrain.core.precision import Precision
+from drivetrain.hardware.catalogue import machine_named, machine_of_memory
+from drivetrain.plan.plan import Plan
+from drivetrain.plan.simulate import simulate
+from drivetrain.planning.other_machine import plan_elsewhere
+from drivetrain.run.memory_needs import needs_of
+from tests.hardware_fixtures import load
+
+HERE = load("cpu-2core")
+WIDTH, NUM_BLOCKS = 64, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = inputs + self.down(self.up(inputs).tanh())
+        return result
+
+
+class Stack(nn.Module):
+    """A row of blocks over 32 positions: activations outweigh the weights from a few samples on."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.norm = nn.BatchNorm1d(32) if norm else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        result: Tensor = self.norm(inputs)
+        return result
+
+
+def make_job(norm: bool = False, **changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "name": "stack",
+        "model": lambda: Stack(norm),
+        "data": torch.randn(256, 32, WIDTH),
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        "global_batch": 64,
+        "max_steps": 4,
+        **changes,
+    }
+    return Job(**values)
+
+
+WEIGHTS = sum(p.numel() * 4 for p in Stack().parameters())
+
+
+def planned(num_gpus: int, gigabytes: float, job: Job | None = None, **settings: Any) -> Plan:
+    return plan_elsewhere(job or make_job(), configure(**settings), machine_of_memory(num_gpus, gigabytes), HERE)
+
+
+def values(plan: Plan) -> dict[str, Any]:
+    return {name: choice.value for name, choice in plan.choices.items()}
+
+
+def test_there_is_room() -> None:
+    plan = plan_elsewhere(make_job(), configure(), machine_named("4xL4"), HERE)
+    assert values(plan) == {
+        "distributed.strategy": "ddp",
+        "precision.dtype": "bf16",
+        "batch.size": 16,
+        "batch.accumulation": 1,
+        "memory.activations": "keep",
+    }
+    assert not plan.measured
+    assert plan.notes[0] == "For 4 × L4, by rule and memory model; nothing was measured there."
+    memory = plan.forecast.memory
+    assert (memory.parameters, memory.gradients) == (WEIGHTS, WEIGHTS)
+    assert memory.optimizer == pytest.approx(2 * WEIGHTS, rel=0.001)
+    assert all(choice.reason for choice in plan.choices.values())
+    assert values(plan_elsewhere(make_job(), configure(), machine_named("T4"), HERE))["precision.dtype"] == "fp16"
+
+
+def test_the_global_batch_is_held_by_accumulating() -> None:
+    plan = planned(2, 0.012)
+    found = values(plan)
+    assert found["distributed.strategy"] == "ddp"
+    assert 1 < found["batch.size"] < 32
+    assert found["batch.size"] * found["batch.accumulation"] >= 32
+    assert plan.global_batch == 64
+    assert plan.forecast.memory.total <= 0.012e9 * 0.97 * 0.9
+
+
+def test_less_and_less_memory_takes_more_and_more_means() -> None:
+    assert values(planned(1, 0.0066))["memory.activations"] == "keep"
+    # Weights, gradients and moments take 4.3 MB: they have to be divided or moved.
+    assert values(planned(8, 0.004))["distributed.strategy"] == "fsdp"
+    alone = values(planned(1, 0.0045))
+    assert alone["distributed.strategy"] == "deepspeed"
+    assert alone["deepspeed.offload_optimizer"] is True
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(DrivetrainError) as caught:
+        planned(1, 0.001)
+    told = str(caught.value)
+    assert "not even one sample at a time fits on 1 × a GPU with 0.001 GB" in told
+    assert "weights by module: blocks 1.1 MB" in told
+    assert "activations by module: blocks" in told
+    assert "remedy: cheapest first:\n    1. " in told
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_what_runs_out_of_memory_here_is_explained(tmp_path: Path, is_followed: bool) -> None:
+    """A step that runs out of memory where it is measured; on shapes alone it can be followed, or not even there."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if not (is_followed and isinstance(batch, FakeTensor)):
+            raise torch.OutOfMemoryError("out of memory")
+        return model(batch).square().mean()
+
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, gpu_memory_fraction=1e-4, batch_size=8)
+    with pytest.raises(DrivetrainError) as caught:
+        plan(make_job(loss=loss), config, measure=True)
+    told = str(caught.value)
+    assert "8 samples at a time do not fit on cpu: a step needs " in told
+    assert "free × 0.0001)" in told
+    assert ("activations by module: blocks" in told) is is_followed
+    assert ("activations are not known" in told) is not is_followed
+
+
+def test_a_model_that_is_too_large_for_this_machine() -> None:
+    """It is made of shapes; one that has to be made in full is refused before it fills the memory."""
+    width = 20_000  # squared, in float32: 1.6 GB
+
+    def layers() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(25)))
+
+    data = torch.randn(16, 1).expand(16, width)
+    found = planned(16, 80, make_job(model=layers, data=data, global_batch=16))
+    assert values(found)["distributed.strategy"] == "fsdp"
+    assert found.forecast.memory.parameters == pytest.approx(40e9 / 16, rel=0.01)
+
+    def looks_at_values() -> nn.Module:
+        assert nn.Linear(2, 2).weight.sum().item() < 10
+        return nn.Linear(5 * width, 5 * width)
+
+    small = make_job(model=looks_at_values, data=data, global_batch=16)
+    memory = HERE.memory.model_copy(update={"total_bytes": 8 * 10**9})
+    with pytest.raises(DrivetrainError, match=r"it has 8\.00 GB, and the weights take 40\.00 GB"):
+        plan_elsewhere(small, configure(), machine_of_memory(16, 80), HERE.model_copy(update={"memory": memory}))
+
+
+@pytest.mark.parametrize("as_shapes", [True, False])
+def test_shapes_need_what_the_real_model_needs(as_shapes: bool) -> None:
+    def factory() -> nn.Module:
+        assert as_shapes or torch.empty(()).item() is not None  # no value can be asked for of a shape
+        return Stack()
+
+    assert planned(2, 24, make_job(model=factory)).forecast == planned(2, 24, make_job(model=Stack())).forecast
+
+
+def test_what_is_pinned_holds() -> None:
+    assert values(planned(2, 24, batch_size=4))["batch.size"] == 4
+    assert values(planned(2, 24, accumulation_steps=4))["batch.size"] == 8
+    assert values(planned(2, 24, activations="recompute"))["memory.activations"] == "recompute"
+    assert values(planned(2, 24, precision="fp32"))["precision.dtype"] == "fp32"
+    with pytest.raises(DrivetrainError):
+        planned(1, 0.0045, parallel_strategy="single")
+    sharded = planned(2, 24, parallel_strategy="fsdp").choices["distributed.strategy"]
+    assert (sharded.value, sharded.reason[:9]) == ("fsdp", "asked for")
+    with pytest.raises(DrivetrainError, match=r"expert_parallel on .* is not planned for another machine"):
+        planned(2, 24, parallel_strategy="expert_parallel")
+    less = planned(1, 0.012, gpu_memory_fraction=0.6).choices["batch.size"].value
+    assert less < planned(1, 0.012, gpu_memory_fraction=1.0).choices["batch.size"].value
+
+
+def test_batch_normalisation_keeps_a_rank_s_share_together() -> None:
+    plan = planned(2, 24, make_job(norm=True))
+    assert plan.choices["batch.size"].value == 32
+    assert "part of what is learnt" in plan.choices["batch.size"].reason
+
+
+def test_the_line_is_the_peak_of_a_step_that_is_followed() -> None:
+    """Needs are a line from at most 16 samples; a step of 64 that is followed lies on it."""
+    job = make_job()
+    needs = needs_of(job, Stack(), "fp32", 64, 10**9)
+    followed = simulate(Stack(), job.loss, torch.zeros(64, 32, WIDTH), Precision("fp32", "cpu"), accumulates=True)
+    assert needs.keep.peak_bytes(64) == pytest.approx(needs.held.total + followed.peak_bytes, rel=0.01)
+    assert needs.recompute.peak_bytes(64) < 0.6 * needs.keep.peak_bytes(64)
+    assert needs.block_bytes == WEIGHTS // NUM_BLOCKS
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch, drivetrain as dt\n"
+        "dt.train(dt.Job(name='mine', model=lambda: torch.nn.Linear(3, 2), data=torch.randn(32, 3),\n"
+        "    loss=lambda m, b: m(b).square().mean(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
+        "    global_batch=8, epochs=1))\n"
+    )
+    flags = ["--output-dir", str(tmp_path / "runs")]
+    assert main(["plan", str(script), "--for", "2xH100", "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["choices"]["batch.size"]["value"] == 4
+    assert found["forecast"]["memory"]["optimizer"] == 0
+    assert main(["plan", str(script), "--gpus", "2", "--gpu-memory", "24", *flags]) == 0
+    assert "nothing was measured there" in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--for", "4xL44"], "did you mean `L4`?"),
+        (["--for", "4xL4", "--gpus", "2"], "it says already"),
+        (["--gpus", "2"], "--gpus 8 --gpu-memory 24"),
+        (["--for", "4xL4", "--measure"], "nothing can be measured"),
+    ],
+)
+def test_what_contradicts_itself(flags: list[str], said: str, capsys: Any) -> None:
+    assert main(["plan", "digits", *flags]) == 2
+    assert said in capsys.readouterr().err
