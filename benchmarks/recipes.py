@@ -12,6 +12,9 @@ from drivetrain.recipes.chest_xray_data import HEADS
 SEEDS = 3
 FOLDER = Path("runs") / "benchmarks" / "recipes"
 DOCS = Path(__file__).parents[1] / "docs"
+ANSWERS = {f"valid_accuracy_{head}": f"{head} accuracy" for head in HEADS} | {
+    "valid_auroc_chexpert_macro": "chexpert AUROC"
+}
 
 
 def measure_email_sequence() -> dict[str, list[float]]:
@@ -85,7 +88,7 @@ def measure_chest_xray_vqa() -> dict[str, list[float]]:
 
 def measure_full() -> dict[str, list[float]]:
     """Train the full sizes as their example files have them, one seed each; meant for a GPU."""
-    ended = {
+    runs = {
         name: _full(recipe, name, *flags)
         for name, recipe, flags in (
             ("email-sequence", "email-sequence", ()),
@@ -95,26 +98,45 @@ def measure_full() -> dict[str, list[float]]:
             ("chest-xray-vqa", "chest-xray-vqa", ()),
         )
     }
-    words = {
-        "valid_accuracy": "accuracy",
-        "valid_swap_consistency": "same answer in both orders",
-        **{f"valid_accuracy_{head}": f"{head} accuracy" for head in HEADS},
-        "valid_auroc_chexpert_macro": "chexpert AUROC",
-    }
+    _draw_full(runs)
+    words = {"valid_accuracy": "accuracy", "valid_swap_consistency": "same answer in both orders", **ANSWERS}
     return {
-        f"{name}: {word} (%)": [100 * row[key]]
-        for name, row in ended.items()
+        f"{name}: {word} (%)": [100 * rows[-1][key]]
+        for name, rows in runs.items()
         for key, word in words.items()
-        if key in row
+        if key in rows[-1]
     }
 
 
-def _full(recipe: str, name: str, *flags: str) -> dict[str, Any]:
-    """Returns the last validation of a run of the full size; a run that is finished is not trained again."""
+def _draw_full(runs: dict[str, list[dict[str, Any]]]) -> None:
+    def draw(picture: str, curves: dict[str, tuple[str, str]], limits: dict[str, float], label: str) -> None:
+        values = {shown: [[100 * row[key] for row in runs[name]]] for shown, (name, key) in curves.items()}
+        shown_limits = {shown: 100 * limit for shown, limit in limits.items()}
+        _draw(DOCS / f"{picture}_full.png", values, shown_limits, label)
+
+    curves = {"bilstm": ("email-sequence", "valid_accuracy")}
+    curves["bag-of-words"] = ("email-sequence, bag-of-words", "valid_accuracy")
+    limits = {"ceiling": generated_emails.ceiling(), "bag-of-words ceiling": generated_emails.bag_of_words_ceiling()}
+    draw("email_sequence", curves, limits, "held-out emails classified correctly (%)")
+
+    told, _ = read_rows(FOLDER / "full" / "image-pairs" / "events.jsonl")
+    ceiling = {"ceiling": next(row["ceiling"] for row in told if row["event"] == "recipe")}
+    variants = {"swap-loss": "image-pairs", "no-swap-loss": "image-pairs, no-swap-loss"}
+    for key, word in (("swap_consistency", "same answer in both orders"), ("accuracy", "accuracy")):
+        curves = {shown: (name, f"valid_{key}") for shown, name in variants.items()}
+        limits = ceiling if key == "accuracy" else {}
+        draw(f"image_pairs_{key}", curves, limits, f"held-out pairs: {word} (%)")
+
+    curves = {word: ("chest-xray-vqa", key) for key, word in ANSWERS.items()}
+    limits = {"ceiling of the accuracy": generated_xrays.ceilings()["binary"]}
+    draw("chest_xray_vqa", curves, limits, "held-out questions and labels (%)")
+
+
+def _full(recipe: str, name: str, *flags: str) -> list[dict[str, Any]]:
+    """Returns the validations of a run of the full size; a run that is finished is not trained again."""
     config = str(Path(__file__).parents[1] / "examples" / f"{recipe}.yaml")
     folder_name = name.replace(", ", "-")
-    rows, _ = _trained(recipe, folder_name, 0, "--config", config, *flags, folder=FOLDER / "full")
-    return rows[-1]
+    return _trained(recipe, folder_name, 0, "--config", config, *flags, folder=FOLDER / "full")[0]
 
 
 def _trained(
