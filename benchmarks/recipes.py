@@ -180,7 +180,7 @@ def _draw(path: Path, curves: dict[str, list[list[float]]], limits: dict[str, fl
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right", fontsize=8)
+    axes.legend(loc="best", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
