@@ -36,8 +36,8 @@ class Size:
     rate: float
 
 
-# The full one has the layers of GPT-2's smallest: 86 million weights with bytes, 163 with GPT-2's vocabulary (the output
-# layer has weights of its own).
+# The full one has the layers of GPT-2's smallest: 86 million weights with bytes, 163 with GPT-2's vocabulary (its
+# output layer has weights of its own).
 SIZES = {"small": Size(CONTEXT, 128, 4, 4, 32, 1e-3), "full": Size(1024, 768, 12, 12, 64, 6e-4)}
 
 
