@@ -192,7 +192,8 @@ def test_every_field_is_obeyed_somewhere(setting) -> None:
     """A field nobody reads is a flag that does nothing. Checking it for contradictions is not obeying it."""
     package = Path(__file__).parents[2] / "src" / "drivetrain"
     readers = [path for path in package.rglob("*.py") if path.name != "contradictions.py"]
-    use = re.compile(rf"\b(config|self)\.{setting.section}\.{setting.field}\b")
+    read = rf"\b(config|self)\.{setting.section}\.{setting.field}\b"
+    use = re.compile(rf'{read}|\brest_by="{setting.section}\.{setting.field}"')
     assert any(use.search(path.read_text(encoding="utf-8")) for path in readers), f"{setting.name} does nothing"
 
 

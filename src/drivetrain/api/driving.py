@@ -35,6 +35,7 @@ from drivetrain.core.micro_step import uncounted
 from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard, local_part
+from drivetrain.core.strategy_facts import strategy_facts, strategy_names
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
@@ -60,7 +61,7 @@ from drivetrain.run import (
     write_down,
 )
 from drivetrain.run.saver import Saves
-from drivetrain.strategies import Average, ExpertParallelStrategy, StrategyParts, Trial
+from drivetrain.strategies import Average, StrategyParts, Trial
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import parameter_names, share_buffers
@@ -115,7 +116,7 @@ def drive(
     setup = Setup.join(job, config, quiet=quiet)
     with ExitStack() as stack:
         stack.callback(setup.close)
-        _refuse(setup.config, len(setup.devices))
+        _refuse(setup)
         return Drive(setup, stack)
 
 
@@ -357,7 +358,7 @@ class Drive:
     @property
     def _holds_parts(self) -> bool:
         """Whether a process holds only some of the weights, so that one alone cannot write them."""
-        return self._setup.sharded is not None or self._setup.strategy == ExpertParallelStrategy.name
+        return self._setup.holds_parts
 
     # The loop
 
@@ -516,15 +517,12 @@ def _as_computed(model: Any, loss: Any) -> Any:
     return loss() if callable(loss) else loss
 
 
-def _refuse(config: Config, num_devices: int) -> None:
-    problems = []
-    if num_devices > 1:
-        message = "with data_parallel what the model draws at random in a loop of one's own would not be keyed"
-        problems.append(Problem("--parallel-strategy", message, allowed="auto, single, ddp", remedy="use ddp"))
-    if config.distributed.strategy == "deepspeed":
-        message = "DeepSpeed has to run the forward itself, and dt.drive leaves it to the loop"
-        allowed = "auto, single, ddp, fsdp, expert_parallel"
-        problems.append(Problem("--parallel-strategy", message, allowed=allowed, remedy="use fsdp, or dt.train"))
+def _refuse(setup: Setup) -> None:
+    config, problems = setup.config, []
+    if setup.spec.own_loop:
+        allowed = ", ".join(["auto", *(name for name in strategy_names() if not strategy_facts(name).own_loop)])
+        remedy = "use one of these, or dt.train"
+        problems.append(Problem("--parallel-strategy", setup.spec.own_loop, allowed=allowed, remedy=remedy))
     if config.distributed.static_graph:
         message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"
         problems.append(Problem("--static-graph", message, remedy="leave it out"))

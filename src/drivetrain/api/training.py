@@ -55,11 +55,11 @@ from drivetrain.run import (
     tell_batch_size,
     tell_capture,
     tell_changes,
-    tell_deepspeed,
     tell_notes,
     tell_plain_optimizer,
     tell_repeatable,
     tell_sharding,
+    tell_strategy,
     write_down,
 )
 from drivetrain.run.grad_norm import NormCadence
@@ -237,7 +237,7 @@ class _Run(Setup):
             tell_capture(stepper, books)
             tell_repeatable(self, books)
             tell_sharding(self, books)
-            tell_deepspeed(self, books)
+            tell_strategy(self, books)
             tell_weighting(self, books)
             tell_batch_size(self, books)
             tell_cap(self, books)
@@ -273,7 +273,7 @@ class _Run(Setup):
             trainer.check_after_first_step = saves.prepare
             trainer.check_model = watch.check
             trainer.before_step = self._before_step(watched(self, loader, model, stepper, books), loader)
-            if job.clip_norm is None and self.strategy != "deepspeed":
+            if job.clip_norm is None and self.spec.norms:
                 trainer.norms = self._norm_cadence(parts, resumed_from, books, stepper, plan)
             if self.loss_parts.has_schedule:
                 trainer.set_loss_weights = self.loss_parts.set_weights
@@ -343,7 +343,7 @@ class _Run(Setup):
             if words:
                 books.say(f"  grad norm  {words}")
 
-        shares = self.world.size > 1 and self.strategy in ("fsdp", "expert_parallel")
+        shares = self.world.size > 1 and self.holds_parts
         norms = NormCadence(parts, self.world, first_step, tell, shares=shares)
         if type(stepper) is not Stepper:
             norms.settle_captured(plan.forecast.step_seconds)

@@ -10,6 +10,7 @@ from drivetrain.config import Config, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.hardware import Hardware, detect
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start
@@ -141,6 +142,6 @@ def _num_devices(options: LaunchOptions, config: Config, hardware: Hardware) -> 
     """Return how many processes are started where the number is not given."""
     if options.cpu or hardware.accelerator not in ("cuda", "rocm") or config.device.mode == "single_gpu":
         return 1
-    if config.distributed.strategy in ("single", "data_parallel") or config.device.device != "auto":
+    if strategy_facts(config.distributed.strategy).processes == "one" or config.device.device != "auto":
         return 1
     return len(config.device.ids or hardware.gpus)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from drivetrain.config.given import Given
-from drivetrain.config.schema import Config
+from drivetrain.config.schema import Config, DistributedSection, Switch
 from drivetrain.core.errors import Problem
+from drivetrain.core.strategy_facts import StrategyFacts, strategy_facts, strategy_names
 from drivetrain.hardware import Hardware
 
 _NEEDS_THE_MACHINE = (
@@ -173,106 +175,71 @@ def _between_values(case: _Case) -> Iterator[Problem]:
 
 
 def _strategy(case: _Case, cpu: str | None) -> Iterator[Problem]:
-    config = case.config
-    if config.distributed.strategy == "single" and config.device.mode == "multi_gpu":
-        yield case.problem(
-            "distributed.strategy",
-            f"uses one GPU, but {case.spelled('device.mode')} asks for several",
-            "auto, data_parallel, ddp, fsdp with that mode",
-            "drop one of the two",
-        )
-    yield from _options_of_others(case)
-    if config.distributed.strategy != "data_parallel":
-        return
-    ids = config.device.ids
+    config, asked = case.config, case.config.distributed.strategy
+    facts = strategy_facts(asked)
+    if facts.devices == "several":
+        yield from _one_device_left(case, cpu)
+    yield from _options_of_others(case, facts)
+    for name in filter(None, (asked, facts.rest(config))):
+        for conflict in strategy_facts(name).conflicts:
+            if all(_value_of(config, setting) == value for setting, value in conflict.when.items()):
+                at, quoted = (
+                    setting if setting in case.given else "distributed.strategy"
+                    for setting in (conflict.at, conflict.asked)
+                )
+                message = conflict.message.replace("{asked}", case.spelled(quoted))
+                yield case.problem(at, message, conflict.allowed, conflict.remedy)
+
+
+def _one_device_left(case: _Case, cpu: str | None) -> Iterator[Problem]:
+    """Yield the problem of a strategy that uses several GPUs, where another setting leaves one or none."""
+    device, ids = case.config.device, case.config.device.ids
     one_gpu = {
-        "device.mode": config.device.mode == "single_gpu",
-        "device.device": config.device.device.startswith("cuda"),
+        "device.mode": device.mode == "single_gpu",
+        "device.device": device.device.startswith("cuda"),
         "device.ids": ids is not None and len(ids) == 1,
     }
     asked = cpu or next((case.spelled(name) for name, found in one_gpu.items() if found and name in case.given), None)
     if asked:
+        left = "none" if cpu else "one"
         yield case.problem(
             "distributed.strategy",
-            f"data_parallel shares batches between GPUs, but {asked} leaves {'none' if cpu else 'one'}",
+            f"{case.config.distributed.strategy} shares batches between GPUs, but {asked} leaves {left}",
             "auto, single with that",
             "drop one of the two",
         )
-    if config.compile.enabled:
-        yield case.problem(
-            "distributed.strategy",
-            "data_parallel copies the model for every forward, and a compiled one cannot be copied",
-            "auto, ddp with --compile",
-            "drop --compile, or use ddp",
-        )
-    if config.memory.activations == "recompute":
-        yield case.problem(
-            "distributed.strategy",
-            "data_parallel copies the model for every forward, and blocks that recompute cannot be copied",
-            "auto, ddp with --activations recompute",
-            "use --activations keep, or ddp",
-        )
 
 
-_OF_DDP = ("bucket_cap_mb", "static_graph", "gradient_as_bucket_view")
-_OF_FSDP = ("fsdp_offload", "fsdp_cast", "fsdp_accumulate")
-_OF_DEEPSPEED = ("stage", "offload_optimizer", "config")
-
-
-def _options_of_others(case: _Case) -> Iterator[Problem]:
-    """Yield options that the chosen strategy would not obey. With `auto` they count if theirs is chosen."""
-    distributed = case.config.distributed
-    strategy = distributed.strategy
-    of_fsdp, of_ddp = {"fsdp": _OF_FSDP}, {"ddp": _OF_DDP}
-    shards = strategy == "fsdp" or (strategy == "expert_parallel" and distributed.expert_rest == "fsdp")
-    foreign = of_ddp if shards else {"auto": {}, "deepspeed": of_fsdp | of_ddp}.get(strategy, of_fsdp)
-    for owner, options in foreign.items():
-        for option in options:
-            if f"distributed.{option}" in case.given:
+def _options_of_others(case: _Case, facts: StrategyFacts) -> Iterator[Problem]:
+    """Yield options that the chosen strategy would not obey. With `auto` most count if theirs is chosen."""
+    config, asked = case.config, case.config.distributed.strategy
+    obeyed = {asked, facts.rest(config), *facts.takes}
+    for owner in strategy_names():
+        others = strategy_facts(owner)
+        for option in () if owner in obeyed else others.options:
+            if others.options_by_name and _value_of(config, option) != _value_of(Config(), option):
                 yield case.problem(
-                    f"distributed.{option}",
+                    option,
+                    f"is an option of {owner}, and the strategy is {asked}",
+                    remedy=f"add {_how_to_ask_for(owner)}, or drop this",
+                )
+            elif not others.options_by_name and asked != "auto" and option in case.given:
+                yield case.problem(
+                    option,
                     f"is an option of {owner}, but {case.spelled('distributed.strategy')} asks for another strategy",
                     remedy="drop one of the two",
                 )
-    if strategy != "expert_parallel" and distributed.expert_rest != "ddp":
-        yield case.problem(
-            "distributed.expert_rest",
-            f"says how expert_parallel holds what is no expert, and the strategy is {strategy}",
-            remedy="add --parallel-strategy expert_parallel, or drop this",
-        )
-    yield from _with_deepspeed(case) if strategy == "deepspeed" else _without_deepspeed(case)
-    if shards and distributed.fsdp_offload and case.config.precision.dtype == "fp16":
-        yield case.problem(
-            "distributed.fsdp_offload",
-            f"steps the optimizer in host memory, and {case.spelled('precision.dtype')} scales gradients on the GPU",
-            remedy="use --precision bf16, or drop --fsdp-offload",
-        )
 
 
-def _without_deepspeed(case: _Case) -> Iterator[Problem]:
-    for option in _OF_DEEPSPEED:
-        if getattr(case.config.deepspeed, option) is not None:
-            yield case.problem(
-                f"deepspeed.{option}",
-                f"is an option of deepspeed, and the strategy is {case.config.distributed.strategy}",
-                remedy="add --deepspeed (that is --parallel-strategy deepspeed), or drop this",
-            )
+def _how_to_ask_for(strategy: str) -> str:
+    switches = [mark for mark in DistributedSection.model_fields["strategy"].metadata if isinstance(mark, Switch)]
+    flag = f"--parallel-strategy {strategy}"
+    return next((f"--{mark.names[0]} (that is {flag})" for mark in switches if mark.value == strategy), flag)
 
 
-def _with_deepspeed(case: _Case) -> Iterator[Problem]:
-    config, asked = case.config, case.spelled("distributed.strategy")
-    if config.distributed.find_unused_parameters:
-        yield case.problem(
-            "distributed.find_unused_parameters",
-            f"with {asked} every rank has to use the same weights",
-            remedy="drop it, or use --parallel-strategy ddp",
-        )
-    if config.compile.enabled and config.deepspeed.stage == 3:
-        yield case.problem(
-            "compile.enabled",
-            f"{case.spelled('deepspeed.stage')} gathers weights inside the forward, which cannot be compiled",
-            remedy="drop one of the two, or use --parallel-strategy fsdp",
-        )
+def _value_of(config: Config, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(getattr(config, section), field)
 
 
 def _output_folder(case: _Case) -> Iterator[Problem]:
@@ -333,10 +300,11 @@ def _with_the_machine(case: _Case, hardware: Hardware, device_known: bool) -> It
         missing = ", ".join(str(index) for index in ids if index >= num_gpus)
         yield case.problem("device.ids", f"there is no GPU {missing}: {here}", indices, "--device-ids 0")
 
-    if config.distributed.strategy == "data_parallel" and num_gpus < 2:
+    strategy = config.distributed.strategy
+    if strategy_facts(strategy).devices == "several" and num_gpus < 2:
         yield case.problem(
             "distributed.strategy",
-            f"data_parallel shares batches between GPUs, and there {'is one' if num_gpus else 'is none'}: {here}",
+            f"{strategy} shares batches between GPUs, and there {'is one' if num_gpus else 'is none'}: {here}",
             "auto, single here",
             "leave --parallel-strategy out",
         )

@@ -11,6 +11,7 @@ from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
 from drivetrain.config.sources import from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.strategy_facts import strategy_facts, strategy_names
 from drivetrain.hardware import Hardware, detect
 
 _DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
@@ -65,7 +66,7 @@ def resolve(
         pinned = [given for given in pinned if given.name not in names]
         sources, found = [pinned, *sources], [*found, *more]
     sources, notes = _without_gpu(sources, hardware)
-    sources = _without_deepspeed(sources, notes)
+    sources = _without_options_of_others(sources, notes)
     for source in sources:
         found += _same_field_twice(source)
         for given in source:
@@ -105,20 +106,22 @@ def _without_gpu(
     return [[given for given in each if given.name and (has_gpu or not given.needs_gpu)] for each in sources], notes
 
 
-def _without_deepspeed(sources: Sequence[Sequence[Given]], notes: list[str]) -> list[list[Given]]:
-    """Return the sources without DeepSpeed's options of another trainer's file, where the strategy is not DeepSpeed.
+def _without_options_of_others(sources: Sequence[Sequence[Given]], notes: list[str]) -> list[list[Given]]:
+    """Return the sources without what another trainer's file has for a strategy that is not the chosen one.
 
-    Such files hold them beside a switch (`deepspeed.enabled`), and a flag may choose otherwise.
+    Such files hold DeepSpeed's options beside a switch (`deepspeed.enabled`), and a flag may choose otherwise.
     """
     strategy = next(
         (given.value for source in reversed(sources) for given in source if given.name == "distributed.strategy"),
         "auto",
     )
+    others = [strategy_facts(name) for name in strategy_names() if name != strategy]
+    left_out = {option for facts in others if facts.options_by_name for option in facts.options}
     kept: list[list[Given]] = []
     for source in sources:
         kept.append([])
         for given in source:
-            if given.is_foreign and given.name.startswith("deepspeed.") and strategy != "deepspeed":
+            if given.is_foreign and given.name in left_out:
                 told = f"{given.source}: {given.spelled}: {given.value} is left out: the strategy is {strategy}"
                 notes[:] = [told if note == given.note else note for note in notes]
             else:

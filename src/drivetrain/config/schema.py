@@ -3,7 +3,7 @@
 A field may only be added together with the code that obeys it: `tests/config/test_flags_frozen.py` holds the list.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from drivetrain.core.precision_name import PrecisionName
+from drivetrain.core.strategy_facts import strategy_names, strategy_target
 
 
 class Flag:
@@ -40,6 +41,13 @@ class Allowed:
 
     def __init__(self, words: str) -> None:
         self.words = words
+
+
+class Choices:
+    """The allowed words of a text field that are found when asked for, and in words what else may be given."""
+
+    def __init__(self, find: Callable[[], tuple[str, ...]], others: str) -> None:
+        self.find, self.others = find, others
 
 
 class Section(BaseModel):
@@ -330,11 +338,20 @@ class CheckpointSection(Section):
     )
 
 
+def _known_strategy(name: str) -> str:
+    """Accept `auto`, the name of a strategy, and `package.module:SPEC`, which is loaded by the process that trains."""
+    if name != "auto" and not strategy_target(name):
+        raise ValueError(f"there is no strategy {name}")
+    return name
+
+
 class DistributedSection(Section):
     """How several processes work together."""
 
     strategy: Annotated[
-        Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel", "deepspeed"],
+        str,
+        AfterValidator(_known_strategy),
+        Choices(lambda: ("auto", *strategy_names()), "package.module:SPEC of a strategy of your own"),
         Flag("parallel-strategy"),
         Switch("deepspeed", "deepspeed", "use-deepspeed"),
         Switch("ddp", "use-ddp"),

@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest, Switch
+from drivetrain.config.schema import Allowed, Choices, Config, Flag, Positional, Rest, Switch
 
 
 def normal(name: str) -> str:
@@ -71,6 +71,9 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, alone or in a list."""
+        for item in self.info.metadata:
+            if isinstance(item, Choices):
+                return item.find()
         members = (get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self._kinds)
         return tuple(value for kind in members if get_origin(kind) is Literal for value in get_args(kind))
 
@@ -98,7 +101,8 @@ class Setting:
         if self.is_bool:
             return "true or false"
         if self.choices:
-            return ", ".join(self.choices) + (", separated by commas" if self.is_list else "")
+            others = [f"or {item.others}" for item in self.info.metadata if isinstance(item, Choices)]
+            return ", ".join([*self.choices, *others]) + (", separated by commas" if self.is_list else "")
         kind = self._kinds[0]
         if self.is_list:
             member = get_args(kind)[0]

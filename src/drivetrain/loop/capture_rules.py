@@ -4,6 +4,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.core.precision import Precision
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Draws
 
@@ -24,7 +25,7 @@ def why_not_captured(
     here = why_not_here(world, asserts=asserts)
     if here:
         return here
-    if strategy != "single":
+    if not strategy_facts(strategy).captures:
         return f"the strategy {strategy} gives work to several devices"
     if num_micro_steps > 1:
         return f"a step has {num_micro_steps} micro-batches, and a replay is one"

@@ -7,11 +7,11 @@ computed, the one that is prefetched, and an in-flight gradient).
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 from pydantic import Field
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.value import Value
 from drivetrain.plan.held import Held
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
@@ -39,7 +39,7 @@ class Needs(Value):
 class Layout(Value):
     """The placement of state, and whether activations are recomputed."""
 
-    strategy: Literal["single", "ddp", "fsdp", "deepspeed"]
+    strategy: str
     num_gpus: int = 1
     zero_stage: int = 0
     offloads_optimizer: bool = False
@@ -74,15 +74,25 @@ class Layout(Value):
             workspace=workspace,
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each device holds a whole copy of everything."""
+        return strategy_facts(self.strategy).memory == "whole"
+
+    @property
+    def _stage(self) -> int:
+        """What is divided, as a ZeRO stage: shards are divided like its third."""
+        return 3 if strategy_facts(self.strategy).memory == "shards" else self.zero_stage
+
     def _held(self, needs: Needs) -> int:
         return self._parts(needs.held).total + self._gathered(needs)
 
     def _gathered(self, needs: Needs) -> int:
-        return WHOLE_BLOCKS * needs.block_bytes if self.strategy == "fsdp" or self.zero_stage == 3 else 0
+        return WHOLE_BLOCKS * needs.block_bytes if self._stage == 3 else 0
 
     def _parts(self, held: Held) -> Held:
         """Return this device's part of what is held."""
-        stage = 3 if self.strategy == "fsdp" else self.zero_stage
+        stage = self._stage
 
         def share(size: int, from_stage: int) -> int:
             return -(-size // self.num_gpus) if stage >= from_stage else size
@@ -95,19 +105,19 @@ class Layout(Value):
         )
 
     def __str__(self) -> str:
+        facts = strategy_facts(self.strategy)
         words = {
-            "single": "one device",
-            "ddp": "ddp, whole copies",
-            "fsdp": f"fsdp over {self.num_gpus} GPUs",
-            "deepspeed": f"deepspeed, ZeRO stage {self.zero_stage} over {self.num_gpus} GPU(s)",
-        }[self.strategy]
+            "whole": "one device" if facts.processes == "one" else f"{self.strategy}, whole copies",
+            "shards": f"{self.strategy} over {self.num_gpus} GPUs",
+            "zero": f"{self.strategy}, ZeRO stage {self.zero_stage} over {self.num_gpus} GPU(s)",
+        }[facts.memory]
         words += ", optimizer in host memory" if self.offloads_optimizer else ""
         return words + (", activations recomputed" if self.recomputes else "")
 
 
 def layouts(num_gpus: int) -> Iterator[Layout]:
     """Yield layouts, from the one that costs the least time to the one that takes the least memory."""
-    whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
+    whole = "ddp" if num_gpus > 1 else "single"
     for recomputes in (False, True):
         yield Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
     if num_gpus > 1:
@@ -149,7 +159,7 @@ def ways_out(
 
 
 def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int, recomputes: bool) -> Iterator[WayOut]:
-    whole: Literal["single", "ddp"] = "ddp" if num_gpus > 1 else "single"
+    whole = "ddp" if num_gpus > 1 else "single"
     recomputes = recomputes and needs.recompute is not None
     now = Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
     line = now.line(needs) or needs.keep

@@ -6,6 +6,7 @@ They are a start, not an answer: the micro-batch that is fastest depends on the 
 from typing import Literal
 
 from drivetrain.core.precision_name import PrecisionName
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.value import Value
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.plan.choice import Choice
@@ -41,7 +42,7 @@ class Pins(Value):
     precision: Literal["auto", PrecisionName] = "auto"
     mixed: bool | None = None
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
-    strategy: Literal["auto", "single", "data_parallel", "ddp", "fsdp", "expert_parallel", "deepspeed"] = "auto"
+    strategy: str = "auto"
     micro_batch: int | None = None
     accumulation: int | None = None
     num_workers: int | None = None
@@ -73,7 +74,7 @@ def choose_settings(hardware: Hardware, pins: Pins | None = None) -> Settings:
     num_ranks = max(1, len(gpus))
     micro_batch = _micro_batch(gpus, pins)
     accumulation = _accumulation(micro_batch.value, num_ranks, pins)
-    num_processes = 1 if pins.strategy == "data_parallel" else num_ranks
+    num_processes = 1 if strategy_facts(pins.strategy).processes == "one" else num_ranks
     num_workers = _num_workers(hardware, num_processes, bool(gpus), pins)
     return Settings(
         devices=_devices(hardware, gpus, pins),
@@ -99,7 +100,9 @@ def _gpus_to_use(hardware: Hardware, pins: Pins) -> tuple[Gpu, ...]:
     if pins.device_ids is not None:
         by_index = {gpu.index: gpu for gpu in gpus}
         gpus = tuple(by_index[index] for index in pins.device_ids if index in by_index)
-    if pins.gpu_mode == "single_gpu" or pins.device == "cuda" or pins.strategy == "single":
+    strategy = strategy_facts(pins.strategy)
+    is_alone = strategy.processes == "one" and strategy.devices == "one"
+    if pins.gpu_mode == "single_gpu" or pins.device == "cuda" or is_alone:
         return gpus[:1]
     return gpus
 
@@ -233,8 +236,9 @@ def _activations(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[Literal["keep", "r
     others = ("recompute", "offload")
     if not gpus:
         return Choice(value="keep", reason="on a CPU anything else would only cost time", alternatives=others)
-    if pins.strategy == "data_parallel":
-        return Choice(value="keep", reason="blocks that recompute cannot be copied between GPUs")
+    for conflict in strategy_facts(pins.strategy).conflicts:
+        if conflict.when == {"memory.activations": "recompute"}:
+            return Choice(value="keep", reason=conflict.reason or conflict.message)
     free = _smallest_gb(gpus)
     if free < RECOMPUTE_BELOW_GB:
         reason = f"{free:.1f} GB free: less than {RECOMPUTE_BELOW_GB}"
@@ -244,15 +248,16 @@ def _activations(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[Literal["keep", "r
 
 
 def _zero_stage(gpus: tuple[Gpu, ...], pins: Pins) -> Choice[int]:
-    if len(gpus) < 2 and pins.strategy != "deepspeed":
+    has_stages = strategy_facts(pins.strategy).memory == "zero"
+    if len(gpus) < 2 and not has_stages:
         return Choice(value=0, reason="nothing to partition: one device")
     is_small = bool(gpus) and _smallest_gb(gpus) < ZERO_3_BELOW_GB
     stage = 3 if is_small else 2
-    if pins.strategy == "deepspeed":
+    if has_stages:
         if pins.zero_stage is not None:
             return Choice(value=pins.zero_stage, reason="asked for", pinned=True)
         reason = "optimizer state and gradients are partitioned" if stage == 2 else "weights are partitioned, too"
-        return Choice(value=stage, reason=f"deepspeed is asked for: {reason}", alternatives=("1", "2", "3"))
+        return Choice(value=stage, reason=f"{pins.strategy} is asked for: {reason}", alternatives=("1", "2", "3"))
     return Choice(value=0, reason="ddp holds whole copies", alternatives=(f"stage {stage} with deepspeed",))
 
 

@@ -86,7 +86,7 @@ def why_not_searched(run: Setup) -> str:
         return "measuring is switched off (--no-auto-optimize)"
     if run.job.num_samples is None or not run.job.source.is_keyed:
         return "data that can only be iterated is not read for measuring"
-    if run.shards or run.uses_deepspeed:
+    if not run.is_whole:
         return "sharded models are not measured yet"
     if len(run.devices) > 1:
         return "several GPUs of one process are not measured"

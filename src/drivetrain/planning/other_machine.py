@@ -164,7 +164,7 @@ def _choices(
     settings: Settings, layout: Layout, micro_batch: int, why: str, share: int, global_batch: int, limit: float
 ) -> dict[str, Choice[Any]]:
     num_gpus = len(settings.devices.value)
-    is_whole = layout.strategy in ("single", "ddp")
+    is_whole = layout.is_whole
     strategy_reason = settings.strategy.reason if is_whole else f"whole copies do not fit: {layout}"
     if settings.strategy.pinned:
         strategy_reason = f"asked for: {layout}"

@@ -166,7 +166,7 @@ def _why_not_measured(run: Setup, steps_done: int) -> str:
         return "by rule: measuring is switched off"
     if job.num_samples is None or not job.source.is_keyed:
         return "by rule: data that can only be iterated is not read for measuring"
-    if run.shards or run.uses_deepspeed:
+    if not run.is_whole:
         return "by rule: sharded models are not measured yet"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
@@ -189,7 +189,7 @@ def measured(
 ) -> Plan:
     """Try ways of running a step, and follow the best. With `is_short_of_time` only what the job can pay back."""
     job, world = run.job, run.world
-    if run.shards or run.uses_deepspeed:
+    if not run.is_whole:
         raise DrivetrainError(
             "a model that is cut into shards is not measured yet: no rank could hold a copy of it",
             remedy="leave --measure out, or plan with --parallel-strategy ddp",
@@ -686,9 +686,9 @@ def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
         layout = layout_of(model, shares_experts=run.experts is not None)
         reason = f"{run.strategy_choice.reason}; {layout.in_words()}"
         return run.strategy_choice.model_copy(update={"reason": reason})
-    if run.uses_deepspeed:
+    if not run.is_whole:
         return run.strategy_choice
-    name, by_rule = run.make_strategy().name, run.settings.strategy
+    name, by_rule = run.strategy_choice.value, run.settings.strategy
     # The rule counts GPUs; what counts in the end is how many processes there are.
     chosen = by_rule if run.world.size == 1 and name == by_rule.value else run.strategy_choice
     return Choice(value=name, reason=chosen.reason, alternatives=chosen.alternatives)

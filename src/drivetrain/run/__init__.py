@@ -6,11 +6,11 @@ from drivetrain.run.recorder import (
     tell_batch_size,
     tell_capture,
     tell_changes,
-    tell_deepspeed,
     tell_notes,
     tell_plain_optimizer,
     tell_repeatable,
     tell_sharding,
+    tell_strategy,
 )
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
 from drivetrain.run.saver import Saves, State
@@ -35,10 +35,10 @@ __all__ = [
     "tell_batch_size",
     "tell_capture",
     "tell_changes",
-    "tell_deepspeed",
     "tell_notes",
     "tell_plain_optimizer",
     "tell_repeatable",
     "tell_sharding",
+    "tell_strategy",
     "write_down",
 ]

@@ -7,6 +7,7 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.launchers import Place
+from drivetrain.core.strategy_facts import strategy_facts
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -56,7 +57,12 @@ def share_workers(config: Config, place: Place) -> Config:
 
 def unused_gpus(place: Place, devices: Sequence[torch.device], strategy: str, target: str) -> str:
     """Return the hint for one process that was started without a launcher beside several GPUs; empty elsewhere."""
-    if place.size > 1 or place.launcher == "drivetrain" or len(devices) < 2 or strategy in ("data_parallel", "single"):
+    if (
+        place.size > 1
+        or place.launcher == "drivetrain"
+        or len(devices) < 2
+        or strategy_facts(strategy).processes == "one"
+    ):
         return ""
     command = f"drivetrain launch {target}" if target.endswith(".py") else f"drivetrain train {target or 'TARGET'}"
     return f"{len(devices)} GPUs are here, and one process uses one: {devices[0]}. To use all: {command}"

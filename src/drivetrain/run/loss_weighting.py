@@ -33,7 +33,7 @@ from drivetrain.plan.loss_weighting import Weighting, weighting_of
 from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
 from drivetrain.run.model_traits import couples_samples
 from drivetrain.run.setup import Setup
-from drivetrain.strategies.data_parallel import part_of
+from drivetrain.strategies.kinds.data_parallel import part_of
 
 FEWEST_SAMPLES, MOST_SAMPLES = 10, 16
 FEWEST_CUT = 4  # samples of a batch that can only be cut, not made anew
@@ -280,7 +280,7 @@ class LossWatch:
 
     def _decide(self, found: tuple[int, list[int], Any, int] | None) -> None:
         run, before = self._run, self._run.weighting
-        if run.sharded is not None or run.uses_deepspeed:
+        if not run.is_whole:
             words = f"{before.reason}; batches that would tell more cannot be tried on a sharded model"
             after = before.closed().model_copy(
                 update={"reason": words, "holds_division": before.holds_division or words}

@@ -153,15 +153,12 @@ def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
         books.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
 
 
-def tell_deepspeed(run: Setup, books: Books | NoBooks) -> None:
-    """Report the whole configuration that DeepSpeed got: the JSON is derived, and is stored nowhere else."""
-    config = run.told_deepspeed
-    if config is not None:
-        zero = config["zero_optimization"]
-        offload = (zero.get("offload_optimizer") or {}).get("device", "none")
-        books.event("deepspeed", config=config)
-        where = "" if offload == "none" else ", the optimizer in host memory"
-        books.say(f"  deepspeed  ZeRO stage {zero['stage']}{where}; its JSON is in events.jsonl")
+def tell_strategy(run: Setup, books: Books | NoBooks) -> None:
+    """Report what the strategy itself has to say."""
+    description = run.description
+    if description is not None:
+        books.event(description.event, **description.facts)
+        books.say(description.line)
 
 
 def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:

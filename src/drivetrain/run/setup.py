@@ -40,7 +40,6 @@ from drivetrain.plan.tune import Repeat, Way
 from drivetrain.run.changes import FILE as FINGERPRINT
 from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
 from drivetrain.run.debugging import debugged
-from drivetrain.run.deepspeed import Zero
 from drivetrain.run.launched import obey_launcher, share_workers, unused_gpus
 from drivetrain.run.memory_needs import explained
 from drivetrain.run.model_factory import checked, make_model, refuse_lazy, refuse_meta, unwrapped
@@ -48,26 +47,21 @@ from drivetrain.run.model_traits import couples_samples
 from drivetrain.run.pinned import of_asked_length, plan_anew, refuse_other_batch
 from drivetrain.run.preflight import Preflight, is_wanted, preflight
 from drivetrain.run.residency import Residency
-from drivetrain.run.sharing import refuse_strategy, strategy_for
+from drivetrain.run.sharing import given_strategy, refuse_strategy, strategy_for
 from drivetrain.run.switches import switches_of
 from drivetrain.strategies import (
-    DataParallelStrategy,
-    DdpOptions,
-    DdpStrategy,
-    DeepSpeedStrategy,
-    ExpertParallelStrategy,
-    FsdpStrategy,
+    Description,
     Sharded,
-    ShardedExpertParallelStrategy,
     ShardOptions,
     SharedExperts,
-    SingleStrategy,
     Strategy,
+    StrategyContext,
+    StrategySpec,
+    strategy_spec,
 )
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_named, compile_options, compiled, num_graphs, why_not_compiled
-from drivetrain.strategies.deepspeed_config import ZeroFacts, derive, scaler_state
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
@@ -152,17 +146,18 @@ class Setup:
     path: Path  # of the run's folder, once it is claimed
     strategy: str  # its name, once it is chosen
     preflight: Preflight | None = None  # what it found, where there was one
-    strategy_choice: Choice[str]  # with its reason, once the model is made
+    strategy_choice: Choice[str]  # with its reason; by the number of processes until the model is made
     sharded: Sharded | None = None  # the model, where ranks hold parts of it
     experts: SharedExperts | None = None  # its experts, where these are shared out and the rest is sharded
     _made_strategy: Strategy | None = None
+    _num_weights: int | None = None  # once the model is made
     _fingerprint = ""  # of the job, once it was taken
     keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     batch_by_rule = False  # whether the samples of a step are not given
     batch_size_found = ""  # what --auto-batch-size measured, in words
     why_capped = ""  # why micro-batches are smaller than planned: an earlier start was out of memory
-    told_deepspeed: dict[str, Any] | None = None  # its JSON, once there is a strategy that gets it
+    description: Description | None = None  # what the strategy adds to the record, once it is made
     repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
 
     @classmethod
@@ -175,8 +170,10 @@ class Setup:
         config, notes = obey_launcher(config, place)
         hardware = detect(config.run.output_dir)
         devices = DeviceManager(hardware, config.device.mode, config.device.device, config.device.ids).devices
-        config, others = Zero.of(config, on_gpu=_on_gpu(devices)).obeyed(config)
-        notes += [*others, *config.notes]
+        if config.distributed.strategy != "auto":
+            config, others = strategy_spec(config.distributed.strategy).settle(config, _on_gpu(devices))
+            notes += others
+        notes += config.notes
         config = share_workers(config, place)
         world = World.join(
             devices,
@@ -210,21 +207,21 @@ class Setup:
         self._told_no_blocks = False
         self._why_not_compiled = ""
         refuse_strategy(config, world, devices)
-        shares = config.distributed.strategy == "data_parallel"
-        self.devices = devices if shares else [world.device]  # of this process
+        asked = config.distributed.strategy
+        self.strategy_choice = given_strategy(asked, world.size)
+        self.devices = devices if self.spec.devices == "several" else [world.device]  # of this process
         self.settings = choose_settings(hardware, Pins(**config.pins()))
         job = debugged(job, config, self.num_devices) if config.run.debug else job
         self.name = config.run.name or job.name
         self.job = self._settled(job)
-        self.zero = Zero.of(config, on_gpu=_on_gpu(devices))
         self._rule = LossRule(Weighting())
         self.loss_parts = LossParts(job.loss_weights, job.count, world)
         self.data_path: DataPath | None = None  # by measuring; None: by rule
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
         self.follow(self.by_rule())
-        if config.distributed.strategy == DeepSpeedStrategy.name:
-            self.deepspeed_config()  # raises contradictions before anything large is made
+        if asked != "auto":
+            self.spec.check(self._strategy_context())
 
     def by_rule(self) -> Way:
         """Return how a step is run where nothing was measured."""
@@ -606,14 +603,15 @@ class Setup:
         self._refuse_meta(made)
         self._num_weights = sum(parameter.numel() for parameter in made.parameters())
         self.strategy_choice = strategy_for(self.config.distributed.strategy, made, self.job, self.world)
-        if self.uses_deepspeed and self.config.distributed.strategy == "auto":
-            self._offload_optimizer()
+        self.strategy = self.strategy_choice.value
+        if self.config.distributed.strategy == "auto":
+            self.config = self.spec.settle_auto(self.config, self.world.size)
         if self.shards:
             refuse_uncuttable(made)
-            if self.strategy_choice.value == ExpertParallelStrategy.name:
-                self.experts = SharedExperts(made, self.world, self._capability())
+            if self.spec.shares_experts:
+                self.experts = SharedExperts(made, self.world, self._peak_tflops())
             return made.train()  # where it was made: no more than a block at a time comes to the device
-        if self.uses_deepspeed and self.zero.stage == 3:
+        if self.spec.keeps_on_host(self.config):
             return made.train()  # likewise: weight by weight
         try:
             return made.to(self.world.device).train()
@@ -623,12 +621,10 @@ class Setup:
                 self.job, made, self.way.precision, str(self.world.device), free, fraction, num_devices=self.num_devices
             ) from error
 
-    def _offload_optimizer(self) -> None:
-        """Keep the optimizer in host memory, for which `auto` takes DeepSpeed. Several ranks shard the weights, too."""
-        wanted = {"offload_optimizer": True, "stage": 3 if self.world.size > 1 else 2}
-        deepspeed = self.config.deepspeed.model_copy(update=wanted)
-        self.config = self.config.model_copy(update={"deepspeed": deepspeed})
-        self.zero = Zero.of(self.config)
+    @property
+    def spec(self) -> StrategySpec:
+        """The strategy that was chosen: its facts, and how it is made."""
+        return strategy_spec(self.strategy_choice.value)
 
     @property
     def shards(self) -> bool:
@@ -636,29 +632,21 @@ class Setup:
         return self._cuts(self.strategy_choice.value)
 
     def _cuts(self, strategy: str) -> bool:
-        if strategy == ExpertParallelStrategy.name:
-            return self.config.distributed.expert_rest == FsdpStrategy.name
-        return strategy == FsdpStrategy.name
+        if strategy == "auto":
+            return False
+        spec = strategy_spec(strategy)
+        rest = spec.rest(self.config)
+        return "shards" in (spec.memory, strategy_spec(rest).memory if rest else "")
 
     @property
-    def uses_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs the steps. Known once the model is built."""
-        return self.strategy_choice.value == DeepSpeedStrategy.name
+    def is_whole(self) -> bool:
+        """Whether each rank holds a whole model, so that others can be tried beside it. Known once it is built."""
+        return not self.shards and self.spec.memory == "whole"
 
-    def deepspeed_config(self, num_weights: int | None = None) -> dict[str, Any]:
-        """Return the JSON that DeepSpeed gets, derived from this run."""
-        facts = ZeroFacts(
-            precision=self.way.precision,
-            world_size=self.world.size,
-            micro_batch=self.way.micro_batch,
-            accumulation=-(-self.rank_samples // self.way.micro_batch),
-            global_batch=self.job.global_batch or 0,
-            clip_norm=self.job.clip_norm,
-            stage=self.config.deepspeed.stage,
-            offload_optimizer=self.config.deepspeed.offload_optimizer,
-            num_weights=num_weights,
-        )
-        return derive(facts, self.zero.own, self.zero.file)
+    @property
+    def holds_parts(self) -> bool:
+        """Whether a rank holds only some of the weights, so that one alone cannot write them or know their norm."""
+        return self.shards or self.spec.shares_experts
 
     def dressed(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
         """Prepare a model that was built for the way that is followed."""
@@ -770,40 +758,30 @@ class Setup:
         return self.world.size * len(self.devices)
 
     def make_strategy(self, **changes: bool) -> Strategy:
-        """Make the strategy chosen with the model, else by the number of processes. `changes` are to its options."""
-        strategy: Strategy = SingleStrategy(self.world)
-        if self.sharded is not None:
-            options = replace(self.sharded.options, **changes)  # type: ignore[arg-type]
-            sharded = replace(self.sharded, options=options)
-            strategy = FsdpStrategy(self.world, sharded)
-            if self.experts is not None:
-                strategy = ShardedExpertParallelStrategy(self.world, sharded, self.experts)
-        elif len(self.devices) > 1:
-            strategy = DataParallelStrategy(self.world, self.devices)
-        elif self.uses_deepspeed:
-            self.told_deepspeed = self.deepspeed_config(self._num_weights)
-            strategy = DeepSpeedStrategy(
-                self.world,
-                self.told_deepspeed,
-                broadcast_buffers=self.config.distributed.broadcast_buffers,
-                scaling=scaler_state(self.zero.own),
-            )
-        elif self.world.size > 1:
-            config = self.config
-            ddp = DdpOptions(
-                find_unused_parameters=config.distributed.find_unused_parameters,
-                broadcast_buffers=config.distributed.broadcast_buffers,
-                bucket_cap_mb=config.distributed.bucket_cap_mb,
-                static_graph=config.distributed.static_graph,
-                gradient_as_bucket_view=config.distributed.gradient_as_bucket_view,
-            )
-            ddp = replace(ddp, **changes)
-            strategy = DdpStrategy(self.world, ddp)
-            if config.distributed.strategy == ExpertParallelStrategy.name:
-                strategy = ExpertParallelStrategy(self.world, ddp, self._capability())
+        """Make the strategy that was chosen. `changes` are to the configuration of its processes."""
+        strategy = self.spec.make(self._strategy_context(**changes))
         self.strategy = strategy.name
+        self.description = self.spec.describe(strategy)
         self._made_strategy = strategy
         return strategy
+
+    def _strategy_context(self, **changes: bool) -> StrategyContext:
+        distributed = self.config.distributed.model_copy(update=changes)
+        sharded = self.sharded
+        if sharded is not None:
+            sharded = replace(sharded, options=replace(sharded.options, **changes))  # type: ignore[arg-type]
+        return StrategyContext(
+            world=self.world,
+            devices=self.devices,
+            config=self.config.model_copy(update={"distributed": distributed}),
+            job=self.job,
+            precision=self.way.precision,
+            micro_batch=self.way.micro_batch,
+            num_weights=self._num_weights,
+            peak_tflops=self._peak_tflops(),
+            sharded=sharded,
+            experts=self.experts,
+        )
 
     def close(self) -> None:
         """Close the run, however it ended."""
@@ -813,7 +791,7 @@ class Setup:
             self.experts.close()
         self.world.close()
 
-    def _capability(self) -> float:
+    def _peak_tflops(self) -> float:
         """Return the peak bf16 rate of this rank's device, in TFLOP/s; 0 where it is not known."""
         index = self.world.device.index if self.world.device.type == "cuda" else None
         peaks = [gpu.peaks.get("bf16") for gpu in self.hardware.gpus if gpu.index == index]

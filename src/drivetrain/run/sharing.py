@@ -9,13 +9,15 @@ from torch.optim import Optimizer
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.strategy_facts import strategy_facts, strategy_names
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.held import Held, forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
 from drivetrain.run.pinned import plan_anew
-from drivetrain.strategies.deepspeed import DeepSpeedStrategy, refuse_without_deepspeed
+from drivetrain.strategies.registry import strategy_spec
+from drivetrain.strategies.spec import refuse_without_package
 
 _FLAG = "--parallel-strategy"
 _PLENTY = 10  # × its weights: more than any optimizer of torch keeps for a model, with its gradients
@@ -25,34 +27,44 @@ _LEAVE_OUT = f"leave {_FLAG} out"
 def refuse_strategy(config: Config, world: World, devices: Sequence[torch.device]) -> None:
     """Raise if a strategy contradicts the launcher or the machine. `auto` never does."""
     asked = config.distributed.strategy
-    if asked == DeepSpeedStrategy.name:
-        refuse_without_deepspeed()
-    if world.size > 1 and asked in ("single", "data_parallel"):
+    if asked == "auto":
+        return
+    spec = strategy_spec(asked)
+    refuse_without_package(asked, spec)
+    if world.size > 1 and spec.processes == "one":
         message = f"{asked} is one process, and a launcher started {world.size}"
-        raise _problem(
-            config,
-            message,
-            "auto, ddp, fsdp, expert_parallel, deepspeed here",
-            "use ddp, or start the script with plain python",
-        )
-    if world.size == 1 and asked in ("ddp", "expert_parallel"):
+        raise _problem(config, message, _others("one"), "use ddp, or start the script with plain python")
+    if world.size == 1 and spec.processes == "several":
         message = f"{asked} is several processes, and this is the only one"
         remedy = (
             "start several: drivetrain train TARGET --num-processes 2 (and --cpu where there is no GPU), torchrun or "
             f"srun; or {_LEAVE_OUT}"
         )
-        raise _problem(config, message, "auto, single, data_parallel, fsdp, deepspeed here", remedy)
-    if asked == "data_parallel" and len(devices) < 2:
-        message = f"data_parallel shares batches between GPUs, and there is only {devices[0]} to use"
+        raise _problem(config, message, _others("several"), remedy)
+    if spec.devices == "several" and len(devices) < 2:
+        message = f"{asked} shares batches between GPUs, and there is only {devices[0]} to use"
         raise _problem(config, message, "auto, single here", _LEAVE_OUT)
+
+
+def _others(processes: str) -> str:
+    """Name the strategies that are not bound to this number of processes."""
+    return (
+        ", ".join(["auto", *(name for name in strategy_names() if strategy_facts(name).processes != processes)])
+        + " here"
+    )
+
+
+def given_strategy(asked: str, num_processes: int) -> Choice[str]:
+    """Return the strategy asked for; else the one by the number of processes, for a model that is not known yet."""
+    if asked != "auto":
+        return Choice(value=asked, reason="asked for", pinned=True)
+    return choose_strategy(None, 0, num_processes)
 
 
 def strategy_for(asked: str, model: nn.Module, job: Job, world: World) -> Choice[str]:
     """Return the strategy asked for; else by what model and optimizer take, and the least that is free on any rank."""
-    if asked != "auto":
-        return Choice(value=asked, reason="asked for", pinned=True)
-    if world.device.type != "cuda":
-        return choose_strategy(None, 0, world.size)
+    if asked != "auto" or world.device.type != "cuda":
+        return given_strategy(asked, world.size)
     free = min(world.gather(torch.cuda.mem_get_info(world.device)[0]))
     if world.size == 1 and _PLENTY * num_bytes(model.parameters()) < free:
         return choose_strategy(None, 0, world.size)

@@ -1,22 +1,27 @@
 """Strategies: how devices share the work of a step. One contract suite holds for all of them (`tests/strategies`)."""
 
+from drivetrain.core.strategy_facts import Conflict
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
-from drivetrain.strategies.data_parallel import DataParallelStrategy
-from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
-from drivetrain.strategies.deepspeed import DeepSpeedStrategy
 from drivetrain.strategies.ema import Average
-from drivetrain.strategies.expert_parallel import ExpertParallelStrategy, ShardedExpertParallelStrategy
-from drivetrain.strategies.fsdp import FsdpStrategy
+from drivetrain.strategies.kinds.data_parallel import DataParallelStrategy
+from drivetrain.strategies.kinds.ddp import DdpOptions, DdpStrategy
+from drivetrain.strategies.kinds.deepspeed import DeepSpeedStrategy
+from drivetrain.strategies.kinds.expert_parallel import ExpertParallelStrategy, ShardedExpertParallelStrategy
+from drivetrain.strategies.kinds.fsdp import FsdpStrategy
+from drivetrain.strategies.kinds.single import SingleStrategy
+from drivetrain.strategies.registry import strategy_spec
 from drivetrain.strategies.sharding import Sharded, ShardOptions
 from drivetrain.strategies.shared_experts import SharedExperts
-from drivetrain.strategies.single import SingleStrategy
+from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec
 
 __all__ = [
     "Average",
+    "Conflict",
     "DataParallelStrategy",
     "DdpOptions",
     "DdpStrategy",
     "DeepSpeedStrategy",
+    "Description",
     "ExpertParallelStrategy",
     "FsdpStrategy",
     "Objective",
@@ -26,6 +31,9 @@ __all__ = [
     "SharedExperts",
     "SingleStrategy",
     "Strategy",
+    "StrategyContext",
     "StrategyParts",
+    "StrategySpec",
     "Trial",
+    "strategy_spec",
 ]

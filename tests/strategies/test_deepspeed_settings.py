@@ -11,8 +11,9 @@ import pytest
 
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.run.deepspeed import Zero
-from drivetrain.strategies.deepspeed import refuse_without_deepspeed
+from drivetrain.strategies.deepspeed_settings import Zero
+from drivetrain.strategies.kinds.deepspeed import SPEC
+from drivetrain.strategies.spec import refuse_without_package
 from tests.api.jobs import Variant, make_job
 
 SCRIPT = """
@@ -76,7 +77,7 @@ def test_a_missing_package_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPat
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else find(name))
     with pytest.raises(DrivetrainError, match="not installed") as caught:
-        refuse_without_deepspeed()
+        refuse_without_package("deepspeed", SPEC)
     assert caught.value.remedy == "pip install 'drivetrain[deepspeed]'"
     built: list[bool] = []
 

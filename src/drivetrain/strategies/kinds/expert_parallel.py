@@ -13,11 +13,12 @@ from drivetrain.core.state import Shard, TensorSource, put_away
 from drivetrain.core.world import World
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
 from drivetrain.strategies.cross_rank import norm_over_ranks, share_infinities
-from drivetrain.strategies.ddp import DdpOptions, DdpStrategy
-from drivetrain.strategies.fsdp import FsdpStrategy
+from drivetrain.strategies.kinds.ddp import DdpOptions, DdpStrategy, options_of
+from drivetrain.strategies.kinds.fsdp import FsdpStrategy
 from drivetrain.strategies.replicated import load_whole_state, whole_state
 from drivetrain.strategies.sharding import Sharded
 from drivetrain.strategies.shared_experts import SharedExperts
+from drivetrain.strategies.spec import StrategyContext, StrategySpec
 
 
 class ExpertParallelStrategy(DdpStrategy):
@@ -105,3 +106,20 @@ class ShardedExpertParallelStrategy(FsdpStrategy):
 
     def close(self) -> None:
         self.experts.close()
+
+
+def _make(context: StrategyContext) -> ExpertParallelStrategy | ShardedExpertParallelStrategy:
+    if context.sharded is None:
+        return ExpertParallelStrategy(context.world, options_of(context), context.peak_tflops)
+    assert context.experts is not None, "experts are dealt before the rest is cut"
+    return ShardedExpertParallelStrategy(context.world, context.sharded, context.experts)
+
+
+SPEC = StrategySpec(
+    make=_make,
+    processes="several",
+    shares_experts=True,
+    options=("distributed.expert_rest",),
+    options_by_name=True,
+    rest_by="distributed.expert_rest",
+)

@@ -6,7 +6,6 @@ fp16, torch's GradScaler scales the loss, and DeepSpeed gets the product of both
 of its step or not: DeepSpeed does not count them itself.
 """
 
-import importlib.util
 import logging
 import os
 import sys
@@ -21,15 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.cross_rank import Sums
-from drivetrain.strategies.deepspeed_config import keeps_bf16_weights
+from drivetrain.strategies.deepspeed_config import ZeroFacts, derive, keeps_bf16_weights, scaler_state
+from drivetrain.strategies.deepspeed_settings import Zero
 from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.sharding import refuse_unless_elementwise
+from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec, refuse_without_package
 from drivetrain.strategies.zero_parts import ZeroParts, refuse_odd_weights
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
@@ -270,18 +273,9 @@ class DeepSpeedStrategy:
             _forget_last_run()
 
 
-def refuse_without_deepspeed() -> None:
-    """Raise if DeepSpeed is missing, before anything large is made. It is not imported: that takes seconds."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise DrivetrainError(
-            "the strategy deepspeed needs the package deepspeed, which is not installed",
-            remedy="pip install 'drivetrain[deepspeed]'",
-        )
-
-
 def _load(world: World) -> Any:
     """Import the package and initialise it over the existing process group."""
-    refuse_without_deepspeed()
+    refuse_without_package("deepspeed", SPEC)
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # or it takes what it finds
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     # DeepSpeed calls functions that torch is going to rename: users can do nothing about it.
@@ -323,3 +317,97 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _config_of(context: StrategyContext) -> dict[str, Any]:
+    """Derive the JSON that DeepSpeed gets from the run; raise what contradicts it."""
+    global_batch = context.job.global_batch or 0
+    rank_samples = -(-global_batch // context.world.size)  # of the rank that has the most
+    config = context.config
+    facts = ZeroFacts(
+        precision=context.precision,
+        world_size=context.world.size,
+        micro_batch=context.micro_batch,
+        accumulation=-(-rank_samples // context.micro_batch),
+        global_batch=global_batch,
+        clip_norm=context.job.clip_norm,
+        stage=config.deepspeed.stage,
+        offload_optimizer=config.deepspeed.offload_optimizer,
+        num_weights=context.num_weights,
+    )
+    zero = _zero_of(context)
+    return derive(facts, zero.own, zero.file)
+
+
+def _zero_of(context: StrategyContext) -> Zero:
+    return Zero.of(context.config, on_gpu=context.world.device.type == "cuda")
+
+
+def _make(context: StrategyContext) -> DeepSpeedStrategy:
+    return DeepSpeedStrategy(
+        context.world,
+        _config_of(context),
+        broadcast_buffers=context.config.distributed.broadcast_buffers,
+        scaling=scaler_state(_zero_of(context).own),
+    )
+
+
+def _check(context: StrategyContext) -> None:
+    _config_of(context)
+
+
+def _settle(config: Config, on_gpu: bool) -> tuple[Config, list[str]]:
+    """Apply the settings that a user's own file names, where nothing else set them."""
+    return Zero.of(config, on_gpu=on_gpu).obeyed(config)
+
+
+def _settle_auto(config: Config, num_processes: int) -> Config:
+    """Keep the optimizer in host memory, for which `auto` takes DeepSpeed. Several ranks shard the weights, too."""
+    wanted = {"offload_optimizer": True, "stage": 3 if num_processes > 1 else 2}
+    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=wanted)})
+
+
+def _keeps_on_host(config: Config) -> bool:
+    """Stage 3 takes the model to the device weight by weight."""
+    return Zero.of(config).stage == 3
+
+
+def _describe(strategy: DeepSpeedStrategy) -> Description:
+    """Return the whole configuration that DeepSpeed got: the JSON is derived, and is stored nowhere else."""
+    zero = strategy.config["zero_optimization"]
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+    where = "" if offload == "none" else ", the optimizer in host memory"
+    line = f"  deepspeed  ZeRO stage {zero['stage']}{where}; its JSON is in events.jsonl"
+    return Description("deepspeed", {"config": strategy.config}, line)
+
+
+SPEC = StrategySpec(
+    make=_make,
+    check=_check,
+    settle=_settle,
+    settle_auto=_settle_auto,
+    keeps_on_host=_keeps_on_host,
+    describe=_describe,
+    memory="zero",
+    norms=False,  # its step clips and moves the weights in one call
+    own_loop="DeepSpeed has to run the forward itself, and dt.drive leaves it to the loop",
+    package="deepspeed",
+    install="'drivetrain[deepspeed]'",
+    options=("deepspeed.stage", "deepspeed.offload_optimizer", "deepspeed.config"),
+    options_by_name=True,
+    conflicts=(
+        Conflict(
+            when={"distributed.find_unused_parameters": True},
+            message="with {asked} every rank has to use the same weights",
+            at="distributed.find_unused_parameters",
+            remedy="drop it, or use --parallel-strategy ddp",
+        ),
+        Conflict(
+            when={"compile.enabled": True, "deepspeed.stage": 3},
+            message="{asked} gathers weights inside the forward, which cannot be compiled",
+            at="compile.enabled",
+            asked="deepspeed.stage",
+            remedy="drop one of the two, or use --parallel-strategy fsdp",
+        ),
+    ),
+)

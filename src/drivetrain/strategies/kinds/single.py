@@ -8,9 +8,11 @@ from torch import Tensor
 
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state
+from drivetrain.strategies.spec import StrategySpec
 
 
 class SingleStrategy:
@@ -85,3 +87,19 @@ class SingleStrategy:
 
     def close(self) -> None:
         pass
+
+
+SPEC = StrategySpec(
+    make=lambda context: SingleStrategy(context.world),
+    processes="one",
+    captures=True,
+    takes=("ddp",),  # one process communicates nothing: they change nothing
+    conflicts=(
+        Conflict(
+            when={"device.mode": "multi_gpu"},
+            message="uses one GPU, but {asked} asks for several",
+            asked="device.mode",
+            allowed="auto, data_parallel, ddp, fsdp with that mode",
+        ),
+    ),
+)

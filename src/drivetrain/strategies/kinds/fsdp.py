@@ -17,11 +17,13 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource, local_part, put_away
+from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.cross_rank import Sums, norm_over_ranks, share_infinities
 from drivetrain.strategies.replicated import load_whole_state, share_buffers, whole_state
 from drivetrain.strategies.sharding import Sharded
+from drivetrain.strategies.spec import StrategyContext, StrategySpec
 from drivetrain.strategies.usage import Usage
 
 
@@ -199,3 +201,24 @@ def _in_words() -> Iterator[None]:
             remedy="call the model, and its blocks, as modules; compute penalties on weights inside the model's "
             "forward; or use --parallel-strategy ddp",
         ) from error
+
+
+def _make(context: StrategyContext) -> FsdpStrategy:
+    assert context.sharded is not None, "the model is cut first"
+    return FsdpStrategy(context.world, context.sharded)
+
+
+SPEC = StrategySpec(
+    make=_make,
+    memory="shards",
+    options=("distributed.fsdp_offload", "distributed.fsdp_cast", "distributed.fsdp_accumulate"),
+    conflicts=(
+        Conflict(
+            when={"distributed.fsdp_offload": True, "precision.dtype": "fp16"},
+            message="steps the optimizer in host memory, and {asked} scales gradients on the GPU",
+            at="distributed.fsdp_offload",
+            asked="precision.dtype",
+            remedy="use --precision bf16, or drop --fsdp-offload",
+        ),
+    ),
+)

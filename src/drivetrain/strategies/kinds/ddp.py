@@ -18,6 +18,7 @@ from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Together, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state
+from drivetrain.strategies.spec import StrategyContext, StrategySpec
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,22 @@ class DdpStrategy:
 
     def close(self) -> None:
         pass
+
+
+def options_of(context: StrategyContext) -> DdpOptions:
+    """Read the options from the configuration."""
+    config = context.config
+    return DdpOptions(
+        find_unused_parameters=config.distributed.find_unused_parameters,
+        broadcast_buffers=config.distributed.broadcast_buffers,
+        bucket_cap_mb=config.distributed.bucket_cap_mb,
+        static_graph=config.distributed.static_graph,
+        gradient_as_bucket_view=config.distributed.gradient_as_bucket_view,
+    )
+
+
+SPEC = StrategySpec(
+    make=lambda context: DdpStrategy(context.world, options_of(context)),
+    processes="several",
+    options=("distributed.bucket_cap_mb", "distributed.static_graph", "distributed.gradient_as_bucket_view"),
+)

@@ -20,11 +20,13 @@ from torch.nn.parallel import replicate as replicate_on_gpus
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss, summed_by_count
+from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.stream import key_of
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
-from drivetrain.strategies.single import SingleStrategy
+from drivetrain.strategies.kinds.single import SingleStrategy
+from drivetrain.strategies.spec import StrategySpec
 
 Replicate = Callable[[nn.Module, Sequence[torch.device]], Sequence[nn.Module]]
 _OR_DDP = "use --parallel-strategy ddp: there every process makes batches of its own"
@@ -180,3 +182,27 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
     return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))
+
+
+SPEC = StrategySpec(
+    make=lambda context: DataParallelStrategy(context.world, context.devices),
+    processes="one",
+    devices="several",
+    own_loop="with data_parallel what the model draws at random in a loop of one's own would not be keyed",
+    takes=("ddp",),  # one process communicates nothing: they change nothing
+    conflicts=(
+        Conflict(
+            when={"compile.enabled": True},
+            message="data_parallel copies the model for every forward, and a compiled one cannot be copied",
+            allowed="auto, ddp with --compile",
+            remedy="drop --compile, or use ddp",
+        ),
+        Conflict(
+            when={"memory.activations": "recompute"},
+            message="data_parallel copies the model for every forward, and blocks that recompute cannot be copied",
+            allowed="auto, ddp with --activations recompute",
+            remedy="use --activations keep, or ddp",
+            reason="blocks that recompute cannot be copied between GPUs",
+        ),
+    ),
+)

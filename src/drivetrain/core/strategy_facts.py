@@ -1,0 +1,158 @@
+"""The facts about strategies that must be known without torch, read from each strategy's file without importing it.
+
+A strategy is one file: its class, and `SPEC = StrategySpec(...)` with the facts below as literals. The configuration,
+the launcher and the rules of a plan ask for a fact by the strategy's name; they never compare names.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain.core.value import Value
+
+GROUP = "drivetrain.strategies"  # of the entry points by which other packages bring strategies
+_KINDS = Path(__file__).parents[1] / "strategies" / "kinds"
+
+
+class Conflict(Value):
+    """Settings that a strategy cannot be used with, and what is said then.
+
+    Args:
+        when: the settings, by their dotted names, with the values that conflict; all of them together.
+        message: what is wrong; `{asked}` stands for the setting `asked` as the user wrote it.
+        at: the setting that the problem is reported at.
+        asked: the setting that the message quotes.
+        allowed: what could be used instead.
+        remedy: what to do.
+        reason: why a plan keeps away from that value, where a rule would choose it.
+    """
+
+    when: dict[str, Any]
+    message: str
+    at: str = "distributed.strategy"
+    asked: str = "distributed.strategy"
+    allowed: str = ""
+    remedy: str = "drop one of the two"
+    reason: str = ""
+
+
+class StrategyFacts(Value):
+    """What other rooms know of a strategy. In its file they are literals: some of them are read without importing it.
+
+    Args:
+        processes: how many processes it can be used in.
+        devices: how many devices each process uses.
+        memory: what each process holds of weights, gradients and optimizer: a whole copy; shards, into which the model
+            is cut by `strategies.sharding` before the strategy gets it; or parts by DeepSpeed's ZeRO stage.
+        shares_experts: whether the experts of mixtures are shared out among processes.
+        captures: whether its step can be captured as a CUDA graph (`CapturableStrategy`).
+        norms: whether it computes a gradient norm in the steps that ask for one (`StrategyParts.norms`).
+        own_loop: why `dt.drive` cannot use it; empty where it can.
+        package: the package that it needs; empty for none.
+        install: what pip installs for it, where that is not the package alone.
+        options: the settings that only this strategy obeys.
+        options_by_name: whether these are an error unless the strategy is asked for by name. Otherwise they may stand
+            beside `auto`, and count where it chooses this strategy.
+        takes: other strategies whose options may be given too.
+        rest_by: the setting that names the strategy for all that this one leaves alone; its facts hold as well.
+        conflicts: settings that it cannot be used with.
+    """
+
+    processes: Literal["one", "several", "any"] = "any"
+    devices: Literal["one", "several"] = "one"
+    memory: Literal["whole", "shards", "zero"] = "whole"
+    shares_experts: bool = False
+    captures: bool = False
+    norms: bool = True
+    own_loop: str = ""
+    package: str = ""
+    install: str = ""
+    options: tuple[str, ...] = ()
+    options_by_name: bool = False
+    takes: tuple[str, ...] = ()
+    rest_by: str = ""
+    conflicts: tuple[Conflict, ...] = ()
+
+    def rest(self, config: Any) -> str:
+        """Return the strategy that a configuration names for what this one leaves alone; empty where there is none."""
+        section, _, field = self.rest_by.partition(".")
+        return str(getattr(getattr(config, section), field)) if self.rest_by else ""
+
+
+@cache
+def strategy_names() -> tuple[str, ...]:
+    """Return the names of all strategies: the files of our folder, then the entry points of other packages."""
+    own = sorted(path.stem for path in _KINDS.glob("*.py") if not path.stem.startswith("_"))
+    return (*own, *(name for name in sorted(_entry_points()) if name not in own))
+
+
+@cache
+def _entry_points() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
+def strategy_target(name: str) -> str:
+    """Return where a strategy's `SPEC` is, as `package.module:SPEC`; empty for an unknown name."""
+    if ":" in name:
+        return name
+    if (_KINDS / f"{name}.py").is_file():
+        return f"drivetrain.strategies.kinds.{name}:SPEC"
+    return _entry_points().get(name, "")
+
+
+def strategy_facts(name: str) -> StrategyFacts:
+    """Return the facts of a strategy, without importing it. Nothing is known of `auto`, which gets the defaults.
+
+    Facts that are not literals, or stand in a file that cannot be found, have their defaults here. The process that
+    trains imports the strategy, and sees them as they are.
+    """
+    module, _, attribute = strategy_target(name).partition(":")
+    source = _source_of(module) if module else None
+    return StrategyFacts() if source is None else _facts_in(source, attribute)
+
+
+@cache
+def _facts_in(source: Path, attribute: str) -> StrategyFacts:
+    return StrategyFacts(**dict(_literal_facts(ast.parse(source.read_text(encoding="utf-8")), attribute)))
+
+
+def _source_of(module: str) -> Path | None:
+    """Find a module's file as Python would, without importing the packages that it is in."""
+    if module.startswith("drivetrain.strategies.kinds."):
+        return _KINDS / f"{module.rpartition('.')[2]}.py"
+    name, path, found = "", None, None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        found = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
+        if found is None:
+            return None
+        path = found.submodule_search_locations
+    origin = None if found is None else found.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _literal_facts(tree: ast.Module, attribute: str) -> Iterator[tuple[str, Any]]:
+    """Yield the literal arguments of the call that is assigned to this name."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if attribute not in [target.id for target in targets if isinstance(target, ast.Name)]:
+            continue
+        for keyword in node.value.keywords:
+            if keyword.arg in StrategyFacts.model_fields:
+                with suppress(ValueError):  # it is computed, which only an import could do
+                    yield str(keyword.arg), _literal(keyword.value)
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Tuple):
+        return tuple(_literal(item) for item in node.elts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Conflict.__name__:
+        return Conflict(**{keyword.arg or "": _literal(keyword.value) for keyword in node.keywords})
+    return ast.literal_eval(node)
