@@ -26,7 +26,7 @@ from drivetrain.cli import main
 from drivetrain.commands import plan_in_process as showing
 from drivetrain.commands import train as launching
 from drivetrain.config import configure
-from drivetrain.config.sources import PLAN_CHOICES
+from drivetrain.config.settings import SETTINGS
 from drivetrain.core.launchers import Place
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
@@ -34,7 +34,8 @@ from drivetrain.data.loader import Loader
 from drivetrain.hardware.catalogue import machine_named
 from drivetrain.job import Job
 from drivetrain.launch.layout import make_layout
-from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
+from drivetrain.plan.knobs import KNOBS, Way
+from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import other_machine, planner
 from drivetrain.planning.probe import Journal, Probe
 from drivetrain.recipes import RECIPES
@@ -357,11 +358,13 @@ def test_a_job_without_a_global_batch_takes_the_plans(tmp_path: Path) -> None:
 
 
 def test_every_choice_that_is_written_can_be_read(tmp_path: Path) -> None:
-    assert set(planned(tmp_path, measure=True).choices) <= PLAN_CHOICES
+    readable = {setting.name for setting in SETTINGS if setting.is_planned}
+    assert set(planned(tmp_path, measure=True).choices) <= readable
     source = inspect.getsource(planner) + inspect.getsource(other_machine)
-    written = set(re.findall(r'"((?:\w+)\.(?:\w+))": (?:Choice|_strategy|settings|workers)', source))
+    written = {told.setting for knob in KNOBS for told in knob.lines}
+    written |= set(re.findall(r'"((?:\w+)\.(?:\w+))": (?:Choice|_strategy|settings|workers|sharded_rest)', source))
     written |= set(re.findall(r'choices\["([\w.]+)"\] = ', source))
-    assert written == PLAN_CHOICES
+    assert written == readable
 
 
 def test_a_strategy_of_a_plan_that_does_not_fit_is_told_by_file_and_line(tmp_path: Path, capsys: Any) -> None:

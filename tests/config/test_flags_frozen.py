@@ -7,6 +7,7 @@ import pytest
 
 from drivetrain.cli import COMMANDS, flag_parser
 from drivetrain.config import BY_NAME, SETTINGS
+from drivetrain.plan.knobs import KNOBS
 
 FLAGS = {
     "run.name": ["--name"],
@@ -194,6 +195,10 @@ def test_every_field_is_obeyed_somewhere(setting) -> None:
     readers = [path for path in package.rglob("*.py") if path.name != "contradictions.py"]
     read = rf"\b(config|self)\.{setting.section}\.{setting.field}\b"
     use = re.compile(rf'{read}|\brest_by="{setting.section}\.{setting.field}"')
+    for knob in KNOBS:  # read by name, and obeyed as a part of the way that is followed
+        if setting.name in knob.settings:
+            use = re.compile(rf"\bway\.{knob.field}\b")
+            readers = [path for path in readers if path.parent.name != "plan"]
     assert any(use.search(path.read_text(encoding="utf-8")) for path in readers), f"{setting.name} does nothing"
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits, Repeatability, RepeatTrial, find_repeatable
-from drivetrain.plan.tune import Way
 
 FAST = Way(micro_batch=8, precision="bf16", compile_mode="default")
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain.plan.knobs import Others, Way
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel, Peak
-from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tuned, UnusableError, Way, tune
+from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tuned, UnusableError, tune
 
 
 class Machine:
@@ -60,12 +61,15 @@ class Machine:
             parameter_bytes=self.held,
         )
 
-    def tune(self, micro_batch: int = 64, **scope: object) -> Tuned:
+    def tune(
+        self, micro_batch: int = 64, others: dict[str, tuple[object, ...]] | None = None, **scope: object
+    ) -> Tuned:
         values = {
             "rank_samples": 64,
             "remaining_samples": 10**7,
             "memory_limit_bytes": self.memory,
             "counts_memory": not self.is_cpu,
+            "others": {field: Others(values=values) for field, values in (others or {}).items()},
             **scope,
         }
         return tune(Way(micro_batch=micro_batch), Scope(**values), self.measure, lambda: self.now)
@@ -80,7 +84,7 @@ def test_the_largest_that_fits_where_larger_is_faster() -> None:
 
 
 def test_a_job_of_few_steps_takes_the_largest_that_is_bound_to_fit_after_one_step_of_it() -> None:
-    few = {"remaining_samples": 64 * 81, "budget_share": 0.05, "compile_modes": ("default",)}
+    few = {"remaining_samples": 64 * 81, "budget_share": 0.05, "others": {"compile_mode": ("default",)}}
     machine = Machine(held=900)
     found = machine.tune(**few)
     assert found.way == Way(micro_batch=64)
@@ -103,7 +107,10 @@ def test_launches_are_recorded_where_a_short_job_has_time_for_little_else(overhe
     steps = round(10 / (overhead + 64e-6))
     machine = Machine(overhead=overhead, per_sample=1e-6, held=1)
     found = machine.tune(
-        remaining_samples=64 * steps, budget_share=0.05, least_job_seconds=5.0, may_capture=True, precisions=("tf32",)
+        remaining_samples=64 * steps,
+        budget_share=0.05,
+        least_job_seconds=5.0,
+        others={"capture": (True,), "precision": ("tf32",)},
     )
     assert found.way.capture is is_captured
     assert found.way.precision == "fp32"
@@ -170,7 +177,7 @@ def test_a_model_that_does_not_fit() -> None:
 
 def test_a_pinned_micro_batch_is_left_alone() -> None:
     machine = Machine(compile_gain=0.4)
-    tuned = machine.tune(micro_batch=7, fixed_micro_batch="asked for", compile_modes=("default",))
+    tuned = machine.tune(micro_batch=7, fixed_micro_batch="asked for", others={"compile_mode": ("default",)})
     assert {tried.way.micro_batch for tried in tuned.tried if not tried.measurement.is_brief} == {7}
     assert tuned.forecast_bytes == 1000 + 700  # from smaller ones, for their memory alone
     assert tuned.way == Way(micro_batch=7, compile_mode="default")
@@ -187,19 +194,19 @@ def test_the_largest_micro_batch_is_taken_where_it_is_part_of_what_is_learnt() -
 
 
 def test_compiling_pays_or_is_not_used() -> None:
-    modes = {"compile_modes": ("default",)}
+    modes = {"others": {"compile_mode": ("default",)}}
     long, short, shorter = (
         Machine(compile_gain=gain).tune(remaining_samples=n, **modes)
         for gain, n in ((0.5, 10**7), (0.05, 1_200_000), (0.5, 500_000))
     )
     assert long.way.compile_mode == "default"
-    assert "saves" in long.reasons["compile"]
-    assert "costs 20 s" in long.reasons["compile"]
+    assert "saves" in long.reasons["compile_mode"]
+    assert "costs 20 s" in long.reasons["compile_mode"]
     assert short.way.compile_mode is None  # measured: it saves 7 s of 139 and costs 20
-    assert short.reasons["compile"].startswith("not used")
+    assert short.reasons["compile_mode"].startswith("not used")
     assert any(tried.way.compile_mode for tried in short.tried)
     assert shorter.way.compile_mode is None  # 58 s: trying could cost more than may be risked
-    assert shorter.reasons["compile"].startswith("not tried")
+    assert shorter.reasons["compile_mode"].startswith("not tried")
     assert not any(tried.way.compile_mode for tried in shorter.tried)
 
 
@@ -211,7 +218,11 @@ def test_compiling_never_costs_more_than_may_be_risked(
 ) -> None:
     """Whatever it gains: the job with it takes no longer than without, but for the trying of what does not pay."""
     machine = Machine(compile_gain=gain, compile_seconds=cost, overhead=0.0, per_sample=1e-3)
-    scope = {"compile_modes": ("default",), "compile_cost_seconds": expected, "remaining_samples": int(seconds * 1000)}
+    scope = {
+        "others": {"compile_mode": ("default",)},
+        "compile_cost_seconds": expected,
+        "remaining_samples": int(seconds * 1000),
+    }
     tuned = machine.tune(**scope)
     was_tried = any(tried.way.compile_mode for tried in tuned.tried)
     assert was_tried == (expected <= 0.12 * int(seconds * 1000) * 1e-3)
@@ -220,20 +231,24 @@ def test_compiling_never_costs_more_than_may_be_risked(
 
 
 def test_a_job_pays_only_so_much_for_measuring() -> None:
-    limits = {"budget_share": 0.05, "least_job_seconds": 5.0, "compile_modes": ("default",)}
+    limits = {
+        "budget_share": 0.05,
+        "least_job_seconds": 5.0,
+        "others": {"compile_mode": ("default",), "num_threads": (1,)},
+    }
     tiny = Machine(is_cpu=True)
-    tuned = tiny.tune(remaining_samples=10_000, fixed_micro_batch="asked for", num_threads=(1,), **limits)
+    tuned = tiny.tune(remaining_samples=10_000, fixed_micro_batch="asked for", **limits)
     assert len(tiny.ways) == 1, "one step tells that a job of one second is not worth measuring for"
-    assert "too little to measure for" in tuned.reasons["threads"]
+    assert "too little to measure for" in tuned.reasons["num_threads"]
     small = Machine(is_cpu=True, gains={1: 0.5})
-    tuned = small.tune(remaining_samples=200_000, fixed_micro_batch="asked for", num_threads=(1,), **limits)
+    tuned = small.tune(remaining_samples=200_000, fixed_micro_batch="asked for", **limits)
     assert tuned.way.num_threads == 1
     assert small.now <= 23 * 0.05 + 2.0, "a measurement that was begun is finished"
-    assert "1 threads is +50%" in tuned.reasons["threads"]
+    assert "1 threads is +50%" in tuned.reasons["num_threads"]
 
 
 def test_a_short_step_is_captured_and_a_long_one_is_not_tried() -> None:
-    scope = {"may_capture": True, "precisions": ("fp32",)}
+    scope = {"others": {"capture": (True,), "precision": ("fp32",)}}
     short = Machine(overhead=1e-3, per_sample=1e-6).tune(**scope)
     assert short.way.capture
     long = Machine(overhead=1e-3, per_sample=1e-3).tune(**scope)
@@ -242,14 +257,26 @@ def test_a_short_step_is_captured_and_a_long_one_is_not_tried() -> None:
     parts = Machine(overhead=1e-6, per_sample=1e-6, slower_above=16).tune(**scope)
     assert parts.way.micro_batch == 16
     assert "several micro-batches" in parts.reasons["capture"]
-    told = Machine().tune(why_not_captured="a CPU has nothing to record").reasons["capture"]
-    assert told == "a CPU has nothing to record"
+    why_none = "a CPU has nothing to record"
+    scope = Scope(
+        rank_samples=64,
+        remaining_samples=10**7,
+        memory_limit_bytes=10**9,
+        others={"capture": Others(why_none=why_none)},
+    )
+    assert tune(Way(micro_batch=64), scope, Machine().measure, lambda: 0.0).reasons["capture"] == why_none
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.1, False)])
 def test_another_precision_where_it_is_faster(gain: float, taken: bool) -> None:
     machine = Machine(gains={"bf16": gain})
-    tuned = machine.tune(precisions=("bf16",), least_precision_gain=0.2)
+    scope = Scope(
+        rank_samples=64,
+        remaining_samples=10**7,
+        memory_limit_bytes=10**9,
+        others={"precision": Others(values=("bf16",), least_gain=0.2)},
+    )
+    tuned = tune(Way(micro_batch=64), scope, machine.measure, lambda: machine.now)
     assert (tuned.way.precision == "bf16") is taken
 
 
@@ -259,28 +286,28 @@ def test_what_does_not_fit_is_recomputed() -> None:
             self.sample = 10 if way.recompute else 2000
             return super().measure(way, seconds)
 
-    tuned = Recomputing(fixed=500, memory=1500).tune(may_recompute=True)
+    tuned = Recomputing(fixed=500, memory=1500).tune(others={"recompute": (True,)})
     assert tuned.way.recompute
     assert tuned.way.micro_batch == 64
-    assert "does not fit" in tuned.reasons["activations"]
+    assert "does not fit" in tuned.reasons["recompute"]
 
 
 def test_what_cannot_be_compiled_is_said() -> None:
-    tuned = Machine(problems={"compile": "nothing was compiled"}).tune(compile_modes=("default",))
+    tuned = Machine(problems={"compile": "nothing was compiled"}).tune(others={"compile_mode": ("default",)})
     assert tuned.way.compile_mode is None
-    assert tuned.reasons["compile"] == "not used: nothing was compiled"
+    assert tuned.reasons["compile_mode"] == "not used: nothing was compiled"
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.01, False), (-0.2, False)])
 def test_channels_last_where_it_is_faster(gain: float, taken: bool) -> None:
-    assert Machine(channels_last_gain=gain).tune(may_use_channels_last=True).way.channels_last is taken
+    assert Machine(channels_last_gain=gain).tune(others={"channels_last": (True,)}).way.channels_last is taken
 
 
 def test_measuring_ends_with_its_time() -> None:
     machine = Machine()
-    tuned = machine.tune(budget_seconds=0.2, may_use_channels_last=True, rank_samples=4096)
+    tuned = machine.tune(budget_seconds=0.2, others={"channels_last": (True,)}, rank_samples=4096)
     assert machine.now < 3
-    assert "time for measuring was over" in tuned.reasons["memory_format"]
+    assert "time for measuring was over" in tuned.reasons["channels_last"]
 
 
 def test_a_start_that_cannot_be_measured() -> None:

@@ -18,7 +18,8 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.monitor.checkups import Checkups
-from drivetrain.plan.tune import Measurement, Tried, Tuned, Way
+from drivetrain.plan.knobs import Way
+from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
 from drivetrain.planning.probe import Probe
 from tests.api.jobs import Variant, Vectors, make_job

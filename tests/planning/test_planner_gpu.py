@@ -17,7 +17,8 @@ from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.plan import tune as tuning
-from drivetrain.plan.tune import Scope, Way, tune
+from drivetrain.plan.knobs import Way
+from drivetrain.plan.tune import Scope, tune
 from drivetrain.planning import planner
 from drivetrain.planning.probe import Journal, Probe
 from drivetrain.run import Setup

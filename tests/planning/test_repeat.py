@@ -21,8 +21,8 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability, RepeatTrial
-from drivetrain.plan.tune import Way
 from drivetrain.planning import planner, repeat
 from drivetrain.planning.first_steps import FirstSteps, _digest
 from drivetrain.run import CHECKPOINTS, Setup

@@ -10,8 +10,9 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
 from drivetrain.hardware import detect
 from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.plan import Plan
-from drivetrain.plan.tune import Measurement, Way
+from drivetrain.plan.tune import Measurement
 from drivetrain.planning.other_machine import plan_elsewhere
 from drivetrain.recipes import with_job
 

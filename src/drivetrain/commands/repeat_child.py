@@ -11,8 +11,8 @@ from typing import Any
 
 from drivetrain.config import Config
 from drivetrain.job import Job
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.loss_weighting import Weighting
-from drivetrain.plan.tune import Way
 from drivetrain.planning.first_steps import FirstSteps
 from drivetrain.recipes import with_job
 from drivetrain.run import Setup

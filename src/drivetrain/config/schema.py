@@ -36,6 +36,10 @@ class Rest:
     """Marks the field of a command's options that takes every word after the first positional one, as it is."""
 
 
+class Planned:
+    """Marks a field that a plan decides: it may stand in a plan.yaml, and pins the choice where a user sets it."""
+
+
 class Allowed:
     """The allowed values of a text field in words, where the type alone does not show them."""
 
@@ -108,6 +112,7 @@ class PrecisionSection(Section):
         Literal["auto", PrecisionName],
         BeforeValidator(_no_amp_is_fp32),
         Flag("precision", "precision-type", "amp-dtype"),
+        Planned(),
     ] = Field(
         "auto",
         description="auto is bf16 on compute capability 8.0 and newer, fp16 before, fp32 on a CPU; none is fp32",
@@ -123,19 +128,19 @@ class KernelSection(Section):
     deterministic: Annotated[bool, Flag("deterministic")] = Field(
         False, description="only kernels that give the same bits every time; an operation without one is an error"
     )
-    repeatable: Annotated[Literal["auto", "off", "fixed", "strict"], Flag("repeatable")] = Field(
+    repeatable: Annotated[Literal["auto", "off", "fixed", "strict"], Flag("repeatable"), Planned()] = Field(
         "auto",
         description="which kernels: off is the fastest; fixed none that is chosen by timing; "
         "strict is --deterministic; auto measures on a GPU whether steps repeat to the bit, and takes the first "
         "of these that does if it costs at most 3%",
     )
-    num_threads: Annotated[int | None, Flag("num-threads")] = Field(
+    num_threads: Annotated[int | None, Flag("num-threads"), Planned()] = Field(
         None, ge=1, description="threads that a CPU computes with (auto: one or all, as measured, else as torch has it)"
     )
     cudnn_benchmark: Annotated[bool, Flag("cudnn-benchmark")] = Field(
         True, description="let cuDNN try its convolutions on the first batch and take the fastest"
     )
-    capture: Annotated[Literal["auto", "on", "off"], Flag("capture")] = Field(
+    capture: Annotated[Literal["auto", "on", "off"], Flag("capture"), Planned()] = Field(
         "auto",
         description="record a step as a CUDA graph and replay it, where batches have few shapes; on says why where it "
         "cannot be; auto is off while nothing is measured",
@@ -145,7 +150,7 @@ class KernelSection(Section):
 class MemorySection(Section):
     """What is done when device memory is short."""
 
-    activations: Annotated[Literal["auto", "keep", "recompute", "offload"], Flag("activations")] = Field(
+    activations: Annotated[Literal["auto", "keep", "recompute", "offload"], Flag("activations"), Planned()] = Field(
         "auto",
         description="keep them for backward, recompute them block by block, or offload them to host memory; "
         "auto recomputes where little memory is free",
@@ -162,10 +167,10 @@ class MemorySection(Section):
 class BatchSection(Section):
     """How many samples a step sees (size × accumulation × devices), and how losses are weighted."""
 
-    size: Annotated[int | None, Flag("batch-size")] = Field(
+    size: Annotated[int | None, Flag("batch-size"), Planned()] = Field(
         None, ge=1, description="samples per device and micro-step (auto: by memory, or the recipe's)"
     )
-    accumulation: Annotated[int | None, Flag("accumulation-steps")] = Field(
+    accumulation: Annotated[int | None, Flag("accumulation-steps"), Planned()] = Field(
         None,
         ge=1,
         description="micro-steps per optimizer step (auto: by memory, or the recipe's); a job's own global batch "
@@ -296,7 +301,7 @@ class ValidationSection(Section):
 class DataSection(Section):
     """How samples reach the device."""
 
-    num_workers: Annotated[int, Flag("num-workers")] = Field(
+    num_workers: Annotated[int, Flag("num-workers"), Planned()] = Field(
         -1, ge=-1, description="loader processes per rank; -1 is automatic, 0 loads in the training process"
     )
     total_workers: Annotated[int | None, Flag("dataloader-num-workers", "total-workers")] = Field(
@@ -306,15 +311,15 @@ class DataSection(Section):
     pin_memory: Annotated[bool | None, Flag("pin-memory")] = Field(
         None, description="page-locked host memory for faster copies (auto: where there is a GPU)"
     )
-    prefetch_factor: Annotated[int | None, Flag("prefetch-factor")] = Field(
+    prefetch_factor: Annotated[int | None, Flag("prefetch-factor"), Planned()] = Field(
         None, ge=1, description="micro-batches that each loader process fetches ahead (auto: 2 to 4, by memory)"
     )
-    resident: Annotated[Literal["auto", "on", "off"], Flag("resident")] = Field(
+    resident: Annotated[Literal["auto", "on", "off"], Flag("resident"), Planned()] = Field(
         "auto",
         description="hold the data set on the device and gather batches there; auto: if it is made of tensors that fit "
         "a quarter of the free memory; on: or stop with the reason",
     )
-    channels_last: Annotated[Literal["auto", "on", "off"], Flag("channels-last")] = Field(
+    channels_last: Annotated[Literal["auto", "on", "off"], Flag("channels-last"), Planned()] = Field(
         "auto", description="images and convolutions with channels innermost; auto is off where nothing is measured"
     )
 
@@ -353,6 +358,7 @@ class DistributedSection(Section):
         AfterValidator(_known_strategy),
         Choices(lambda: ("auto", *strategy_names()), "package.module:SPEC of a strategy of your own"),
         Flag("parallel-strategy"),
+        Planned(),
         Switch("deepspeed", "deepspeed", "use-deepspeed"),
         Switch("ddp", "use-ddp"),
     ] = Field(
@@ -361,7 +367,7 @@ class DistributedSection(Section):
         "whole copy of model and optimizer does not fit a GPU), else single; data_parallel is one process for several "
         "GPUs; expert_parallel is ddp with the experts of mixtures shared out; deepspeed is its ZeRO",
     )
-    expert_rest: Annotated[Literal["ddp", "fsdp"], Flag("expert-rest")] = Field(
+    expert_rest: Annotated[Literal["ddp", "fsdp"], Flag("expert-rest"), Planned()] = Field(
         "ddp",
         description="expert_parallel, all but the experts: ddp, a whole copy on each rank, or fsdp, a part on each",
     )
@@ -420,7 +426,7 @@ class DeepSpeedSection(Section):
         description="what ranks divide: 1 the optimizer's state, 2 gradients too, 3 weights too (auto: as "
         "deepspeed.config says, else 2)",
     )
-    offload_optimizer: Annotated[bool | None, Flag("offload-optimizer")] = Field(
+    offload_optimizer: Annotated[bool | None, Flag("offload-optimizer"), Planned()] = Field(
         None,
         description="keep the optimizer's state in host memory, and step there (auto: as deepspeed.config says, else "
         "not)",
@@ -433,10 +439,10 @@ class DeepSpeedSection(Section):
 class CompileSection(Section):
     """torch.compile."""
 
-    enabled: Annotated[bool | None, Flag("compile")] = Field(
+    enabled: Annotated[bool | None, Flag("compile"), Planned()] = Field(
         None, description="compile the model before training (auto: where measuring shows that it pays)"
     )
-    mode: Annotated[Literal["default", "reduce-overhead", "max-autotune"], Flag("compile-mode")] = Field(
+    mode: Annotated[Literal["default", "reduce-overhead", "max-autotune"], Flag("compile-mode"), Planned()] = Field(
         "default", description="what the compiler spends its time on; needs --compile"
     )
     only: Annotated[tuple[str, ...], Flag("compile-only")] = Field(
@@ -577,6 +583,11 @@ class Config(Section):
         """The user's settings of the global batch. A plan's file has none: it only divides a step."""
         of_plan = {name: None for name in BatchSection.model_fields if f"batch.{name}" in self._plan_pins.lines}
         return self.batch.model_copy(update=of_plan)
+
+    def value(self, name: str) -> Any:
+        """Return the value of a setting by its dotted name, such as `kernels.capture`."""
+        section, _, field_name = name.partition(".")
+        return getattr(getattr(self, section), field_name)
 
     def pins(self) -> dict[str, Any]:
         """Return the choices that it pins, in the planner's terms: `plan` does not import `config`."""

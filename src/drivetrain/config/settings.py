@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from drivetrain.config.schema import Allowed, Choices, Config, Flag, Positional, Rest, Switch
+from drivetrain.config.schema import Allowed, Choices, Config, Flag, Planned, Positional, Rest, Switch
 
 
 def normal(name: str) -> str:
@@ -46,6 +46,11 @@ class Setting:
         """The flags that take no value, each with the value that it stands for."""
         marks = [item for item in self.info.metadata if isinstance(item, Switch)]
         return {normal(name): mark.value for mark in marks for name in mark.names}
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan decides it."""
+        return any(isinstance(item, Planned) for item in self.info.metadata)
 
     @property
     def default(self) -> Any:

@@ -63,15 +63,6 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
         return [], [_file_problem(path, f"it does not parse as YAML: {error}", "mend the file")]
 
 
-# What a plan decides. Nothing else may stand in one: it would change what the job means.
-PLAN_CHOICES = frozenset({
-    "distributed.strategy", "distributed.expert_rest", "deepspeed.offload_optimizer", "precision.dtype", "batch.size",
-    "batch.accumulation", "compile.enabled", "compile.mode", "kernels.capture", "kernels.num_threads",
-    "kernels.repeatable", "memory.activations", "data.channels_last", "data.resident", "data.num_workers",
-    "data.prefetch_factor",
-})  # fmt: skip
-
-
 def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:
     """Read the choices of a written plan, values without reasons; and its global batch, if the file has it.
 
@@ -104,7 +95,7 @@ def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:
     for key_node, choice in entries:
         key, source = str(key_node.value), f"{path.name} line {key_node.start_mark.line + 1}"
         setting = BY_NAME.get(normal(key))
-        if setting is not None and setting.name not in PLAN_CHOICES:
+        if setting is not None and not setting.is_planned:  # it would change what the job means
             remedy = f"take it out, and give {setting.flag} to the run"
             problems.append(Problem(key, "this is not a choice of a plan", source=source, remedy=remedy))
             continue

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.value import Value
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability
-from drivetrain.plan.tune import Tried, Way
+from drivetrain.plan.tune import Tried
 
 
 class Repeated(Value):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pydantic import Field
 
 from drivetrain.core.value import Value
-from drivetrain.plan.tune import Repeat, Way
+from drivetrain.plan.knobs import Repeat, Way
 
 MOST_COST = 0.03  # of a step's time, for which a way that repeats is taken by itself
 IN_WORDS: dict[Repeat, str] = {

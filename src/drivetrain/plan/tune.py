@@ -7,18 +7,14 @@ batch: a way divides the same work differently, and nothing else.
 
 import math
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
-from drivetrain.core.precision_name import PrecisionName
+from pydantic import Field
+
 from drivetrain.core.value import Value
+from drivetrain.plan.knobs import BY_FIELD, LEAST_GAIN, CompileMode, Knob, Others, Way, knobs_of
 from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, bound_to_fit, largest_that_fits, next_size_to_measure
 
-CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
-# Which kernels may be used: `off` any, the fastest; `fixed` none that is chosen by timing, and of cuDNN only
-# deterministic ones; `strict` torch's deterministic algorithms, and recurrent dropout outside cuDNN.
-Repeat = Literal["off", "fixed", "strict"]
-
-LEAST_GAIN = 0.03  # below this a difference is noise, or not worth a change
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
 SMALLER_GAIN_OF_SHORT = 0.1  # where a step is short: more launches gain nothing there, and noise is larger
 MOST_OUT_OF_MEMORY = 2
@@ -31,37 +27,6 @@ SHORT_STEP_SECONDS = 0.02
 LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
 STEPS_TO_COMPARE = 14  # two ways, each warmed up and timed
 NO_TIME = "the time for measuring was over"
-
-
-class Way(Value):
-    """The way in which the work of a step is done. It does not change what is learnt, rounding aside."""
-
-    micro_batch: int
-    precision: PrecisionName = "fp32"
-    compile_mode: CompileMode | None = None
-    channels_last: bool = False
-    recompute: bool = False
-    capture: bool = False
-    num_threads: int | None = None  # on a CPU; None: as torch has it
-    repeat: Repeat = "off"
-
-    def __str__(self) -> str:
-        words = [self.precision, f"micro-batch {self.micro_batch}"]
-        words += [f"compiled ({self.compile_mode})"] if self.compile_mode else ["eager"]
-        words += ["captured"] if self.capture else []
-        words += ["channels-last"] if self.channels_last else []
-        words += ["activations recomputed"] if self.recompute else []
-        words += [f"{self.num_threads} threads"] if self.num_threads else []
-        words += {"off": [], "fixed": ["fixed kernels"], "strict": ["deterministic kernels"]}[self.repeat]
-        return ", ".join(words)
-
-    @property
-    def splits_recurrent_dropout(self) -> bool:
-        """Whether dropout between recurrent layers is computed outside cuDNN, whose own waits for the device."""
-        return self.capture or self.repeat == "strict"
-
-    def but(self, **changes: object) -> "Way":
-        return Way.model_validate({**self.model_dump(), **changes})
 
 
 class Measurement(Value):
@@ -92,19 +57,15 @@ class Scope(Value):
     counts_memory: bool = True  # false on a CPU
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or recorded
     largest_micro_batch: str = ""  # why the largest that fits is taken, however fast: it is part of what is learnt
-    precisions: tuple[PrecisionName, ...] = ()  # to try besides the one to start with, where steps are short
-    least_precision_gain: float = LEAST_GAIN
-    num_threads: tuple[int, ...] = ()  # to try
-    compile_modes: tuple[CompileMode, ...] = ()
-    may_use_channels_last: bool = False
-    may_recompute: bool = False  # where nothing fits otherwise
-    may_capture: bool = False
-    why_not_captured: str = ""
+    others: dict[str, Others] = Field(default_factory=dict)  # what to try, by field of a way
     compile_cost_seconds: float = 15.0  # expected, before it was measured
     compile_share: float = 0.12  # of the remaining time, that compiling may cost without being sure to gain
     budget_seconds: float = 60.0  # for measuring; a way that is begun is finished
     budget_share: float = math.inf  # of the remaining time, that measuring may take
     least_job_seconds: float = 0.0  # shorter jobs are left as they are
+
+    def others_of(self, field: str) -> Others:
+        return self.others.get(field, Others())
 
 
 class Tuned(Value):
@@ -112,7 +73,7 @@ class Tuned(Value):
 
     way: Way
     tried: tuple[Tried, ...]
-    reasons: dict[str, str]  # by the name of what was decided
+    reasons: dict[str, str]  # by field of a way
     memory: MemoryModel | None = None
     # Of the peak of the chosen way, uncompiled: from smaller steps, before it was measured. 0: no forecast was made.
     forecast_bytes: int = 0
@@ -164,19 +125,19 @@ class _Search:
         try:
             best = self._micro_batch(self._start)
         except DoesNotFitError:
-            if not self._scope.may_recompute or self._start.recompute:
+            if not self._scope.others_of("recompute").values or self._start.recompute:
                 raise
             failed, self._tried = self._tried, []
             best = self._micro_batch(self._start.but(recompute=True))
             self._tried = failed + self._tried
-            self._reasons["activations"] = "recomputed: the model does not fit with all of them kept"
+            self._reasons["recompute"] = "recomputed: the model does not fit with all of them kept"
         too_short = self._why_too_short(best)
         if too_short:
-            for topic in ("precision", "threads", "memory_format", "capture", "compile"):
-                self._reasons.setdefault(topic, too_short)
+            for knob in knobs_of("compare", "compare_short", "capture", "compile"):
+                self._reasons.setdefault(knob.field, too_short)
         else:
             best = self._quick_ones(best)
-            for mode in self._scope.compile_modes:
+            for mode in self._scope.others_of("compile_mode").values:
                 best = self._compiled(best, mode)
         return Tuned(
             way=best,
@@ -206,29 +167,32 @@ class _Search:
     def _quick_ones(self, best: Way) -> Way:
         """Compare the choices that take no longer to try than a few steps."""
         scope = self._scope
-        if scope.may_use_channels_last:
-            best = self._compared(best, best.but(channels_last=True), "memory_format", "channels-last")
-        for number in scope.num_threads:
-            best = self._compared(best, best.but(num_threads=number), "threads", f"{number} threads")
+        for knob in knobs_of("compare"):
+            best = self._best_of(best, knob)
         step_seconds = self._try(best).sample_seconds * scope.rank_samples
         is_short = step_seconds < SHORT_STEP_SECONDS
-        for precision in scope.precisions if is_short else ():
-            least = scope.least_precision_gain
-            best = self._compared(best, best.but(precision=precision), "precision", precision, least)
-        if not scope.may_capture:
-            self._reasons["capture"] = scope.why_not_captured
+        for knob in knobs_of("compare_short") if is_short else ():
+            best = self._best_of(best, knob)
+        capture = scope.others_of("capture")
+        if not capture.values:
+            self._reasons["capture"] = capture.why_none
         elif best.micro_batch < scope.rank_samples:
             self._reasons["capture"] = "a step of several micro-batches is not captured"
         elif not is_short:
             self._reasons["capture"] = "not tried: steps are long enough to keep the device busy"
         else:
             worth = CAPTURE_SHARE * self._seconds_left(best) if step_seconds < LAUNCHES_SECONDS else 0.0
-            best = self._compared(best, best.but(capture=True), "capture", "captured", worth_seconds=worth)
-            if not best.capture and scope.precisions and self._start.precision != best.precision:
-                best = self._compared(
-                    best, best.but(precision=self._start.precision, capture=True), "capture", "captured"
-                )
+            best = self._compared(best, best.but(capture=True), "capture", worth_seconds=worth)
+            if not best.capture and self._start.precision != best.precision:
+                best = self._compared(best, best.but(precision=self._start.precision, capture=True), "capture")
         return best
+
+    def _best_of(self, way: Way, knob: Knob) -> Way:
+        """Return the fastest of a way and those that differ from it in this choice alone."""
+        others = self._scope.others_of(knob.field)
+        for value in others.values:
+            way = self._compared(way, way.but(**{knob.field: value}), knob.field, others.least_gain)
+        return way
 
     # Micro-batch
 
@@ -329,24 +293,24 @@ class _Search:
         self,
         way: Way,
         other: Way,
-        topic: str,
-        label: str,
+        field: str,
         least_gain: float = LEAST_GAIN,
         *,
         worth_seconds: float = 0.0,
     ) -> Way:
         """Return the faster of two ways. The other is tried while time is left, or `worth_seconds` are not spent."""
+        label = BY_FIELD[field].in_words(getattr(other, field))
         before = self._try(way)
         if self._is_out_of_time(worth_seconds):
-            self._reasons[topic] = f"{label} was not tried: {NO_TIME}"
+            self._reasons[field] = f"{label} was not tried: {NO_TIME}"
             return way
         after = self._try(other)
         if after.problem:
-            self._reasons[topic] = f"{label} cannot be used: {after.problem}"
+            self._reasons[field] = f"{label} cannot be used: {after.problem}"
             return way
         gain = before.sample_seconds / after.sample_seconds - 1
         taken = gain > least_gain
-        self._reasons[topic] = (
+        self._reasons[field] = (
             f"{label} {'is' if taken else 'would be'} {gain:+.0%}: {_rate(after.sample_seconds)} against "
             f"{_rate(before.sample_seconds)} samples/s"
         )
@@ -357,14 +321,14 @@ class _Search:
         remaining = before.sample_seconds * self._scope.remaining_samples
         cost = self._scope.compile_cost_seconds
         if cost > remaining * self._scope.compile_share:
-            self._reasons["compile"] = (
+            self._reasons["compile_mode"] = (
                 f"not tried: the job takes {remaining:.0f} s more, too little to spend some {cost:.0f} s on compiling"
             )
             return way
         other = way.but(compile_mode=mode)
         after = self._try(other)
         if after.problem:
-            self._reasons["compile"] = f"not used: {after.problem}"
+            self._reasons["compile_mode"] = f"not used: {after.problem}"
             return way
         saved = (before.sample_seconds - after.sample_seconds) * self._scope.remaining_samples
         words = (
@@ -372,9 +336,9 @@ class _Search:
             f"of the {remaining:.0f} s that are left, and costs {after.setup_seconds:.0f} s"
         )
         if saved <= after.setup_seconds:
-            self._reasons["compile"] = f"not used: {words}"
+            self._reasons["compile_mode"] = f"not used: {words}"
             return way
-        self._reasons["compile"] = words
+        self._reasons["compile_mode"] = words
         return other
 
     # Measuring
@@ -430,7 +394,8 @@ class _Search:
 
 def plainest(way: Way) -> Way:
     """Return the way without the choices that are made after its micro-batch: memory is forecast for this one."""
-    return way.but(compile_mode=None, capture=False, channels_last=False)
+    later = [knob.field for knob in knobs_of("compare", "capture", "compile") if knob.changes_memory]
+    return way.but(**{field: Way.model_fields[field].default for field in later})
 
 
 def _rate(sample_seconds: float) -> str:

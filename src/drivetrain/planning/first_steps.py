@@ -17,8 +17,8 @@ from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import what_draws
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits
-from drivetrain.plan.tune import Way
 from drivetrain.run.setup import Setup
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.loss_parts import LossParts

@@ -29,6 +29,7 @@ from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.held import num_bytes
+from drivetrain.plan.knobs import BY_FIELD, KNOBS, Facts, Outcome, Way, choices_of, others_of
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan
 from drivetrain.plan.repeat import IN_WORDS, Repeatability, find_repeatable
 from drivetrain.plan.tune import (
@@ -39,7 +40,6 @@ from drivetrain.plan.tune import (
     Tried,
     Tuned,
     UnusableError,
-    Way,
     plainest,
     tune,
 )
@@ -66,7 +66,6 @@ REPEAT_START_SECONDS = {"cuda": 20.0, "cpu": 10.0}
 REPEAT_COMPILING, REPEAT_STEPS, REPEAT_SHARE = 1.5, 16, 0.05
 CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
 READING_SECONDS = 0.5  # that measuring what reading takes may take
-LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
 MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
 FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optimizer's step little against both
 
@@ -138,24 +137,12 @@ def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
     if not changed:
         return kept
     file, lines = run.config.plan.file, run.config.plan_pins.lines
-    by_plan = [words for name, (words, settings) in _PINS.items() if name in changed and lines.keys() & settings]
-    asked = [words for name, (words, settings) in _PINS.items() if name in changed and not lines.keys() & settings]
+    knobs = [BY_FIELD[name] for name in Way.model_fields if name in changed]
+    by_plan = [knob.words for knob in knobs if not lines.keys().isdisjoint(knob.settings)]
+    asked = [knob.words for knob in knobs if lines.keys().isdisjoint(knob.settings)]
     told = [f"{', '.join(by_plan)} pinned by {file.name}"] if file is not None and by_plan else []
     told += [f"{', '.join(asked)} as asked for"] if asked else []
     return f"{'; '.join(told)}; else {kept}"
-
-
-# What pins a part of a way: that part in words, and the settings.
-_PINS = {
-    "micro_batch": ("micro-batch", {"batch.size", "batch.accumulation"}),
-    "precision": ("precision", {"precision.dtype"}),
-    "compile_mode": ("compiling", {"compile.enabled", "compile.mode"}),
-    "channels_last": ("memory format", {"data.channels_last"}),
-    "recompute": ("activations", {"memory.activations"}),
-    "capture": ("capturing", {"kernels.capture"}),
-    "num_threads": ("threads", {"kernels.num_threads"}),
-    "repeat": ("repeatable kernels", {"kernels.repeatable", "kernels.deterministic"}),
-}
 
 
 def _why_not_measured(run: Setup, steps_done: int) -> str:
@@ -405,26 +392,17 @@ def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
 
 def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: bool) -> Scope:
     config, device = run.config, run.world.device
-    pinned, on_gpu = run.pinned(), run.world.device.type == "cuda"
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
-    may_change_precision = "precision" not in pinned and run.way.repeat != "strict"
     return Scope(
         rank_samples=run.rank_samples,
         remaining_samples=run.rank_samples * num_steps,
-        counts_memory=on_gpu,
+        counts_memory=device.type == "cuda",
         # Of the rank that has the least: all have to try the same ways.
         memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(run),
         largest_micro_batch=run.weighting.holds_division,
-        precisions=_other_precisions(run) if may_change_precision else (),
-        least_precision_gain=0.03 if on_gpu else LEAST_GAIN_OF_BF16,
-        num_threads=() if on_gpu else _thread_counts(run),
-        compile_modes=() if "compile_mode" in pinned else ("default",),
-        may_use_channels_last=has_convolutions(model) and "channels_last" not in pinned,
-        may_recompute="recompute" not in pinned,
-        may_capture=not _why_not_captured(run),
-        why_not_captured=_why_not_captured(run),
+        others=others_of(_facts(run, model)),
         compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
         compile_share=COMPILE_SHARE[device.type],
         budget_seconds=config.plan.budget_seconds,
@@ -448,26 +426,24 @@ def _why_fixed(run: Setup) -> str:
     return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
 
 
-def _other_precisions(run: Setup) -> tuple[Any, ...]:
-    """Return the precisions that may beat the rule's: casting costs small models more than it gains, on a GPU too."""
-    if run.world.device.type == "cuda":
-        return () if run.way.precision in ("fp32", "tf32") else ("tf32",)
-    return ("bf16",) if run.way.precision == "fp32" and "bf16" in run.hardware.cpu.precisions else ()
-
-
-def _why_not_captured(run: Setup) -> str:
-    """Return why steps are not captured, as far as known without an optimizer; the probe and the run know more."""
-    return "asked for" if "capture" in run.pinned() else _why_not_captured_here(run)
-
-
-def _why_not_captured_here(run: Setup) -> str:
-    return why_not_here(run.world, asserts=run.config.device.assertions)
-
-
-def _thread_counts(run: Setup) -> tuple[int, ...]:
-    """Return the thread counts to try: small layers lose more by sharing their work than they gain."""
-    is_free = "num_threads" not in run.pinned() and run.world.size == 1
-    return (1,) if is_free and torch.get_num_threads() > 1 else ()
+def _facts(run: Setup, model: nn.Module) -> Facts:
+    """Return what the table of planned choices may ask for."""
+    return Facts(
+        way=run.way,
+        pinned=frozenset(run.pinned()),
+        settings=run.settings,
+        rank_samples=run.rank_samples,
+        global_batch=run.job.global_batch or 0,
+        num_devices=run.num_devices,
+        num_devices_here=len(run.devices),
+        world_size=run.world.size,
+        on_gpu=run.world.device.type == "cuda",
+        cpu_precisions=tuple(run.hardware.cpu.precisions),
+        num_threads=torch.get_num_threads(),
+        has_convolutions=has_convolutions(model),
+        why_not_captured=why_not_here(run.world, asserts=run.config.device.assertions),
+        why_micro_batch=run.why_capped or run.batch_size_found,
+    )
 
 
 # What figures depend on
@@ -523,79 +499,23 @@ def described(
 
     `is_closed`: though nothing was measured now, it is known that nothing else would pay.
     """
-    job, settings, way = run.job, run.settings, run.way
-    reasons = tuned.reasons if tuned else {}
-    share = run.rank_samples
-    pinned = run.pinned()
-
-    def reason(topic: str, name: str, otherwise: str) -> str:
-        return "asked for" if name in pinned else reasons.get(topic, otherwise if tuned else why)
-
-    by_rule = settings.precision.reason
-    tried = reasons.get("precision", "")
-    precision_reason = by_rule
-    if way.precision != settings.precision.value:
-        precision_reason = tried if tuned else why
-    elif tried and not tried.startswith("not tried"):
-        precision_reason = f"{by_rule}; {tried}"
-    choices: dict[str, Choice[Any]] = {
-        "distributed.strategy": _strategy(run, model),
-        "precision.dtype": Choice(
-            value=way.precision,
-            reason="asked for" if "precision" in pinned else precision_reason,
-            alternatives=_alternatives(tuned, "precision") or settings.precision.alternatives,
-        ),
-        "batch.size": Choice(
-            value=way.micro_batch // len(run.devices) or 1,
-            reason=run.why_capped
-            or run.batch_size_found
-            or reason("micro_batch", "micro_batch", "a rank's whole share of the global batch at once"),
-            alternatives=_alternatives(tuned, "micro_batch"),
-        ),
-        "batch.accumulation": Choice(
-            value=-(-share // way.micro_batch),
-            reason=f"follows: {job.global_batch} samples per step on {run.num_devices} device(s)",
-        ),
-        "compile.enabled": Choice(
-            value=way.compile_mode is not None,
-            reason=reason("compile", "compile_mode", "as set"),
-            alternatives=_alternatives(tuned, "compile_mode"),
-        ),
-        "kernels.capture": Choice(
-            value="on" if way.capture else "off",
-            reason=reason("capture", "capture", _why_not_captured(run) or "as set"),
-            alternatives=_alternatives(tuned, "capture"),
-        ),
-        "data.channels_last": Choice(
-            value="on" if way.channels_last else "off",
-            reason=reason("memory_format", "channels_last", "as set")
-            if has_convolutions(model)
-            else "the model has no convolutions",
-        ),
-        "memory.activations": Choice(
-            value="recompute" if way.recompute else settings.activations.value,
-            reason=reasons.get("activations", settings.activations.reason),
-            alternatives=settings.activations.alternatives,
-        ),
-        "kernels.repeatable": Choice(
-            value=way.repeat,
-            reason=("asked for; " if "repeat" in pinned else "") + (run.repeatability.reason if tuned else why),
-            alternatives=tuple(
-                f"{IN_WORDS[trial.way.repeat]}: {100 * trial.cost:+.1f} %"
-                for trial in run.repeatability.trials
-                if trial.cost is not None and trial.way != way
-            ),
-        ),
-        **_data_choices(run, data),
-    }
-    if run.world.device.type == "cpu" and (way.num_threads is not None or "threads" in reasons):
-        choices["kernels.num_threads"] = Choice(
-            value=way.num_threads or torch.get_num_threads(), reason=reason("threads", "num_threads", "as torch has it")
-        )
-    if run.experts is not None:
-        choices["distributed.expert_rest"] = Choice(value="fsdp", reason="asked for", pinned=True)
-    if way.compile_mode is not None:
-        choices["compile.mode"] = Choice(value=way.compile_mode, reason="how it is compiled")
+    job, way, share, facts = run.job, run.way, run.rank_samples, _facts(run, model)
+    outcome = Outcome(
+        facts,
+        is_measured=tuned is not None,
+        why=why,
+        reasons={**tuned.reasons, "repeat": run.repeatability.reason} if tuned else {},
+        alternatives={**{knob.field: _alternatives(tuned, knob.field) for knob in KNOBS}, "repeat": _repeat_costs(run)},
+    )
+    sharded_rest: Choice[Any] = Choice(value="fsdp", reason="asked for", pinned=True)
+    choices = choices_of(
+        outcome,
+        before={"distributed.strategy": _strategy(run, model)},
+        after={
+            **_data_choices(run, data),
+            **({} if run.experts is None else {"distributed.expert_rest": sharded_rest}),
+        },
+    )
     chosen = tuned.chosen if tuned else None
     step_seconds = chosen.sample_seconds * share if chosen and not chosen.problem else None
     job_seconds = None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps
@@ -619,10 +539,10 @@ def described(
         notes=() if tuned else (why,),
         loss=_loss(run),
         repeatable=run.repeatability,
-        closed=tuple(_CLOSES) if is_closed else _closed_by(tuned, pinned) if tuned else (),
+        closed=_closed(facts, tuned, is_closed=is_closed),
     )
-    why_not = _why_not_captured_here(run) if way.capture else ""
-    return plan.not_captured(why_not) if why_not else plan
+    is_in_vain = way.capture and facts.why_not_captured
+    return plan.not_captured(facts.why_not_captured) if is_in_vain else plan
 
 
 def _loss(run: Setup) -> LossPlan | None:
@@ -633,20 +553,32 @@ def _loss(run: Setup) -> LossPlan | None:
     return LossPlan(weighting=str(found), why=found.reason, division_is_kept_because=found.holds_division)
 
 
-# What the doctor may advise, by the topic of its reason and the name of its pin.
-_CLOSES = {
-    "precision.dtype": ("precision", "precision"),
-    "compile.enabled": ("compile", "compile_mode"),
-    "kernels.capture": ("capture", "capture"),
-}
+def _closed(facts: Facts, tuned: Tuned | None, *, is_closed: bool) -> tuple[str, ...]:
+    """Return the settings that the doctor is not to advise any more.
 
-
-def _closed_by(tuned: Tuned, pinned: set[str]) -> tuple[str, ...]:
-    """Return the settings that measuring has settled: neither pinned by the user nor skipped for lack of time."""
+    Measuring has settled what is neither pinned by the user nor was skipped for lack of time.
+    """
     return tuple(
-        name
-        for name, (topic, pin) in _CLOSES.items()
-        if pin not in pinned and not tuned.reasons.get(topic, "").endswith(NO_TIME)
+        knob.settings[0]
+        for knob in KNOBS
+        if knob.is_advised
+        and (
+            is_closed
+            or (
+                tuned is not None
+                and knob.field not in facts.pinned
+                and not tuned.reasons.get(knob.field, "").endswith(NO_TIME)
+            )
+        )
+    )
+
+
+def _repeat_costs(run: Setup) -> tuple[str, ...]:
+    """Return what other kernels would cost, where that was measured."""
+    return tuple(
+        f"{IN_WORDS[trial.way.repeat]}: {100 * trial.cost:+.1f} %"
+        for trial in run.repeatability.trials
+        if trial.cost is not None and trial.way != run.way
     )
 
 

@@ -34,7 +34,8 @@ from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
 from drivetrain.plan.held import count_held
-from drivetrain.plan.tune import Measurement, Way
+from drivetrain.plan.knobs import Way
+from drivetrain.plan.tune import Measurement
 from drivetrain.run.peak_memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.switches import switches_of
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial

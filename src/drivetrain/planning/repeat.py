@@ -24,8 +24,8 @@ from torch import nn
 from drivetrain.core.launchers import without_launcher
 from drivetrain.core.supervision import CHANNEL
 from drivetrain.core.untouched import untouched
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits, RepeatTrial
-from drivetrain.plan.tune import Way
 from drivetrain.planning.first_steps import FirstSteps
 from drivetrain.run.setup import Setup, target_to_rerun
 

@@ -33,10 +33,10 @@ from drivetrain.loop import own_stream, why_not_captured
 from drivetrain.loop.validation import Validator
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.knobs import Asked, Way, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.repeat import Repeatability
-from drivetrain.plan.tune import Repeat, Way
 from drivetrain.run.changes import FILE as FINGERPRINT
 from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
 from drivetrain.run.debugging import debugged
@@ -225,24 +225,7 @@ class Setup:
 
     def by_rule(self) -> Way:
         """Return how a step is run where nothing was measured."""
-        config = self.config
-        return Way(
-            micro_batch=self._micro_batch(),
-            precision=self.settings.precision.value,
-            compile_mode=config.compile.mode if config.compile.enabled else None,
-            channels_last=self.config.data.channels_last == "on",
-            recompute=self.settings.activations.value == "recompute",
-            capture=self.config.kernels.capture == "on",
-            num_threads=self.config.kernels.num_threads,
-            repeat=self._repeat_asked() or "off",
-        )
-
-    def _repeat_asked(self) -> Repeat | None:
-        """Return which kernels the user asked for; None where that is to be measured."""
-        if self.config.kernels.deterministic:
-            return "strict"
-        asked = self.config.kernels.repeatable
-        return None if asked == "auto" else asked
+        return way_by_rule(Asked(self.config.value, self.settings, self.rank_samples, len(self.devices)))
 
     def follow(self, way: Way) -> None:
         """Run steps this way. Called before the parts are built that depend on it."""
@@ -304,19 +287,7 @@ class Setup:
 
     def pinned(self) -> set[str]:
         """Return the names of the fields of a way that the user fixed."""
-        config = self.config
-        fixed = {
-            "micro_batch": self.why_capped
-            or ((config.batch.size or config.batch.accumulation) and not config.batch.auto),
-            "precision": config.precision.dtype != "auto" or config.precision.mixed is not None,
-            "compile_mode": config.compile.enabled is not None,
-            "channels_last": config.data.channels_last != "auto",
-            "recompute": config.memory.activations != "auto",
-            "capture": config.kernels.capture != "auto",
-            "num_threads": config.kernels.num_threads is not None,
-            "repeat": self._repeat_asked() is not None,
-        }
-        return {name for name, is_fixed in fixed.items() if is_fixed}
+        return pinned_fields(self.config.value) | ({"micro_batch"} if self.why_capped else set())
 
     def machine(self) -> str:
         """Return the name of the machine that a plan is made for; the number of ranks comes beside it."""
@@ -479,17 +450,6 @@ class Setup:
         return Division(
             job.num_samples or 0, job.global_batch or 0, self.way.micro_batch, self.world.size, least, is_fixed
         )
-
-    def _micro_batch(self) -> int:
-        """Return the user's micro-batch, else a rank's whole share at once."""
-        share = self.rank_samples
-        if self.config.batch.auto:
-            return share
-        if self.config.batch.size:
-            return min(self.config.batch.size * len(self.devices), share)
-        if self.config.batch.accumulation:
-            return -(-share // self.config.batch.accumulation)
-        return share
 
     def loader(self, division: Division, data: Any, *, shuffle: bool, start: Position | None = None) -> Loader:
         source = source_of(data)

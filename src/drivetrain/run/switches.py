@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from drivetrain.plan.tune import Way
+from drivetrain.plan.knobs import Way
 
 
 class Switches(TypedDict):

@@ -1,0 +1,430 @@
+"""The table of planned choices ("knobs"): a row for each part of how a step is run, which the planner decides.
+
+A row says which settings pin the choice, what it is by rule, which values are worth measuring, and how a plan tells it.
+Everything else loops over the table. Rows name settings by their dotted names and get their values through `Read`,
+since `plan` and `config` do not know each other. CONTRIBUTING.md shows how to add a row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.core.precision_name import PrecisionName
+from drivetrain.core.value import Value
+from drivetrain.plan.choice import Choice
+from drivetrain.plan.rules import Settings
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+# Which kernels may be used: `off` any, the fastest; `fixed` none that is chosen by timing, and of cuDNN only
+# deterministic ones; `strict` torch's deterministic algorithms, and recurrent dropout outside cuDNN.
+Repeat = Literal["off", "fixed", "strict"]
+
+LEAST_GAIN = 0.03  # below this a difference is noise, or not worth a change
+LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
+ASKED_FOR = "asked for"
+
+
+class Way(Value):
+    """The way in which the work of a step is done. It does not change what is learnt, rounding aside.
+
+    Each field has a row in `KNOBS`.
+    """
+
+    micro_batch: int
+    precision: PrecisionName = "fp32"
+    compile_mode: CompileMode | None = None
+    channels_last: bool = False
+    recompute: bool = False
+    capture: bool = False
+    num_threads: int | None = None  # on a CPU; None: as torch has it
+    repeat: Repeat = "off"
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (knob.in_words(getattr(self, knob.field)) for knob in KNOBS)))
+
+    @property
+    def splits_recurrent_dropout(self) -> bool:
+        """Whether dropout between recurrent layers is computed outside cuDNN, whose own waits for the device."""
+        return self.capture or self.repeat == "strict"
+
+    def but(self, **changes: object) -> "Way":
+        return Way.model_validate({**self.model_dump(), **changes})
+
+
+Read = Callable[[str], Any]  # returns the value of a setting by its dotted name, such as `kernels.capture`
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a way by rule follows from: the configuration, and what the rules made of it."""
+
+    read: Read
+    settings: Settings
+    rank_samples: int  # of each step, on the rank that has the most
+    num_devices: int  # of this process
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run, its model and its machine when ways of running a step are compared and told."""
+
+    way: Way  # that is followed
+    pinned: frozenset[str]  # fields of a way that the user fixed
+    settings: Settings
+    rank_samples: int  # of each step, on the rank that has the most
+    global_batch: int
+    num_devices: int  # of the whole run
+    num_devices_here: int  # of this process
+    world_size: int
+    on_gpu: bool
+    cpu_precisions: tuple[str, ...]
+    num_threads: int  # that torch uses by itself
+    has_convolutions: bool
+    why_not_captured: str  # empty: nothing here prevents a CUDA graph
+    why_micro_batch: str  # that --auto-batch-size found, or that ran out of memory; empty: neither
+
+
+class Others(Value):
+    """The values of a choice to measure, besides the one to start with."""
+
+    values: tuple[Any, ...] = ()
+    why_none: str = ""  # where there are none, and that is told
+    least_gain: float = LEAST_GAIN  # for which one is taken
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How planning went, for the words of a plan."""
+
+    facts: Facts
+    is_measured: bool
+    why: str  # nothing was measured
+    reasons: Mapping[str, str]  # what measuring decided, by field
+    alternatives: Mapping[str, tuple[str, ...]]  # what else was measured, by field
+
+    @property
+    def way(self) -> Way:
+        return self.facts.way
+
+    def reason(self, field: str, otherwise: str = "as set") -> str:
+        """Return why a field has its value; `otherwise` where other fields were measured and this one was not."""
+        if field in self.facts.pinned:
+            return ASKED_FOR
+        return self.reasons.get(field, otherwise if self.is_measured else self.why)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A line of `choices` in plan.yaml: the setting that pins it, and its value with the reason; None: no line."""
+
+    setting: str
+    choice: Callable[[Outcome], Choice[Any] | None]
+
+
+# When a choice is decided, in this order: by memory; by comparing, always or if steps are short; CUDA graphs;
+# compiling; what repeats to the bit. `compare` needs a row and nothing else; `tune` and `repeat` know the others.
+Stage = Literal["fit", "compare", "compare_short", "capture", "compile", "repeat"]
+
+
+def _nothing(facts: Facts) -> Others:
+    return Others()
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A planned choice: one part of how a step is run. What a row leaves out suits a choice of auto, on and off."""
+
+    field: str  # of `Way`
+    settings: tuple[str, ...]  # that pin it, by dotted name; advice names the first
+    words: str  # its name in messages
+    in_words: Callable[[Any], str]  # a value in the description of a way; empty: not mentioned
+    by_rule: Callable[[Asked], Any] | None = None  # its value where nothing is measured; None: on if the setting is
+    stage: Stage = "compare"
+    others: Callable[[Facts], Others] = _nothing  # what to measure, where it is not pinned
+    pinned_by: Callable[[Read], bool] | None = None  # None: where one of its settings is neither `auto` nor None
+    told: tuple[Told, ...] = ()  # its lines in plan.yaml; empty: on or off, under its setting
+    is_advised: bool = False  # whether the doctor may advise to set it
+    changes_memory: bool = True
+
+    def rule(self, asked: Asked) -> Any:
+        """Return the value where nothing is measured."""
+        return asked.read(self.settings[0]) == "on" if self.by_rule is None else self.by_rule(asked)
+
+    def is_pinned(self, read: Read) -> bool:
+        """Return whether the user fixed this choice."""
+        if self.pinned_by is not None:
+            return self.pinned_by(read)
+        return any(read(name) not in (None, "auto") for name in self.settings)
+
+    @property
+    def lines(self) -> tuple[Told, ...]:
+        """The lines in plan.yaml."""
+        return self.told or (Told(self.settings[0], self._tell),)
+
+    def _tell(self, outcome: Outcome) -> Choice[Any]:
+        return Choice(
+            value="on" if getattr(outcome.way, self.field) else "off",
+            reason=outcome.reason(self.field, self.others(outcome.facts).why_none or "as set"),
+            alternatives=outcome.alternatives[self.field],
+        )
+
+
+# Micro-batch
+
+
+def _micro_batch(asked: Asked) -> int:
+    """Return the user's micro-batch, else a rank's whole share at once."""
+    share, size, accumulation = asked.rank_samples, asked.read("batch.size"), asked.read("batch.accumulation")
+    if asked.read("batch.auto"):
+        return share
+    if size:
+        return int(min(size * asked.num_devices, share))
+    if accumulation:
+        return int(-(-share // accumulation))
+    return share
+
+
+def _tell_micro_batch(outcome: Outcome) -> Choice[int]:
+    facts, whole = outcome.facts, "a rank's whole share of the global batch at once"
+    return Choice(
+        value=outcome.way.micro_batch // facts.num_devices_here or 1,
+        reason=facts.why_micro_batch or outcome.reason("micro_batch", whole),
+        alternatives=outcome.alternatives["micro_batch"],
+    )
+
+
+def _tell_accumulation(outcome: Outcome) -> Choice[int]:
+    facts = outcome.facts
+    return Choice(
+        value=-(-facts.rank_samples // outcome.way.micro_batch),
+        reason=f"follows: {facts.global_batch} samples per step on {facts.num_devices} device(s)",
+    )
+
+
+# Precision
+
+
+def _other_precisions(facts: Facts) -> Others:
+    """Return the precisions that may beat the rule's: casting costs small models more than it gains, on a GPU too."""
+    now = facts.way.precision
+    if facts.way.repeat == "strict":
+        return Others()
+    if facts.on_gpu:
+        return Others(values=() if now in ("fp32", "tf32") else ("tf32",))
+    is_free = now == "fp32" and "bf16" in facts.cpu_precisions
+    return Others(values=("bf16",) if is_free else (), least_gain=LEAST_GAIN_OF_BF16)
+
+
+def _tell_precision(outcome: Outcome) -> Choice[str]:
+    by_rule, tried = outcome.facts.settings.precision, outcome.reasons.get("precision", "")
+    reason = by_rule.reason
+    if outcome.way.precision != by_rule.value:
+        reason = tried if outcome.is_measured else outcome.why
+    elif tried and not tried.startswith("not tried"):
+        reason = f"{by_rule.reason}; {tried}"
+    return Choice(
+        value=outcome.way.precision,
+        reason=ASKED_FOR if "precision" in outcome.facts.pinned else reason,
+        alternatives=outcome.alternatives["precision"] or by_rule.alternatives,
+    )
+
+
+# Compiling
+
+
+def _tell_compiling(outcome: Outcome) -> Choice[bool]:
+    return Choice(
+        value=outcome.way.compile_mode is not None,
+        reason=outcome.reason("compile_mode"),
+        alternatives=outcome.alternatives["compile_mode"],
+    )
+
+
+def _tell_compile_mode(outcome: Outcome) -> Choice[str] | None:
+    mode = outcome.way.compile_mode
+    return None if mode is None else Choice(value=mode, reason="how it is compiled")
+
+
+# CUDA graphs
+
+
+def _whether_to_capture(facts: Facts) -> Others:
+    return Others(values=() if facts.why_not_captured else (True,), why_none=facts.why_not_captured)
+
+
+# Memory format
+
+
+def _tell_channels_last(outcome: Outcome) -> Choice[str]:
+    has_any = outcome.facts.has_convolutions
+    return Choice(
+        value="on" if outcome.way.channels_last else "off",
+        reason=outcome.reason("channels_last") if has_any else "the model has no convolutions",
+    )
+
+
+# Activations
+
+
+def _tell_activations(outcome: Outcome) -> Choice[str]:
+    by_rule = outcome.facts.settings.activations
+    return Choice(
+        value="recompute" if outcome.way.recompute else by_rule.value,
+        reason=outcome.reasons.get("recompute", by_rule.reason),
+        alternatives=by_rule.alternatives,
+    )
+
+
+# Threads
+
+
+def _other_thread_counts(facts: Facts) -> Others:
+    """Return the thread counts to try: small layers lose more by sharing their work than they gain."""
+    is_free = not facts.on_gpu and facts.world_size == 1 and facts.num_threads > 1
+    return Others(values=(1,) if is_free else ())
+
+
+def _tell_threads(outcome: Outcome) -> Choice[int] | None:
+    number = outcome.way.num_threads
+    if outcome.facts.on_gpu or (number is None and "num_threads" not in outcome.reasons):
+        return None
+    return Choice(value=number or outcome.facts.num_threads, reason=outcome.reason("num_threads", "as torch has it"))
+
+
+# Kernels that repeat
+
+
+def _repeat_asked(read: Read) -> Repeat | None:
+    """Return which kernels the user asked for; None where that is to be measured."""
+    if read("kernels.deterministic"):
+        return "strict"
+    asked: Repeat | Literal["auto"] = read("kernels.repeatable")
+    return None if asked == "auto" else asked
+
+
+def _tell_repeat(outcome: Outcome) -> Choice[str]:
+    found = outcome.reasons["repeat"] if outcome.is_measured else outcome.why
+    return Choice(
+        value=outcome.way.repeat,
+        reason=f"{ASKED_FOR}; {found}" if "repeat" in outcome.facts.pinned else found,
+        alternatives=outcome.alternatives["repeat"],
+    )
+
+
+# In the order in which a way is described.
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        field="precision",
+        settings=("precision.dtype", "precision.mixed"),
+        words="precision",
+        in_words=str,
+        by_rule=lambda asked: asked.settings.precision.value,
+        stage="compare_short",
+        others=_other_precisions,
+        told=(Told("precision.dtype", _tell_precision),),
+        is_advised=True,
+    ),
+    Knob(
+        field="micro_batch",
+        settings=("batch.size", "batch.accumulation"),
+        words="micro-batch",
+        in_words=lambda size: f"micro-batch {size}",
+        by_rule=_micro_batch,
+        stage="fit",
+        pinned_by=lambda read: bool(read("batch.size") or read("batch.accumulation")) and not read("batch.auto"),
+        told=(Told("batch.size", _tell_micro_batch), Told("batch.accumulation", _tell_accumulation)),
+    ),
+    Knob(
+        field="compile_mode",
+        settings=("compile.enabled", "compile.mode"),
+        words="compiling",
+        in_words=lambda mode: f"compiled ({mode})" if mode else "eager",
+        by_rule=lambda asked: asked.read("compile.mode") if asked.read("compile.enabled") else None,
+        stage="compile",
+        others=lambda facts: Others(values=("default",)),
+        pinned_by=lambda read: read("compile.enabled") is not None,
+        told=(Told("compile.enabled", _tell_compiling), Told("compile.mode", _tell_compile_mode)),
+        is_advised=True,
+    ),
+    Knob(
+        field="capture",
+        settings=("kernels.capture",),
+        words="capturing",
+        in_words=lambda is_on: "captured" if is_on else "",
+        stage="capture",
+        others=_whether_to_capture,
+        is_advised=True,
+    ),
+    Knob(
+        field="channels_last",
+        settings=("data.channels_last",),
+        words="memory format",
+        in_words=lambda is_on: "channels-last" if is_on else "",
+        others=lambda facts: Others(values=(True,) if facts.has_convolutions else ()),
+        told=(Told("data.channels_last", _tell_channels_last),),
+    ),
+    Knob(
+        field="recompute",
+        settings=("memory.activations",),
+        words="activations",
+        in_words=lambda is_on: "activations recomputed" if is_on else "",
+        by_rule=lambda asked: asked.settings.activations.value == "recompute",
+        stage="fit",
+        others=lambda facts: Others(values=(True,)),
+        told=(Told("memory.activations", _tell_activations),),
+    ),
+    Knob(
+        field="num_threads",
+        settings=("kernels.num_threads",),
+        words="threads",
+        in_words=lambda number: f"{number} threads" if number else "",
+        by_rule=lambda asked: asked.read("kernels.num_threads"),
+        others=_other_thread_counts,
+        told=(Told("kernels.num_threads", _tell_threads),),
+        changes_memory=False,
+    ),
+    Knob(
+        field="repeat",
+        settings=("kernels.repeatable", "kernels.deterministic"),
+        words="repeatable kernels",
+        in_words=lambda level: {"off": "", "fixed": "fixed kernels", "strict": "deterministic kernels"}[level],
+        by_rule=lambda asked: _repeat_asked(asked.read) or "off",
+        stage="repeat",
+        pinned_by=lambda read: _repeat_asked(read) is not None,
+        told=(Told("kernels.repeatable", _tell_repeat),),
+    ),
+)
+BY_FIELD = {knob.field: knob for knob in KNOBS}
+
+# Choices that come after all others in a plan, in this order.
+_AT_THE_END = ("kernels.num_threads", "distributed.expert_rest", "compile.mode")
+
+
+def knobs_of(*stages: Stage) -> Iterator[Knob]:
+    return (knob for knob in KNOBS if knob.stage in stages)
+
+
+def way_by_rule(asked: Asked) -> Way:
+    """Return how a step is run where nothing was measured."""
+    return Way(**{knob.field: knob.rule(asked) for knob in KNOBS})
+
+
+def pinned_fields(read: Read) -> set[str]:
+    """Return the fields of a way that the user fixed."""
+    return {knob.field for knob in KNOBS if knob.is_pinned(read)}
+
+
+def others_of(facts: Facts) -> dict[str, Others]:
+    """Return what to measure, by field."""
+    pinned = Others(why_none=ASKED_FOR)
+    return {knob.field: pinned if knob.field in facts.pinned else knob.others(facts) for knob in KNOBS}
+
+
+def choices_of(
+    outcome: Outcome, before: Mapping[str, Choice[Any]], after: Mapping[str, Choice[Any]]
+) -> dict[str, Choice[Any]]:
+    """Return the choices of a plan, by the setting that pins each, between those that are not part of a way."""
+    told = {told.setting: told.choice(outcome) for knob in KNOBS for told in knob.lines}
+    found = {**before, **{name: choice for name, choice in told.items() if choice is not None}, **after}
+    last = {name: found.pop(name) for name in _AT_THE_END if name in found}
+    return {**found, **last}
