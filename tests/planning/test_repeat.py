@@ -36,7 +36,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 import drivetrain as dt
 from drivetrain.config import configure
-from drivetrain.run import planner
+from drivetrain.planning import planner
 
 planner.LEAST_STEPS, planner.LEAST_JOB_SECONDS, planner.REPEAT_SHARE = 1, 0.0, float("inf")
 kind, folder = sys.argv[1:]
