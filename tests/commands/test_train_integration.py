@@ -14,7 +14,7 @@ from tests.gloo_pool import GlooPool
 from tests.launch.jobs import are_gone, launch, launching
 from tests.launch.training_script import train
 
-SCRIPT = Path(__file__).with_name("training_script.py")
+SCRIPT = Path(__file__).parents[1] / "launch" / "training_script.py"
 
 
 def diary(folder: Path, rank: int = 0) -> list[tuple[int, float, int]]:
