@@ -1,4 +1,4 @@
-"""Fully sharded training: the contract that single and DDP hold, on 1 to 4 processes, and what is its own."""
+"""Fully sharded training: what is its own, and the contract in worlds that test_contract.py does not have."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ SMALL = Variant("transformer", torch.float64, global_batch=12, steps=8, num_samp
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "1 process 32×1"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("1 process 32×1", "2 processes 8×2")])
 def test_float64_equals_the_plain_loop(gloo_pool: GlooPool, tmp_path: Path, kind: str, case: str) -> None:
     world, global_batch, micro_batch, num_samples = CASES[case]
     variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples, steps=12)
@@ -96,7 +96,7 @@ def test_an_awkward_model_equals_ddp(gloo_pool: GlooPool, tmp_path: Path, world:
             assert np.allclose(mine[key], value, rtol=1e-6, atol=1e-7), key
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, 4])
 def test_bit_identical_after_stops(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
     whole = gloo_pool.run(fsdp_runs.run_with, str(tmp_path / "whole"), "fsdp", BASE, MICRO_BATCH, world=world)[0]
     folder = str(tmp_path / "broken")
