@@ -56,7 +56,7 @@ def _attention(
     mask = None
     if is_causal:
         mask = create_block_mask(_is_before, None, None, query.size(-2), key.size(-2), device=query.device)
-    options = _OPTIONS[query.size(-1)]
+    options = _OPTIONS.get(query.size(-1))
     result = flex_attention(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa, kernel_options=options
     )
