@@ -19,15 +19,14 @@ from drivetrain.core.untouched import untouched
 from drivetrain.core.value import Value
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Division, Place
-from drivetrain.data.keyed_items import what_draws
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
-from drivetrain.loop import Stepper
-from drivetrain.monitor.flops import count_apart, peak_rate
+from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import make_clock
 from drivetrain.run import Setup
+from drivetrain.run.assemble import Prepared, assemble, make_stepper
 from drivetrain.run.peak_memory import peak_meter
-from drivetrain.strategies import StrategyParts, Trial
+from drivetrain.strategies import Trial
 from drivetrain.strategies.loss_parts import LossParts
 
 WARM_STEPS = 3
@@ -89,6 +88,7 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
 
 
 def _measured(setup: Setup, num_iterations: int) -> Performance:
+    setup.follow(setup.way.but(capture=False))  # a CUDA graph would hide the phases of a step
     job, world, precision = setup.job, setup.world, setup.precision
     device = world.device
     division = Division(job.num_samples or 1, job.global_batch or 1, setup.way.micro_batch, world.size)
@@ -97,27 +97,17 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     batches = list(_on_device(setup, loader, place))
     meter = peak_meter(device)
     meter.reset()
-    model, optimizer = setup.dressed(setup.build())
-    flops = count_apart(job.loss, model, batches[0].batch, precision.around_forward()) / batches[0].num_samples
-    strategy = setup.make_strategy()
-    offloads = setup.settings.activations.value == "offload"
-    parts = StrategyParts(
-        model,
-        job.loss,
-        optimizer,
-        job.clip_norm,
-        precision,
-        None,
-        setup.called_loss(),
-        None,
-        offloads,
+    parts = assemble(
+        setup,
+        Prepared(*setup.dressed(setup.build())),
+        Trial(batches[0].batch, batches[0].num_samples),
+        division,
         loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
+        counts_flops=True,
     )
-    draws, objective = what_draws(
-        lambda: strategy.prepare(parts, Trial(batches[0].batch, batches[0].num_samples)), device
-    )
+    flops = parts.flops_per_sample
     clock = make_clock(device)
-    stepper = Stepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
+    stepper = make_stepper(setup, parts, clock=clock)
 
     def run(num_steps: int) -> float:
         """Run steps as the loop does, reading each outcome while the next step is in flight.
@@ -144,7 +134,7 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     clock.finish()
     phases = clock.take().per_step()
     peak_bytes = meter.peak_bytes()
-    strategy.close()
+    parts.strategy.close()
     rate = peak_rate(setup.hardware, device, precision.name)
     samples_per_second = place.num_samples / seconds
     return Performance(

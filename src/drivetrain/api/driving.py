@@ -25,14 +25,12 @@ from torch.utils.data import default_collate
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.checkpoint import export as export_checkpoint
-from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum, NamedLosses
 from drivetrain.core.micro_step import uncounted
-from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard, local_part
 from drivetrain.core.strategy_facts import strategy_facts, strategy_names
@@ -41,7 +39,6 @@ from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.job import Constant, Job, Schedule
-from drivetrain.loop import Stepper
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.report import write_report
@@ -52,7 +49,6 @@ from drivetrain.run import (
     done_instead,
     note_end,
     open_books,
-    take_weights,
     tell_batch_size,
     tell_changes,
     tell_notes,
@@ -60,8 +56,9 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
+from drivetrain.run.assemble import Prepared, assemble, make_stepper, resume
 from drivetrain.run.saver import Saves
-from drivetrain.strategies import Average, StrategyParts, Trial
+from drivetrain.strategies import Trial
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import parameter_names, share_buffers
@@ -146,43 +143,28 @@ class Drive:
 
         given = job.model if isinstance(job.model, nn.Module) else nn.Module()
         changes = setup.changes_since_start(given, folder, checkpoint.step if checkpoint else None)
-        model, optimizer, called = _as_they_are(setup)
-        self._watch = ParameterWatch(model)
-        taken = None
-        if checkpoint is None and job.init_from is not None:
-            taken = take_weights(job.init_from, model, world, setup.experts)
-        average = None if job.ema is None else Average(model, job.ema)
-        offloads = setup.settings.activations.value == "offload"
-        parts = StrategyParts(
-            model,
-            _as_computed,
-            optimizer,
-            job.clip_norm,
-            self._precision,
-            called,
-            None,
-            average,
-            offloads,
-            loss_parts=setup.loss_parts,
+        prepared = _as_they_are(setup)
+        model, optimizer, called = prepared
+        parts = assemble(
+            setup,
+            prepared,
+            Trial(None if setup.sharded else partial(_touching_all, model), 1),
+            self._division,
+            loss=_as_computed,
+            # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
+            make_strategy=partial(setup.make_strategy, broadcast_buffers=False),
+            takes_weights=checkpoint is None,
+            is_own_loop=True,
         )
-        # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
         self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
-        self._strategy = setup.make_strategy(broadcast_buffers=False)
-        objective = self._strategy.prepare(parts, Trial(None if setup.sharded else partial(_touching_all, model), 1))
-        self.resumed_from = 0
-        if checkpoint is not None:
-            self._strategy.load(plainly_named(checkpoint, model.state_dict()))
-            setup.load_hooks(checkpoint)
-            self._watch.check()
-            self.resumed_from = checkpoint.step
-
-        check = setup.device_check(model)
-        self._stepper = Stepper(self._strategy, objective, world, job.seed, before_micro_step=check)
+        self._strategy, self._watch, average = parts.strategy, parts.watch, parts.average
+        self.resumed_from = resume(setup, parts, checkpoint)
+        self._stepper = make_stepper(setup, parts)
         self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
         if world.size == 1:
             self._watch.note = self._note
-        if taken is not None:
-            write_down(taken, self._books)
+        if parts.weights_taken is not None:
+            write_down(parts.weights_taken, self._books)
         setup.keep_fingerprint(folder)
         tell_changes(changes, self.resumed_from, self._books)
         tell_notes(self._loader, self._books)
@@ -195,25 +177,30 @@ class Drive:
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
         stack.callback(self._saves.close)
         self._memory = watch_memory(world.device, self._books.event, self._books.say)
-        self._trainer = Trainer(
-            job, world, model, optimizer, self._stepper, self._loader, setup.path, self._saves.save, self.resumed_from
-        )
-        self._trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
         self._saves.watch_frozen(self._strategy.save)
-        self._trainer.snapshot = self._saves.snapshot
-        self._trainer.check_after_first_step = self._saves.prepare
-        self._trainer.before_step = self._books.before_step
-        self._trainer.check_model = self._watch.check
-        self._trainer.tell, self._trainer.say = self._books.event, self._books.say
-        if average is not None:
-            self._trainer.average_of = average.of
+        self._trainer = Trainer(
+            job,
+            world,
+            model,
+            optimizer,
+            self._stepper,
+            self._loader,
+            setup.path,
+            self._saves,
+            self._books,
+            first_step=self.resumed_from,
+            has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
+            average=average,
+            before_step=self._books.before_step,
+            check_model=self._watch.check,
+        )
         stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
 
         self.model: Any = model if called is None else called
         self._plain, self._optimizer, self._average = model, optimizer, average
-        self._trained = [] if setup.sharded else parts.trained  # shards get their gradients at the end of a step
+        self._trained = [] if setup.sharded else parts.given.trained  # shards get their gradients at the end of a step
         self._buffers = list(model.buffers())
-        self._around_forward = around_forward(parts)
+        self._around_forward = around_forward(parts.given)
         self._iterator: weakref.ref[Any] | None = None
         self._begun: Begun | None = None
         self._micro: MicroBatch | None = None  # of the current batch
@@ -533,7 +520,7 @@ def _refuse(setup: Setup) -> None:
         raise ConfigError(problems)
 
 
-def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
+def _as_they_are(setup: Setup) -> Prepared:
     """Return the user's model and optimizer on the device. Parameters stay the same objects, modules in their mode."""
     given = setup.job.model
     modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
@@ -544,7 +531,7 @@ def _as_they_are(setup: Setup) -> tuple[nn.Module, Optimizer, Any]:
         model, optimizer, setup.sharded.owners if setup.sharded else {}
     )  # refuses the optimizer of another model
     move_to_parameters(optimizer)
-    return model, optimizer, called
+    return Prepared(model, optimizer, called)
 
 
 def _touching_all(model: nn.Module) -> Tensor:

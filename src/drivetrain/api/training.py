@@ -3,34 +3,30 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
-from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum
-from drivetrain.core.parameter_watch import ParameterWatch
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.data.batch import to_device
-from drivetrain.data.division import Division, Position
+from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
-from drivetrain.data.keyed_items import Collated, what_draws
-from drivetrain.data.loader import Loader
+from drivetrain.data.keyed_items import Collated
+from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.samples_by_number import SamplesAgain
 from drivetrain.job import Job
-from drivetrain.loop import CapturedStepper, Stepper, make_capturable
+from drivetrain.loop import Stepper
 from drivetrain.loop.trainer import Trainer
 from drivetrain.loop.validation import Validation
-from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import Books, NoBooks
@@ -51,7 +47,6 @@ from drivetrain.run import (
     note_end,
     num_trained,
     open_books,
-    take_weights,
     tell_batch_size,
     tell_capture,
     tell_changes,
@@ -62,6 +57,7 @@ from drivetrain.run import (
     tell_strategy,
     write_down,
 )
+from drivetrain.run.assemble import Prepared, RunParts, assemble, make_stepper, resume, trial_of
 from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.memory_cap import (
@@ -73,7 +69,6 @@ from drivetrain.run.memory_cap import (
     lower_cap,
     tell_cap,
 )
-from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
@@ -116,6 +111,18 @@ def export(
     return target
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What is known before the parts of a run are put together."""
+
+    folder: RunFolder | None  # on the main process
+    checkpointer: Checkpointer
+    checkpoint: Checkpoint | None  # that the run goes on from
+    model: nn.Module  # as the user made it
+    plan: Plan
+    changes: Sequence[str]  # in the job, since the checkpoint
+
+
 class _Run(Setup):
     """One call of `train` on one rank: builds the parts, runs the loop."""
 
@@ -131,7 +138,7 @@ class _Run(Setup):
             settle_weighting(self, model, checkpoint)
             plan = self.do_without_compiler(settle(self, model, checkpoint, Told(quiet=self.quiet)))
             with self.numerics(), self.stream():
-                return self._train(folder, checkpointer, checkpoint, model, plan, changes)
+                return self._train(_Start(folder, checkpointer, checkpoint, model, plan, changes))
         finally:
             self.close_loaders()
             if folder is not None:
@@ -151,207 +158,235 @@ class _Run(Setup):
             error.add_note(f"drivetrain: {words}. Start it again: it goes on by itself with half as many")
         return is_here
 
-    def _train(
-        self,
-        folder: RunFolder | None,
-        checkpointer: Checkpointer,
-        checkpoint: Checkpoint | None,
-        built: nn.Module,
-        plan: Plan,
-        changes: Sequence[str] = (),
-    ) -> Result:
-        job, world, precision = self.job, self.world, self.precision
-        division = self.division(built)
-        start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
-        loader = self.loader(division, job.source, shuffle=job.shuffle, start=start)
-        first = loader.first(job.max_steps, job.epochs)
-        refuse_unequal_orders(loader.fingerprint, world)
-        settle_by_batch(self, built, first.batch, first.num_samples)
-        look_at_all(self, loader, built)
-        model, optimizer = self.dressed(built)
-        watch = ParameterWatch(model)
-        called_loss = self.called_loss()
-        taken = None
-        if checkpoint is None and job.init_from is not None:
-            taken = take_weights(job.init_from, model, world, self.experts)
-        average = None if job.ema is None else Average(model, job.ema)
-        strategy = self.make_strategy()
-        offloads = self.settings.activations.value == "offload"
-        parts = StrategyParts(
-            model,
-            self.weighted(job.loss),
-            optimizer,
-            job.clip_norm,
-            precision,
-            None,
-            None if called_loss is None else self.weighted(called_loss),
-            average,
-            offloads,
-            loss_parts=self.loss_parts,
-        )
-        trial = Trial(to_device(first.batch, world.device, channels_last=self.channels_last), first.num_samples)
+    def _train(self, start: _Start) -> Result:
+        """Assemble the run, go through its steps, and write the report."""
+        loader, first = self._data(start)
+        trial = trial_of(self, first.batch, first.num_samples)
         watches = self.config.watch.log_every != 0
-        flops = 0
-        if watches and called_loss is not None:
-            flops = count_apart(parts.loss, model, trial.batch, precision.around_forward())
-        counts = watches and world.is_main and self.way.compile_mode is None
-        draws, (flops_here, objective) = what_draws(
-            lambda: counted(lambda: strategy.prepare(parts, trial), counts), world.device
+        parts = assemble(
+            self,
+            Prepared(*self.dressed(start.model)),
+            trial,
+            loader.division,
+            takes_weights=start.checkpoint is None,
+            counts_flops=watches,
         )
-        flops = flops or flops_here
-        self.loss_parts.check_division(-(-self.rank_samples // division.micro_batch))
-        why_not_captured = self.why_not_captured(optimizer, draws, division)
-        if not why_not_captured:
-            make_capturable(optimizer)
-        wants_capture = self.way.capture
-        if wants_capture and why_not_captured:  # known before the first step, so the plan says what is done
+        self.loss_parts.check_division(-(-self.rank_samples // loader.division.micro_batch))
+        wants_capture, plan = self.way.capture, start.plan
+        if wants_capture and parts.why_not_captured:  # known before the first step, so the plan says what is done
             self.follow(self.way.but(capture=False))
-            plan = plan.not_captured(why_not_captured)
-        resumed_from = 0
-        if checkpoint is not None:
-            strategy.load(plainly_named(checkpoint, model.state_dict()))
-            self.load_hooks(checkpoint)
-            watch.check()
-            resumed_from = checkpoint.step
-
-        check = self.device_check(model)
-        clock = make_clock(world.device) if watches and world.is_main else NoClock()
+            plan = plan.not_captured(parts.why_not_captured)
+        resumed_from = resume(self, parts, start.checkpoint)
+        clock = make_clock(self.world.device) if watches and self.world.is_main else NoClock()
         if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
             loader.feed.before_copy = lambda: clock.lap(DATA)
-        if isinstance(strategy, SingleStrategy) and not why_not_captured:
-            captured = CapturedStepper(strategy, objective, world, job.seed, draws=draws, clock=clock)
-            if isinstance(loader.feed, ResidentFeed):
-                loader.feed.gathers = False  # the replay does it
-                captured.take_rows(channels_last=self.channels_last)
-            stepper: Stepper = captured
-        else:
-            stepper = Stepper(strategy, objective, world, job.seed, draws=draws, before_micro_step=check, clock=clock)
-            stepper.why_not = why_not_captured if wants_capture else ""
-            if self.loss_parts.can_count_ahead:
-                loader.count_ahead = self.loss_parts.count_ahead
-        with open_books(self, folder, loader, resumed_from, clock, flops / trial.num_samples, plan) as books:
-            self.keep_fingerprint(folder)
-            tell_changes(changes, resumed_from, books)
-            tell_notes(loader, books)
-            tell_plain_optimizer(optimizer, books)
-            tell_capture(stepper, books)
-            tell_repeatable(self, books)
-            tell_sharding(self, books)
-            tell_strategy(self, books)
-            tell_weighting(self, books)
-            tell_batch_size(self, books)
-            tell_cap(self, books)
-
-            def state() -> State:
-                watch.check()
-                shards, meta = strategy.save()
-                meta |= {**self.meta(division), "validation": dict(validation.state_dict()) if validation else None}
-                meta["data"] = None if job.source.is_keyed else loader.position.to_json()
-                meta["has_moved"] = trainer.has_moved
-                return shards, meta
-
-            last: StepRecord | None = None
-
-            def report(context: StepContext, metrics: dict[str, float], seconds: float) -> None:
-                # The record of the step that is validated was read before: its epoch is what `steps.jsonl` has.
-                epoch = context.epoch if last is None else last.epoch
-                books.metrics(context.step, epoch, metrics, seconds)
-
-            validation = self._validation(division, average, report)
-            if validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
-                validation.load_state_dict(checkpoint.meta["validation"])
-            if taken is not None:
-                write_down(taken, books)
-            best = (lambda: validation.best_step) if validation is not None else (lambda: None)
-            saves = Saves(checkpointer, world, books, state, best, beside=self.config.checkpoint.async_save)
-            trainer = Trainer(
-                job, world, model, optimizer, stepper, loader, self.path, saves.save, resumed_from, validation
+        stepper = make_stepper(self, parts, loader=loader, clock=clock)
+        if wants_capture and parts.why_not_captured:
+            stepper.why_not = parts.why_not_captured
+        with open_books(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample, plan) as recorder:
+            self._tell(start, parts, loader, stepper, resumed_from, recorder)
+            loop = _Loop(self, start, parts, loader, stepper, recorder, plan, resumed_from)
+            loop.run()
+            recorder.finish(
+                loop.finished,
+                loop.steps,
+                loop.stopped_because,
+                compilation=self.compilation(),
+                capture=stepper.in_words(),
             )
-            trainer.has_moved = checkpoint is not None and checkpoint.meta.get("has_moved", True)
-            saves.watch_frozen(strategy.save)
-            trainer.snapshot = saves.snapshot
-            trainer.check_after_first_step = saves.prepare
-            trainer.check_model = watch.check
-            trainer.before_step = self._before_step(watched(self, loader, model, stepper, books), loader)
-            if job.clip_norm is None and self.spec.norms:
-                trainer.norms = self._norm_cadence(parts, resumed_from, books, stepper, plan)
-            if self.loss_parts.has_schedule:
-                trainer.set_loss_weights = self.loss_parts.set_weights
-            trainer.tell, trainer.say = books.event, books.say
-            trainer.rehearsal = self._rehearsal(loader, optimizer)
-            if validation is not None:
-                trainer.measure = validation.measure
-            if average is not None:
-                trainer.average_of = average.of
-            memory = watch_memory(world.device, books.event, books.say)
-            try:
-                with stopping_cleanly(trainer.stop, books.say):
-                    for record in () if validation and validation.stopped_because else trainer.run():
-                        books.write(record)
-                        last = record
-                        memory.observe(record)
-                        saves.report()
-                    saves.finish()
-                    memory.close()
-            finally:
-                loader.close()
-                saves.close()
-            steps = last.step if last else resumed_from
-            because = validation.stopped_because if validation else ""
-            is_done = loader.position.is_over(job.max_steps, job.epochs)
-            finished = is_done or bool(because) or trainer.ended_by_hook
-            if finished:
-                trainer.refuse_unmoved(steps)
-            books.finish(finished, steps, because, compilation=self.compilation(), capture=stepper.in_words())
-            note_end(finished)
-        if world.is_main and self.config.watch.report:
-            with written_first(books.say):
+            note_end(loop.finished)
+        if self.world.is_main and self.config.watch.report:
+            with written_first(recorder.say):
                 for problem in write_report(self.path):
-                    books.say(problem)
-        checkpointer.close()
+                    recorder.say(problem)
+        start.checkpointer.close()
+        return loop.result(resumed_from)
+
+    def _data(self, start: _Start) -> tuple[Loader, MicroBatch]:
+        """Open the data and read the first batch, on which the weighting of the loss may depend."""
+        job, checkpoint = self.job, start.checkpoint
+        position = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
+        loader = self.loader(self.division(start.model), job.source, shuffle=job.shuffle, start=position)
+        first = loader.first(job.max_steps, job.epochs)
+        refuse_unequal_orders(loader.fingerprint, self.world)
+        settle_by_batch(self, start.model, first.batch, first.num_samples)
+        look_at_all(self, loader, start.model)
+        return loader, first
+
+    def _tell(
+        self,
+        start: _Start,
+        parts: RunParts,
+        loader: Loader,
+        stepper: Stepper,
+        resumed_from: int,
+        recorder: Books | NoBooks,
+    ) -> None:
+        """Report what the run found out and decided."""
+        self.keep_fingerprint(start.folder)
+        tell_changes(start.changes, resumed_from, recorder)
+        tell_notes(loader, recorder)
+        tell_plain_optimizer(parts.optimizer, recorder)
+        tell_capture(stepper, recorder)
+        tell_repeatable(self, recorder)
+        tell_sharding(self, recorder)
+        tell_strategy(self, recorder)
+        tell_weighting(self, recorder)
+        tell_batch_size(self, recorder)
+        tell_cap(self, recorder)
+        if parts.weights_taken is not None:
+            write_down(parts.weights_taken, recorder)
+
+
+class _Loop:
+    """The steps of a run with all that goes with them: validation, checkpoints, records."""
+
+    def __init__(
+        self,
+        run: _Run,
+        start: _Start,
+        parts: RunParts,
+        loader: Loader,
+        stepper: Stepper,
+        recorder: Books | NoBooks,
+        plan: Plan,
+        resumed_from: int,
+    ) -> None:
+        self._run, self._parts, self._loader, self._recorder = run, parts, loader, recorder
+        checkpoint, job = start.checkpoint, run.job
+        self._last: StepRecord | None = None
+        self.steps, self.finished, self.stopped_because = resumed_from, False, ""
+        self._validation = self._make_validation()
+        if self._validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
+            self._validation.load_state_dict(checkpoint.meta["validation"])
+        self._saver = Saves(
+            start.checkpointer,
+            run.world,
+            recorder,
+            self._state,
+            lambda: self._validation.best_step if self._validation else None,
+            beside=run.config.checkpoint.async_save,
+        )
+        self._saver.watch_frozen(parts.strategy.save)
+        norms = None
+        if job.clip_norm is None and run.spec.norms:
+            norms = self._norm_cadence(stepper, plan, resumed_from)
+        self._trainer = Trainer(
+            job,
+            run.world,
+            parts.model,
+            parts.optimizer,
+            stepper,
+            loader,
+            run.path,
+            self._saver,
+            recorder,
+            first_step=resumed_from,
+            has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
+            validation=self._validation,
+            average=parts.average,
+            rehearsal=self._rehearsal(),
+            before_step=self._before_step(watched(run, loader, parts.model, stepper, recorder)),
+            check_model=parts.watch.check,
+            set_loss_weights=run.loss_parts.set_weights if run.loss_parts.has_schedule else None,
+            norms=norms,
+        )
+
+    def run(self) -> None:
+        """Go through the steps that are left, to the job's end or until something stops it."""
+        recorder, saver, trainer, job = self._recorder, self._saver, self._trainer, self._run.job
+        memory = watch_memory(self._run.world.device, recorder.event, recorder.say)
+        was_stopped = self._validation is not None and self._validation.stopped_because
+        try:
+            with stopping_cleanly(trainer.stop, recorder.say):
+                for record in () if was_stopped else trainer.run():
+                    recorder.write(record)
+                    self._last = record
+                    memory.observe(record)
+                    saver.report()
+                saver.finish()
+                memory.close()
+        finally:
+            self._loader.close()
+            saver.close()
+        self.steps = self._last.step if self._last else self.steps
+        self.stopped_because = self._validation.stopped_because if self._validation else ""
+        is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+        self.finished = is_done or bool(self.stopped_because) or trainer.ended_by_hook
+        if self.finished:
+            trainer.refuse_unmoved(self.steps)
+
+    def result(self, resumed_from: int) -> Result:
+        validation = self._validation
         return Result(
-            self.path,
-            steps,
+            self._run.path,
+            self.steps,
             resumed_from,
-            finished,
-            last,
-            self.compilation(),
-            world.is_main,
+            self.finished,
+            self._last,
+            self._run.compilation(),
+            self._run.world.is_main,
             metrics=validation.latest if validation else {},
             best_step=validation.best_step if validation else None,
         )
 
-    def _before_step(self, others: Callable[[int], None] | None, loader: Loader) -> Callable[[int], None] | None:
+    def _state(self) -> State:
+        """Return what a checkpoint holds of this rank."""
+        self._parts.watch.check()
+        shards, meta = self._parts.strategy.save()
+        meta |= {
+            **self._run.meta(self._loader.division),
+            "validation": dict(self._validation.state_dict()) if self._validation else None,
+        }
+        meta["data"] = None if self._run.job.source.is_keyed else self._loader.position.to_json()
+        meta["has_moved"] = self._trainer.has_moved
+        return shards, meta
+
+    def _make_validation(self) -> Validation | None:
+        job = self._run.job
+        if job.valid is None:
+            return None
+        validator = self._run.validator(self._loader.division.micro_batch)
+        return Validation(
+            validator, job.validate_every, job.best, job.early_stopping, self._parts.average, self._report_validation
+        )
+
+    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:
+        # The record of the step that is validated was read before: its epoch is what `steps.jsonl` has.
+        epoch = context.epoch if self._last is None else self._last.epoch
+        self._recorder.metrics(context.step, epoch, metrics, seconds)
+
+    def _before_step(self, others: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Return the function to call before each step, numbered from 1; it reduces the counts of the loss's parts."""
-        if loader.count_ahead is None:
+        if self._loader.count_ahead is None:
             return others
+        loss_parts = self._run.loss_parts
 
         def before_step(step: int) -> None:
-            self.loss_parts.begin(step - 1)
+            loss_parts.begin(step - 1)
             if others is not None:
                 others(step)
 
         return before_step
 
-    def _norm_cadence(
-        self, parts: StrategyParts, first_step: int, books: Books | NoBooks, stepper: Stepper, plan: Plan
-    ) -> NormCadence:
+    def _norm_cadence(self, stepper: Stepper, plan: Plan, first_step: int) -> NormCadence:
         """Decide how often the gradient norm is recorded, and report it where that is not every step."""
+        world, recorder = self._run.world, self._recorder
 
         def tell(words: str, facts: dict[str, Any]) -> None:
-            books.event("gradient norm", words=words, **facts)
+            recorder.event("gradient norm", words=words, **facts)
             if words:
-                books.say(f"  grad norm  {words}")
+                recorder.say(f"  grad norm  {words}")
 
-        shares = self.world.size > 1 and self.holds_parts
-        norms = NormCadence(parts, self.world, first_step, tell, shares=shares)
+        shares = world.size > 1 and self._run.holds_parts
+        norms = NormCadence(self._parts.given, world, first_step, tell, shares=shares)
         if type(stepper) is not Stepper:
             norms.settle_captured(plan.forecast.step_seconds)
         return norms
 
-    def _rehearsal(self, loader: Loader, optimizer: Optimizer) -> Rehearsal | None:
+    def _rehearsal(self) -> Rehearsal | None:
         """Collect what hooks need to train on samples again; None where samples have no numbers."""
-        job, precision = self.job, self.precision
+        run, job, precision = self._run, self._run.job, self._run.precision
         if not job.source.is_keyed:
             return None
 
@@ -359,19 +394,7 @@ class _Run(Setup):
             # A scaled loss belongs to the scaler's steps: without it, small gradients would vanish.
             with (None if precision.scales_loss else precision.around_forward()) or nullcontext():
                 result = job.loss(model, batch)
-            return self.loss_parts.total(result, batch) if isinstance(result, Mapping) else result
+            return run.loss_parts.total(result, batch) if isinstance(result, Mapping) else result
 
-        samples = SamplesAgain(loader, Collated(job.collate), self.world.device, channels_last=self.channels_last)
-        return Rehearsal(samples, optimizer, job.clip_norm, loss)
-
-    def _validation(
-        self,
-        division: Division,
-        average: Average | None,
-        report: Callable[[StepContext, dict[str, float], float], None],
-    ) -> Validation | None:
-        job = self.job
-        if job.valid is None:
-            return None
-        validator = self.validator(division.micro_batch)
-        return Validation(validator, job.validate_every, job.best, job.early_stopping, average, report)
+        samples = SamplesAgain(self._loader, Collated(job.collate), run.world.device, channels_last=run.channels_last)
+        return Rehearsal(samples, self._parts.optimizer, job.clip_norm, loss)

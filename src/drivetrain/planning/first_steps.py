@@ -13,14 +13,12 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.records import Reading
 from drivetrain.core.synchronize import synchronize
 from drivetrain.core.world import World
-from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division
-from drivetrain.data.keyed_items import what_draws
-from drivetrain.loop import CapturedStepper, Stepper, make_capturable
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits
+from drivetrain.run.assemble import Prepared, assemble, make_stepper, trial_of
 from drivetrain.run.setup import Setup
-from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
+from drivetrain.strategies import SingleStrategy
 from drivetrain.strategies.loss_parts import LossParts
 
 NUM_STEPS, NUM_STEPS_CAPTURED = 4, 7  # a step is recorded after three, and replayed from there on
@@ -86,32 +84,17 @@ class FirstSteps:
         self._ready.pop(way, None)
         division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, 1)
         loader = run.loader(division, job.source, shuffle=job.shuffle)
-        model, optimizer = run.dressed(copy.deepcopy(self._built))
-        average = None if job.ema is None else Average(model, job.ema)
-        offloads = run.settings.activations.value == "offload"
-        called = run.called_loss()
-        parts = StrategyParts(
-            model,
-            run.weighted(job.loss),
-            optimizer,
-            job.clip_norm,
-            run.precision,
-            None,
-            None if called is None else run.weighted(called),
-            average,
-            offloads,
+        first = loader.first(job.max_steps, job.epochs)
+        parts = assemble(
+            run,
+            Prepared(*run.dressed(copy.deepcopy(self._built))),
+            trial_of(run, first.batch, first.num_samples),
+            division,
+            make_strategy=lambda: SingleStrategy(world),
+            world=world,
             loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
         )
-        strategy = SingleStrategy(world)
-        first = loader.first(job.max_steps, job.epochs)
-        trial = Trial(to_device(first.batch, world.device, channels_last=way.channels_last), first.num_samples)
-        draws, objective = what_draws(lambda: strategy.prepare(parts, trial), world.device)
-        run.strategy = strategy.name
-        if way.capture and not run.why_not_captured(optimizer, draws, division):
-            make_capturable(optimizer)
-            stepper: Stepper = CapturedStepper(strategy, objective, world, job.seed, draws=draws)
-        else:
-            stepper = Stepper(strategy, objective, world, job.seed, draws=draws)
+        stepper = make_stepper(run, parts, world=world)
         num_steps = min(NUM_STEPS_CAPTURED if way.capture else NUM_STEPS, job.num_steps or NUM_STEPS)
         losses: list[str] = []
         batches = loader.batches(0, num_steps, job.epochs)
@@ -124,7 +107,9 @@ class FirstSteps:
         finally:
             loader.close()
         self._ready[way] = lambda: stepper.run(place, micro, False)
-        return Bits(losses=tuple(losses), tensors=_digests({shard.key: shard.tensor for shard in strategy.save()[0]}))
+        return Bits(
+            losses=tuple(losses), tensors=_digests({shard.key: shard.tensor for shard in parts.strategy.save()[0]})
+        )
 
 
 def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -1,0 +1,189 @@
+"""Assembles what a run computes with, from a model that was built: the one place where the parts come together.
+
+`train`, `drive`, `benchmark_performance` and the planner's trials of first steps all call it, so that what is measured
+is what is trained.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint.plain_names import plainly_named
+from drivetrain.checkpoint.weights import WeightsTaken
+from drivetrain.core.parameter_watch import ParameterWatch
+from drivetrain.core.world import World
+from drivetrain.data.batch import to_device
+from drivetrain.data.division import Division
+from drivetrain.data.feed import ResidentFeed
+from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, what_draws
+from drivetrain.data.loader import Loader
+from drivetrain.loop import CapturedStepper, Stepper, make_capturable
+from drivetrain.monitor.flops import count_apart, counted
+from drivetrain.monitor.phases import NoClock, PhaseClock
+from drivetrain.run.init_from import take_weights
+from drivetrain.run.setup import Setup
+from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyParts, Trial
+from drivetrain.strategies.base import LossFunction, ObjectiveCall
+from drivetrain.strategies.loss_parts import LossParts
+
+
+class Prepared(NamedTuple):
+    """A model as it is run, and its optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    called_model: Callable[..., Any] | None = None  # what the loss function gets instead: the model compiled
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Everything a run computes with, ready for its first step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    average: Average | None  # the moving average of the weights
+    strategy: Strategy
+    given: StrategyParts  # what the strategy was prepared with
+    objective: ObjectiveCall
+    draws: Draws  # the generators that a step draws from
+    division: Division
+    why_not_captured: str  # empty if steps are going to be captured
+    flops_per_sample: float  # 0: not counted
+    weights_taken: WeightsTaken | None  # the weights that the run starts from, if not those that the model has
+    watch: ParameterWatch
+
+
+def assemble(
+    run: Setup,
+    prepared: Prepared,
+    trial: Trial,
+    division: Division,
+    *,
+    loss: LossFunction | None = None,
+    make_strategy: Callable[[], Strategy] | None = None,
+    world: World | None = None,
+    loss_parts: LossParts | None = None,
+    takes_weights: bool = False,
+    counts_flops: bool = False,
+    is_own_loop: bool = False,
+) -> RunParts:
+    """Put the parts together and try them on one batch; nothing is learnt from it.
+
+    Args:
+        run: The run, following the way that the parts are for.
+        prepared: Its model and optimizer.
+        trial: The batch, on its device.
+        division: How steps are divided into micro-batches.
+        loss: The loss function, if not the job's, compiled where that is planned.
+        make_strategy: Makes the strategy, if not the run's.
+        world: The ranks that take part, if not the run's.
+        loss_parts: The named parts of the loss, if not the run's.
+        takes_weights: Whether to start from the weights of `init_from`: a checkpoint brings its own.
+        counts_flops: Whether to count the FLOPs of a sample.
+        is_own_loop: Whether the user's loop calls the model, which the trial then does not show.
+    """
+    job, world = run.job, world or run.world
+    model, optimizer, called_model = prepared
+    watch = ParameterWatch(model)
+    called_loss = run.called_loss() if loss is None else None
+    taken = None
+    if takes_weights and job.init_from is not None:
+        taken = take_weights(job.init_from, model, world, run.experts)
+    average = None if job.ema is None else Average(model, job.ema)
+    strategy = (make_strategy or run.make_strategy)()
+    run.strategy = strategy.name
+    given = StrategyParts(
+        model,
+        run.weighted(job.loss) if loss is None else loss,
+        optimizer,
+        clip_norm=job.clip_norm,
+        precision=run.precision,
+        called_model=called_model,
+        called_loss=None if called_loss is None else run.weighted(called_loss),
+        average=average,
+        offloads_activations=run.settings.activations.value == "offload",
+        loss_parts=run.loss_parts if loss_parts is None else loss_parts,
+    )
+    flops = 0
+    if counts_flops and called_loss is not None:
+        flops = count_apart(given.loss, model, trial.batch, run.precision.around_forward())
+    counts_here = counts_flops and world.is_main and run.way.compile_mode is None
+
+    def prepare() -> tuple[int, ObjectiveCall]:
+        return counted(lambda: strategy.prepare(given, trial), counts_here)
+
+    if is_own_loop:
+        draws, (flops_here, objective) = DRAWS_FROM_ALL, prepare()
+        why_not_captured = "the loop is the user's own"
+    else:
+        draws, (flops_here, objective) = what_draws(prepare, world.device)
+        why_not_captured = run.why_not_captured(optimizer, draws, division)
+        if not why_not_captured:
+            make_capturable(optimizer)
+    per_sample = (flops or flops_here) / trial.num_samples
+    return RunParts(
+        model=model,
+        optimizer=optimizer,
+        average=average,
+        strategy=strategy,
+        given=given,
+        objective=objective,
+        draws=draws,
+        division=division,
+        why_not_captured=why_not_captured,
+        flops_per_sample=per_sample,
+        weights_taken=taken,
+        watch=watch,
+    )
+
+
+def trial_of(run: Setup, batch: Any, num_samples: int) -> Trial:
+    """Return a batch from the loader as a trial on the run's device."""
+    return Trial(to_device(batch, run.world.device, channels_last=run.channels_last), num_samples)
+
+
+def resume(run: Setup, parts: RunParts, checkpoint: Checkpoint | None) -> int:
+    """Load a checkpoint, if there is one. Return how many steps were done before."""
+    if checkpoint is None:
+        return 0
+    parts.strategy.load(plainly_named(checkpoint, parts.model.state_dict()))
+    run.load_hooks(checkpoint)
+    parts.watch.check()
+    return checkpoint.step
+
+
+def make_stepper(
+    run: Setup,
+    parts: RunParts,
+    *,
+    world: World | None = None,
+    loader: Loader | None = None,
+    clock: PhaseClock | None = None,
+) -> Stepper:
+    """Make what runs a step: captured where that is planned and possible.
+
+    Args:
+        run: The run.
+        parts: Its parts.
+        world: The ranks that take part, if not the run's.
+        loader: The loader, which a captured step takes resident samples from, and which counts ahead for loss parts.
+        clock: Measures the phases of a step.
+    """
+    seed, world, clock = run.job.seed, world or run.world, clock or NoClock()
+    if isinstance(parts.strategy, SingleStrategy) and not parts.why_not_captured:
+        captured = CapturedStepper(parts.strategy, parts.objective, world, seed, draws=parts.draws, clock=clock)
+        if loader is not None and isinstance(loader.feed, ResidentFeed):
+            loader.feed.gathers = False  # the replay does it
+            captured.take_rows(channels_last=run.channels_last)
+        return captured
+    check = run.device_check(parts.model)
+    stepper = Stepper(
+        parts.strategy, parts.objective, world, seed, draws=parts.draws, before_micro_step=check, clock=clock
+    )
+    if loader is not None and parts.given.loss_parts.can_count_ahead:
+        loader.count_ahead = parts.given.loss_parts.count_ahead
+    return stepper
