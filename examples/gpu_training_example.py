@@ -89,7 +89,7 @@ def left_unused(given: argparse.Namespace) -> str:
 
 
 def wants_processes(given: argparse.Namespace) -> bool:
-    """Whether several GPUs are to be used, and nobody has started a process for each yet."""
+    """Whether several GPUs are to be used, and no process was started for each yet."""
     if given.gpu_mode not in ("auto", "multi_gpu") or given.parallel_strategy == "data_parallel":
         return False
     return find_place().size == 1 and len(dt.detect().gpus) > 1

@@ -1,4 +1,6 @@
-"""Docstrings are sentences about what they document."""
+"""Docstrings are sentences about what they document, and pages and messages use plain words."""
+
+import re
 
 from benchmarks.structure import SOURCE, without_subject
 
@@ -6,3 +8,20 @@ from benchmarks.structure import SOURCE, without_subject
 def test_no_docstring_begins_with_a_bare_preposition() -> None:
     """A reader cannot know what "Of one of its steps" is about."""
     assert list(without_subject(sorted(SOURCE.rglob("*.py")))) == []
+
+
+# Words that stop a fluent reader, each with a plain one: fix, is reported, your own, no one or nothing, any.
+QUAINT = re.compile(r"\b(mend(s|ed)?|is said|one's own|nobody|whoever)\b", re.IGNORECASE)
+
+
+def test_no_page_or_message_has_quaint_words() -> None:
+    root = SOURCE.parents[1]
+    pages = [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "examples").iterdir(), *SOURCE.rglob("*.py")]
+    found = [
+        f"{path.relative_to(root)}:{number}: {match[0]}"
+        for path in pages
+        if path.suffix in (".md", ".py", ".yaml")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if (match := QUAINT.search(line))
+    ]
+    assert found == []

@@ -42,7 +42,7 @@ _PLACE = ("run.output_dir", "device.mode", "device.device", "device.ids")
 COMMANDS = {
     "check": Command(
         "drivetrain.commands.check",
-        "What is here, what would be used, what is wrong and how to mend it.",
+        "What is here, what would be used, what is wrong and how to fix it.",
         (
             *_PLACE,
             "precision",

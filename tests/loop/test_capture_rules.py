@@ -106,7 +106,7 @@ def test_a_parameter_elsewhere() -> None:
 def test_a_loop_of_ones_own_is_not_captured(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     config = configure(output_dir=tmp_path, gpu_mode="cpu", capture="on")
-    with pytest.raises(ConfigError, match="in a loop of one's own Python runs it"):
+    with pytest.raises(ConfigError, match="in your own loop Python runs it"):
         drive(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2)] * 4, max_steps=1, config=config)
 
 

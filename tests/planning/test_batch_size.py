@@ -113,7 +113,7 @@ def test_where_nobody_says_it_is_found_and_kept(tmp_path: Path, monkeypatch: pyt
     assert first.steps == 3
     assert "global_batch: 1\n" in (first.folder / "job.yaml").read_text()
     told = [row["words"] for row in events(first.folder) if row["event"] == "auto batch size"]
-    assert "nobody said how many samples a step has: 1" in told[0]
+    assert "the number of samples in a step was not given: 1" in told[0]
 
 
 def test_what_cannot_be_measured_is_told(tmp_path: Path) -> None:

@@ -514,7 +514,7 @@ def _refuse(setup: Setup) -> None:
         message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"
         problems.append(Problem("--static-graph", message, remedy="leave it out"))
     if config.kernels.capture == "on":
-        message = "a captured step is run by the device alone, and in a loop of one's own Python runs it"
+        message = "a captured step is run by the device alone, and in your own loop Python runs it"
         problems.append(Problem("--capture", message, allowed="auto, off", remedy="leave it out, or use dt.train"))
     if problems:
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""`drivetrain check`: what is here, what would be used, what is wrong and how to mend it, on one screen.
+"""`drivetrain check`: what is here, what would be used, what is wrong and how to fix it, on one screen.
 
 It only reads: no CUDA context is made, nothing is written, torch is not imported.
 """

@@ -61,7 +61,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where a run's files go, and what makes it repeatable."""
+    """The run's name, folder and seed."""
 
     name: Annotated[
         str | None, Flag("name"), Allowed("letters, digits, `.`, `_` and `-`, starting with a letter or digit")
@@ -106,7 +106,7 @@ def _no_amp_is_fp32(value: Any) -> Any:
 
 
 class PrecisionSection(Section):
-    """What numbers the model computes with."""
+    """The number format that the model computes in."""
 
     dtype: Annotated[
         Literal["auto", PrecisionName],
@@ -123,7 +123,7 @@ class PrecisionSection(Section):
 
 
 class KernelSection(Section):
-    """Which kernels compute."""
+    """Kernels: determinism, CUDA-graph capture, CPU threads."""
 
     deterministic: Annotated[bool, Flag("deterministic")] = Field(
         False, description="only kernels that give the same bits every time; an operation without one is an error"
@@ -148,7 +148,7 @@ class KernelSection(Section):
 
 
 class MemorySection(Section):
-    """What is done when device memory is short."""
+    """Device memory: recomputing or offloading activations."""
 
     activations: Annotated[Literal["auto", "keep", "recompute", "offload"], Flag("activations"), Planned()] = Field(
         "auto",
@@ -179,7 +179,7 @@ class BatchSection(Section):
     auto: Annotated[bool, Flag("auto-batch-size")] = Field(
         False,
         description="measure how many samples per device and micro-step are fastest, on a CPU too; the samples of a "
-        "step stay what the job, the recipe or --batch-size says, and are as many as that where nobody says it",
+        "step stay what the job, the recipe or --batch-size says, and are as many as that where none of them does",
     )
     loss_weighting: Annotated[Literal["auto", "samples", "tokens", "sum"], Flag("loss-weighting")] = Field(
         "auto",
@@ -204,7 +204,7 @@ class BudgetSection(Section):
 
 
 class OptimizerSection(Section):
-    """How the weights move."""
+    """The optimizer's settings."""
 
     learning_rate: Annotated[float | None, Flag("learning-rate")] = Field(
         None, gt=0, allow_inf_nan=False, description="highest learning rate (auto: the recipe's)"
@@ -285,7 +285,7 @@ class RecipeSection(Section):
 
 
 class ValidationSection(Section):
-    """When the model is tried on held-out samples, and what follows."""
+    """Validation and early stopping."""
 
     every: Annotated[int | None, Flag("valid-every")] = Field(
         None, ge=1, description="optimizer steps between validations (auto: the job's own, else each epoch's end)"
@@ -325,7 +325,7 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is saved, and how much of it is kept."""
+    """Checkpoints: how often, how many, and what a run starts from."""
 
     every: Annotated[int | None, Flag("checkpoint-every")] = Field(
         None, ge=1, description="optimizer steps between checkpoints (auto: the job's own, else each epoch's end)"
@@ -417,7 +417,7 @@ class DistributedSection(Section):
 
 
 class DeepSpeedSection(Section):
-    """What DeepSpeed is told; the rest of its JSON follows from the run."""
+    """DeepSpeed's settings; the rest of its JSON follows from the run."""
 
     stage: Annotated[int | None, Flag("zero-stage")] = Field(
         None,
@@ -432,7 +432,7 @@ class DeepSpeedSection(Section):
         "not)",
     )
     config: Annotated[Path | None, Flag("deepspeed-config")] = Field(
-        None, description="a deepspeed_config.json of one's own; what in it contradicts the run is an error"
+        None, description="your own deepspeed_config.json; what in it contradicts the run is an error"
     )
 
 
@@ -458,7 +458,7 @@ def _seconds_in_words(value: Any) -> Any:
 
 
 class PlanSection(Section):
-    """How the way of running a step is found."""
+    """How the plan is made: by measuring, by rule, or from a file."""
 
     auto_optimize: Annotated[bool, Flag("auto-optimize")] = Field(
         True,
@@ -483,7 +483,7 @@ def _first_before_last(window: str | None) -> str | None:
 
 
 class WatchSection(Section):
-    """What is measured and shown while a run goes on."""
+    """What is measured and shown during a run."""
 
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Flag("trackers")] = Field(
         (), description="where figures go besides the run folder's own files: tensorboard, wandb"

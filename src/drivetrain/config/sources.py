@@ -58,9 +58,9 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         what = error.problem or error.context or "not understood"
-        return [], [_file_problem(path, f"it does not parse as YAML: {where}{what}", "mend that line")]
+        return [], [_file_problem(path, f"it does not parse as YAML: {where}{what}", "fix that line")]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return [], [_file_problem(path, f"it does not parse as YAML: {error}", "mend the file")]
+        return [], [_file_problem(path, f"it does not parse as YAML: {error}", "fix the file")]
 
 
 def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:

@@ -20,7 +20,7 @@ _KINDS = Path(__file__).parents[1] / "strategies" / "kinds"
 
 
 class Conflict(Value):
-    """Settings that a strategy cannot be used with, and what is said then.
+    """Settings that a strategy cannot be used with, and the message for it.
 
     Args:
         when: the settings, by their dotted names, with the values that conflict; all of them together.

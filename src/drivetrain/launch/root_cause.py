@@ -224,7 +224,7 @@ _REMEDIES = {
 
 def _remedy_of(kind: str) -> str:
     return _REMEDIES.get(
-        kind, "mend the line above, and start the same command again; a run of drivetrain goes on from its last save"
+        kind, "fix the line above, and start the same command again; a run of drivetrain goes on from its last save"
     )
 
 

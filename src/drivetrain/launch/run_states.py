@@ -94,7 +94,7 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
         remedy = f"; remedy: {crash['remedy']}" if crash.get("remedy") else ""
         return "crashed", f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}{remedy}"
     if error := _error_since_start(events):
-        return "crashed", f"{error}; once that is mended, the same command goes on"
+        return "crashed", f"{error}; once that is fixed, the same command goes on"
     if events and events[-1].get("event") == "stop":
         return "stopped", str(events[-1].get("because", "asked to stop; the same command goes on"))
     return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"

@@ -100,7 +100,7 @@ def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[st
     if done.returncode != 0:
         raise DrivetrainError(
             f"sbatch refused {path}: {done.stderr.strip()}",
-            remedy="mend what it names, or edit the script and submit it",
+            remedy="fix what it names, or edit the script and submit it",
         )
     job = done.stdout.strip().partition(";")[0]
     output = f"{output_dir}/slurm-{job}.log"

@@ -55,4 +55,4 @@ def check_script(path: Path) -> None:
         shown = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         message = f"{path}{line}: {what}" + (f"\n    {shown}" if shown else "")
-        raise DrivetrainError(message, remedy="mend that line; nothing was started") from None
+        raise DrivetrainError(message, remedy="fix that line; nothing was started") from None

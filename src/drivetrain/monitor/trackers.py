@@ -182,7 +182,7 @@ def _prepare_wandb(
         if run is None:
             raise DrivetrainError("wandb.init gave no run")
         if mode == "offline" and "WANDB_MODE" not in os.environ:
-            report(f"wandb: nobody is logged in, so it writes to {folder / 'wandb'}; `wandb sync` uploads that")
+            report(f"wandb: not logged in, so it writes to {folder / 'wandb'}; `wandb sync` uploads that")
         return WandbTracker(run)
 
     return make

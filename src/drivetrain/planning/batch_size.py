@@ -63,7 +63,7 @@ def settle_global_batch(run: Setup) -> nn.Module | None:
     found = search_batch_size(run, model, run.config.memory.gpu_fraction)
     run.job = replace(run.job, global_batch=found.fastest * run.num_devices)
     run.follow(run.by_rule())
-    run.batch_size_found = f"{found.in_words()}; nobody said how many samples a step has: {run.job.global_batch}"
+    run.batch_size_found = f"{found.in_words()}; the number of samples in a step was not given: {run.job.global_batch}"
     return model
 
 

@@ -103,7 +103,7 @@ def _flops(data: RunData) -> Iterator[str]:
     yield _line("FLOPs per sample", f"{flops['flops_per_sample']:.4g} (forward and backward, as torch counts them)")
     peak, rate = flops["peak_flops_per_second"], _median(row["mfu"] for row in data.speed if "mfu" in row)
     if peak is None:
-        yield _line("MFU", "unknown: nobody knows this device's peak rate; drivetrain verify --save measures it")
+        yield _line("MFU", "unknown: this device's peak rate is not in the table; drivetrain verify --save measures it")
     elif rate is not None:
         source = f"{flops['peak_origin']}: {flops['peak_source']}"
         yield _line("MFU", f"{rate:.1%} of {peak / 1e12:,.1f} TFLOP/s ({source})")

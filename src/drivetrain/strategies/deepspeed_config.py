@@ -51,7 +51,7 @@ def read_own(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise _bad_file(path, f"it cannot be read: {error.strerror}", "name a file that is there") from None
     except ValueError as error:
-        raise _bad_file(path, f"it is not JSON: {error}", "mend it, or leave it out") from None
+        raise _bad_file(path, f"it is not JSON: {error}", "fix it, or leave it out") from None
     if not isinstance(own, dict):
         raise _bad_file(path, f"it holds a {type(own).__name__}, not an object", "write {…} around its settings")
     for section in ("zero_optimization", "bf16", "fp16"):

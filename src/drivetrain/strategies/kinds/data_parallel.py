@@ -188,7 +188,7 @@ SPEC = StrategySpec(
     make=lambda context: DataParallelStrategy(context.world, context.devices),
     processes="one",
     devices="several",
-    own_loop="with data_parallel what the model draws at random in a loop of one's own would not be keyed",
+    own_loop="with data_parallel what the model draws at random in your own loop would not be keyed",
     takes=("ddp",),  # one process communicates nothing: they change nothing
     conflicts=(
         Conflict(
