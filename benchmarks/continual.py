@@ -17,7 +17,7 @@ from drivetrain.cli import main
 from drivetrain.config import Config
 from drivetrain.core.hook import Hook
 from drivetrain.moe import Lifecycle, Rules
-from drivetrain.recipes.continual.comparison import FILE, Outcome
+from drivetrain.recipes.continual.comparison import FILE, MethodOutcome
 from drivetrain.recipes.continual.data import load_images
 from drivetrain.recipes.continual.diary import accuracy
 from drivetrain.recipes.continual.methods import METHODS
@@ -37,7 +37,9 @@ def measure(tasks: TaskKind) -> dict[str, list[float]]:
     flags += ["--output-dir", str(FOLDER), "--name", name, "--tune"]
     if main(["continual", *flags]):
         raise SystemExit(f"drivetrain continual {' '.join(flags)} failed")
-    runs = [Outcome.from_json(one) for one in json.loads((FOLDER / name / FILE).read_text(encoding="utf-8"))["runs"]]
+    runs = [
+        MethodOutcome.from_json(one) for one in json.loads((FOLDER / name / FILE).read_text(encoding="utf-8"))["runs"]
+    ]
     samples: dict[str, list[float]] = {}
     for method in COMPARED:
         own = [run for run in runs if run.method == method and run.seed < SEEDS]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drivetrain.cli import main
 from drivetrain.hardware import detect
-from drivetrain.recipes.darkroom.scores import SCORES, Scores, draw, read_scores
+from drivetrain.recipes.darkroom.scores import SCORES, DarkroomScores, draw, read_scores
 
 SEEDS = 3
 FOLDER = Path("runs") / "benchmarks" / "recipes" / "darkroom"
@@ -24,7 +24,7 @@ def measure_two_region() -> dict[str, list[float]]:
 def _measure(context: str) -> dict[str, list[float]]:
     size = "full" if detect().gpus else "small"
     folder = FOLDER / f"{context}-{size}" / time.strftime("%Y%m%d-%H%M%S")  # never goes on with an earlier run
-    runs: list[Scores] = []
+    runs: list[DarkroomScores] = []
     seconds: list[float] = []
     processor_seconds: list[float] = []
     for seed in range(SEEDS):

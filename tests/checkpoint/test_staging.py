@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.staging import ALIGNMENT, PIECE_BYTES, Layout, Staging, _packed
+from drivetrain.checkpoint.staging import ALIGNMENT, PIECE_BYTES, Staging, StagingLayout, _packed
 from drivetrain.checkpoint.tensor_file import CODES
 from drivetrain.core.state import Shard
 
@@ -70,7 +70,7 @@ def test_prepared_in_another_thread() -> None:
 
 @given(st.lists(st.integers(0, 3 * PIECE_BYTES // 2), max_size=40))
 def test_pieces_hold_every_tensor_once_and_apart(sizes: list[int]) -> None:
-    layouts = [Layout(CPU, torch.uint8, torch.Size([size])) for size in sizes]
+    layouts = [StagingLayout(CPU, torch.uint8, torch.Size([size])) for size in sizes]
     pieces = _packed(layouts, range(len(layouts)))
     assert sorted(number for piece in pieces for number in piece.offsets) == list(range(len(sizes)))
     for piece in pieces:

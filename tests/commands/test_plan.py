@@ -27,7 +27,7 @@ from drivetrain.commands import plan_in_process as showing
 from drivetrain.commands import train as launching
 from drivetrain.config import configure
 from drivetrain.config.settings import SETTINGS
-from drivetrain.core.launchers import Place
+from drivetrain.core.launchers import ProcessPlace
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
@@ -37,7 +37,7 @@ from drivetrain.launch.layout import make_layout
 from drivetrain.plan.knobs import KNOBS, Way
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import other_machine, planner
-from drivetrain.planning.probe import Journal, Probe
+from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.recipes import RECIPES
 from tests.api.jobs import Variant, make_job
 from tests.gloo_pool import GlooPool
@@ -105,11 +105,11 @@ def test_the_plan_says_that_hooks_are_not_counted(tmp_path: Path) -> None:
     assert notes[-1] == "the forecast of the job's time does not count its hooks (1)"
 
 
-def probe_of(job: Job, model: nn.Module, journal: Journal) -> Probe:
+def probe_of(job: Job, model: nn.Module, journal: Journal) -> StepProbe:
     def loader(division: Division) -> Loader:
         return Loader(job.source, division, 0, job.seed, job.collate)
 
-    return Probe(job, model, World(), loader, journal)
+    return StepProbe(job, model, World(), loader, journal)
 
 
 def generators() -> list[Any]:
@@ -221,7 +221,7 @@ def test_ranks_plan_alike(tmp_path: Path, gloo_pool: GlooPool) -> None:
 def test_one_process_of_all_shows_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, rank: int
 ) -> None:
-    monkeypatch.setattr(showing, "find_place", lambda: Place("torchrun", rank, 2))
+    monkeypatch.setattr(showing, "find_place", lambda: ProcessPlace("torchrun", rank, 2))
     file = tmp_path / "p.yaml"
     assert main(["plan", "digits", "--gpu-mode", "cpu", "--output-dir", str(tmp_path), "--out", str(file)]) == 0
     assert bool(capsys.readouterr().out) == file.exists() == (rank == 0)

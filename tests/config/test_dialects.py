@@ -9,7 +9,7 @@ from drivetrain.config import configure, from_yaml, resolve
 from drivetrain.config.dialects import DIALECTS, Meaning
 from drivetrain.config.settings import BY_DOTTED
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.launchers import Place
+from drivetrain.core.launchers import ProcessPlace
 from drivetrain.run.launched import share_workers
 from tests.hardware_fixtures import load
 
@@ -195,7 +195,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
 
 
 def test_workers_of_a_machine_are_shared_out() -> None:
-    places = [Place("torchrun", rank, 5, rank, 5) for rank in range(5)]
+    places = [ProcessPlace("torchrun", rank, 5, rank, 5) for rank in range(5)]
     config = configure(dataloader_num_workers=12)
     assert [share_workers(config, place).data.num_workers for place in places] == [3, 3, 2, 2, 2]
     assert share_workers(configure(dataloader_num_workers=12, num_workers=1), places[0]).data.num_workers == 1

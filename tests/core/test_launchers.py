@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import DrivetrainError
-from drivetrain.core.launchers import Place, find_place, first_host
+from drivetrain.core.launchers import ProcessPlace, find_place, first_host
 
 MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 STANDARD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MAIN}
@@ -140,7 +140,7 @@ def test_the_first_of_slurms_list(nodelist: str, first: str) -> None:
 
 
 def test_the_environment_reads_back() -> None:
-    place = Place("torchrun", 3, 4, 1, 2, "10.0.0.1", 29500)
+    place = ProcessPlace("torchrun", 3, 4, 1, 2, "10.0.0.1", 29500)
     assert find_place(place.environment) == place
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drivetrain import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.core.records import Note, Noted, _Sent
+from drivetrain.core.records import Noted, TableRow, _Sent
 from drivetrain.loop import CapturedStepper, capture, in_flight, trainer
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import Setup, assemble
@@ -313,7 +313,7 @@ class Simulated:
                 assert note.sent is not None
                 arrives[note.sent] = self.done
 
-        def taking(sent: _Sent, note: Note) -> Any:
+        def taking(sent: _Sent, note: TableRow) -> Any:
             self.now = max(self.now, arrives[sent])
             return take(sent, note)
 
@@ -455,15 +455,15 @@ def test_a_rare_shape_on_resident_data_makes_nobody_wait(
     monkeypatch.setattr(capture, "RARE", 3)
     monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
     monkeypatch.setattr(in_flight, "MOST_READ_BACK", 16)
-    too_late: list[Note] = []
-    on_its_way = Note._on_its_way
+    too_late: list[TableRow] = []
+    on_its_way = TableRow._on_its_way
 
-    def asked(note: Note) -> Any:
+    def asked(note: TableRow) -> Any:
         if note.sent is None:
             too_late.append(note)
         return on_its_way(note)
 
-    monkeypatch.setattr(Note, "_on_its_way", asked)
+    monkeypatch.setattr(TableRow, "_on_its_way", asked)
     variant = replace(BASE, steps=90, save_every=1000)
     plain = captures.run(tmp_path / "plain", variant, "off", settings=RESIDENT)
     found = captures.run(tmp_path / "captured", variant, settings=RESIDENT)

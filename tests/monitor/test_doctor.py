@@ -19,7 +19,7 @@ from drivetrain.config import configure
 from drivetrain.hardware import Rate
 from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.checkups import Checkups
-from drivetrain.monitor.doctor import Diagnosis, Finding, Observed, diagnose
+from drivetrain.monitor.doctor import Diagnosis, Observed, Symptom, diagnose
 from drivetrain.monitor.phases import PHASES, Laps
 from tests.gloo_pool import GlooPool
 
@@ -32,7 +32,7 @@ def seen(phases: dict[str, float], **changes: Any) -> Observed:
     return replace(Observed(steps=100, phases=phases, num_cores=16), **changes)
 
 
-def leading(phases: dict[str, float], **changes: Any) -> Finding:
+def leading(phases: dict[str, float], **changes: Any) -> Symptom:
     return diagnose(seen(phases, **changes)).leading
 
 
@@ -325,17 +325,17 @@ def job(**changes: Any) -> Job:
     return Job(**{**values, **changes})
 
 
-def treat(folder: Path, sick: Job, **settings: Any) -> list[Finding]:
+def treat(folder: Path, sick: Job, **settings: Any) -> list[Symptom]:
     """Trains it, and returns the findings of the final verdict."""
     config = configure(output_dir=folder, gpu_mode="cpu", **{"num_workers": 0, "report": False, **settings})
     train(sick, config, quiet=True)
     return findings_in(folder)
 
 
-def findings_in(folder: Path) -> list[Finding]:
+def findings_in(folder: Path) -> list[Symptom]:
     rows = [json.loads(line) for line in (folder / "ill" / "events.jsonl").read_text().splitlines()]
     (final,) = [row for row in rows if row["event"] == "verdict" and row["final"]]
-    return [Finding(**finding) for finding in final["findings"]]
+    return [Symptom(**finding) for finding in final["findings"]]
 
 
 def test_slow_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,19 +12,19 @@ from torch.utils.data import Dataset, TensorDataset
 from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
-from drivetrain.monitor.doctor import Finding
+from drivetrain.monitor.doctor import Symptom
 
 pytestmark = pytest.mark.gpu
 
 
-def verdict(folder: Path, sick: Job, **settings: Any) -> list[Finding]:
+def verdict(folder: Path, sick: Job, **settings: Any) -> list[Symptom]:
     # Whatever the planner would do about these problems is switched off: they are what is wanted here.
     pins = {"num_workers": 0, "compile": False, "capture": "off", "resident": "off", "auto_optimize": False}
     config = configure(output_dir=folder, gpu_mode="single_gpu", report=False, **{**pins, **settings})
     train(sick, config, quiet=True)
     rows = [json.loads(line) for line in (folder / "ill" / "events.jsonl").read_text().splitlines()]
     (final,) = [row for row in rows if row["event"] == "verdict" and row["final"]]
-    return [Finding(**finding) for finding in final["findings"]]
+    return [Symptom(**finding) for finding in final["findings"]]
 
 
 class Drawn(Dataset[Any]):

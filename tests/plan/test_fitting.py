@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.plan.fitting import Layout, Needs, by_group, does_not_fit, first_that_fits, layouts, ways_out
+from drivetrain.plan.fitting import MemoryLayout, Needs, by_group, does_not_fit, first_that_fits, layouts, ways_out
 from drivetrain.plan.held import Held
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
 
@@ -30,15 +30,15 @@ def needs(weights: float, kept: float, again: float | None = None, block: float 
 @pytest.mark.parametrize(
     ("weights", "kept", "again", "num_gpus", "expected"),
     [
-        (1, 2, 0.5, 1, Layout(strategy="single")),
-        (1, 2, 0.5, 4, Layout(strategy="ddp", num_gpus=4)),
-        (1, 30, 0.5, 1, Layout(strategy="single", recomputes=True)),
-        (1, 30, 0.5, 4, Layout(strategy="ddp", num_gpus=4, recomputes=True)),
-        (8, 2, 0.5, 4, Layout(strategy="fsdp", num_gpus=4)),
-        (8, 20, 0.5, 4, Layout(strategy="fsdp", num_gpus=4, recomputes=True)),
-        (7, 2, 0.5, 1, Layout(strategy="deepspeed", zero_stage=2, offloads_optimizer=True)),
-        (7, 30, 0.5, 1, Layout(strategy="deepspeed", zero_stage=2, offloads_optimizer=True, recomputes=True)),
-        (16, 2, 0.5, 2, Layout(strategy="deepspeed", num_gpus=2, zero_stage=3, offloads_optimizer=True)),
+        (1, 2, 0.5, 1, MemoryLayout(strategy="single")),
+        (1, 2, 0.5, 4, MemoryLayout(strategy="ddp", num_gpus=4)),
+        (1, 30, 0.5, 1, MemoryLayout(strategy="single", recomputes=True)),
+        (1, 30, 0.5, 4, MemoryLayout(strategy="ddp", num_gpus=4, recomputes=True)),
+        (8, 2, 0.5, 4, MemoryLayout(strategy="fsdp", num_gpus=4)),
+        (8, 20, 0.5, 4, MemoryLayout(strategy="fsdp", num_gpus=4, recomputes=True)),
+        (7, 2, 0.5, 1, MemoryLayout(strategy="deepspeed", zero_stage=2, offloads_optimizer=True)),
+        (7, 30, 0.5, 1, MemoryLayout(strategy="deepspeed", zero_stage=2, offloads_optimizer=True, recomputes=True)),
+        (16, 2, 0.5, 2, MemoryLayout(strategy="deepspeed", num_gpus=2, zero_stage=3, offloads_optimizer=True)),
         (40, 2, 0.5, 1, None),
         (1, 30, None, 1, None),
         (1, 30, None, 8, None),  # one sample's activations are not divided by any of these
@@ -50,14 +50,14 @@ def test_the_cheapest_that_fits_24_gb(weights, kept, again, num_gpus, expected) 
 
 def test_what_each_device_holds() -> None:
     need = needs(8, 2, block=0.5)
-    sharded = Layout(strategy="fsdp", num_gpus=4).forecast(need, 3)
+    sharded = MemoryLayout(strategy="fsdp", num_gpus=4).forecast(need, 3)
     assert (sharded.parameters, sharded.gradients, sharded.optimizer) == (2 * GB, 2 * GB, 4 * GB)
     assert sharded.activations == 6 * GB
     assert sharded.workspace == 1.5 * GB  # three blocks are whole at a time
     assert sharded.total == 15.5 * GB
-    whole = Layout(strategy="ddp", num_gpus=4).forecast(need, 3)
+    whole = MemoryLayout(strategy="ddp", num_gpus=4).forecast(need, 3)
     assert (whole.parameters, whole.gradients, whole.optimizer, whole.workspace) == (8 * GB, 8 * GB, 16 * GB, 0)
-    offloaded = Layout(strategy="deepspeed", num_gpus=4, zero_stage=2, offloads_optimizer=True).forecast(need, 1)
+    offloaded = MemoryLayout(strategy="deepspeed", num_gpus=4, zero_stage=2, offloads_optimizer=True).forecast(need, 1)
     assert (offloaded.parameters, offloaded.gradients, offloaded.optimizer) == (8 * GB, 2 * GB, 0)
 
 
@@ -92,7 +92,7 @@ def test_ways_out_are_ranked_and_honest() -> None:
     assert [way.what.split()[0] for way in ways if way.is_enough] == ["2"]
     # On two GPUs it takes 32/2 + 1.5 + 10 = 27.5 GB with activations kept, and 18.5 with blocks recomputed.
     assert next(way for way in ways if "FSDP" in way.what).saves_bytes == pytest.approx(23.5 * GB)
-    assert first_that_fits(need, 24 * GB, 2) == Layout(strategy="fsdp", num_gpus=2, recomputes=True)
+    assert first_that_fits(need, 24 * GB, 2) == MemoryLayout(strategy="fsdp", num_gpus=2, recomputes=True)
 
 
 def test_few_gpus_and_recomputing_come_before_many() -> None:

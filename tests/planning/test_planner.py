@@ -21,7 +21,7 @@ from drivetrain.monitor.checkups import Checkups
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
-from drivetrain.planning.probe import Probe
+from drivetrain.planning.probe import StepProbe
 from tests.api.jobs import Variant, Vectors, make_job
 from tests.api.test_resume import CrashingLoss, PlantedError
 from tests.gloo_pool import GlooPool
@@ -156,13 +156,13 @@ def test_a_resumed_run_says_what_was_pinned_and_what_was_kept(tmp_path: Path) ->
 
 def counted_probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds: list[float] = []
-    original = Probe.__call__
+    original = StepProbe.__call__
 
-    def probe(self: Probe, way: Way, time: float) -> Measurement:
+    def probe(self: StepProbe, way: Way, time: float) -> Measurement:
         seconds.append(time)
         return original(self, way, time)
 
-    monkeypatch.setattr(Probe, "__call__", probe)
+    monkeypatch.setattr(StepProbe, "__call__", probe)
     return seconds
 
 
@@ -191,13 +191,13 @@ def test_the_second_start_measures_nothing_anew(tmp_path: Path, monkeypatch: pyt
 def test_what_does_not_hold_any_more_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "a", make_job(VARIANT))
     calls = [0]
-    original = Probe.__call__
+    original = StepProbe.__call__
 
-    def probe(self: Probe, way: Way, time: float) -> Measurement:
+    def probe(self: StepProbe, way: Way, time: float) -> Measurement:
         calls[0] += 1
         return Measurement(problem="out of memory", out_of_memory=True) if calls[0] == 1 else original(self, way, time)
 
-    monkeypatch.setattr(Probe, "__call__", probe)
+    monkeypatch.setattr(StepProbe, "__call__", probe)
     again = run(tmp_path / "b", make_job(VARIANT))
     assert "does not hold any more (out of memory)" in plan_of(again)["notes"][0]
     assert calls[0] > 1
@@ -242,13 +242,13 @@ def test_one_slow_step_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     change_rates(own_cache, 1000.0)  # whatever else runs here, no second look is slower than that
     before = rates(own_cache)
     seconds = counted_probes(monkeypatch)
-    original = Probe.__call__
+    original = StepProbe.__call__
 
-    def hiccup(self: Probe, way: Way, time: float) -> Measurement:
+    def hiccup(self: StepProbe, way: Way, time: float) -> Measurement:
         found = original(self, way, time)
         return found if time else found.model_copy(update={"sample_seconds": 100 * max(before)})
 
-    monkeypatch.setattr(Probe, "__call__", hiccup)
+    monkeypatch.setattr(StepProbe, "__call__", hiccup)
     again = run(tmp_path / "b", make_job(VARIANT))
     assert seconds == [0.0, planner.SURE_SECONDS]
     assert "measured at an earlier start" in plan_of(again)["notes"][0]

@@ -20,7 +20,7 @@ from drivetrain.plan import tune as tuning
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.tune import Scope, tune
 from drivetrain.planning import planner
-from drivetrain.planning.probe import Journal, Probe
+from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.run import Setup
 from tests.planning.test_planner import plan_of, rows
 
@@ -81,7 +81,7 @@ def test_a_probe_that_runs_out_of_memory_leaves_everything_as_it_was(tmp_path: P
     run = Setup.join(job_of(), configure(output_dir=tmp_path), quiet=True)
     try:
         model = run.build()
-        probe = Probe(
+        probe = StepProbe(
             run.job,
             model,
             run.world,
@@ -118,7 +118,7 @@ def test_memory_is_forecast_and_not_run_into(
     run = Setup.join(job_of(), configure(output_dir=tmp_path, precision="fp32"), quiet=True)
     try:
         model = run.build()
-        probe = Probe(
+        probe = StepProbe(
             run.job,
             model,
             run.world,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from drivetrain.config import configure
-from drivetrain.core.launchers import Place, find_place
+from drivetrain.core.launchers import ProcessPlace, find_place
 from drivetrain.run.launched import obey_launcher, unused_gpus
 
 
-def accelerate(**told: str) -> Place:
+def accelerate(**told: str) -> ProcessPlace:
     return find_place(
         {"ACCELERATE_MIXED_PRECISION": "no", **{f"ACCELERATE_{name}": value for name, value in told.items()}}
     )
@@ -55,16 +55,16 @@ def test_accelerate(told: dict[str, str], values: dict[str, Any], expected: tupl
 
 def test_other_launchers_say_nothing() -> None:
     config = configure()
-    assert obey_launcher(config, Place("torchrun", 0, 2)) == (config, [])
+    assert obey_launcher(config, ProcessPlace("torchrun", 0, 2)) == (config, [])
 
 
 def test_plain_python_says_how_to_use_all_gpus() -> None:
     four = [torch.device("cuda", index) for index in range(4)]
-    python = Place("python")
+    python = ProcessPlace("python")
     assert unused_gpus(python, four, "auto", "train.py") == (
         "4 GPUs are here, and one process uses one: cuda:0. To use all: drivetrain launch train.py"
     )
     assert "drivetrain train digits" in unused_gpus(python, four, "auto", "digits")
     assert unused_gpus(python, four[:1], "auto", "train.py") == ""
     assert unused_gpus(python, four, "data_parallel", "train.py") == ""
-    assert unused_gpus(Place("torchrun", 0, 4), four, "auto", "train.py") == ""
+    assert unused_gpus(ProcessPlace("torchrun", 0, 4), four, "auto", "train.py") == ""

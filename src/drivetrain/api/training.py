@@ -32,7 +32,7 @@ from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import Books, NoBooks
 from drivetrain.plan.plan import Plan
 from drivetrain.planning.batch_size import settle_global_batch
-from drivetrain.planning.planner import Told, settle
+from drivetrain.planning.planner import PlanningProgress, settle
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
@@ -136,7 +136,7 @@ class _Run(Setup):
             model = built or self.build()
             changes = self.changes_since_start(model, folder, checkpoint.step if checkpoint else None)
             settle_weighting(self, model, checkpoint)
-            plan = self.do_without_compiler(settle(self, model, checkpoint, Told(quiet=self.quiet)))
+            plan = self.do_without_compiler(settle(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():
                 return self._train(_Start(folder, checkpointer, checkpoint, model, plan, changes))
         finally:

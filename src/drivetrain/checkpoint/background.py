@@ -18,7 +18,7 @@ from typing import Any
 
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.errors import CheckpointError
-from drivetrain.checkpoint.failure import Failure
+from drivetrain.checkpoint.failure import SaveFailure
 from drivetrain.checkpoint.frozen import Split
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
@@ -97,7 +97,7 @@ class BackgroundSaver:
                     step, staged, json.loads(text), split, until_copied=until_copied, is_wanted=save.is_wanted
                 )
             except Exception as error:  # noqa: BLE001  (whatever it is, training goes on, and it is reported)
-                failure = Failure.of(error, self._checkpointer.folder, f"step {step} cannot be saved")
+                failure = SaveFailure.of(error, self._checkpointer.folder, f"step {step} cannot be saved")
                 save.failure = failure.error()
             else:
                 if not is_saved:

@@ -25,7 +25,7 @@ import torch
 
 from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
-from drivetrain.checkpoint.failure import Failure
+from drivetrain.checkpoint.failure import SaveFailure
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.frozen import FrozenMovedError, FrozenReport, FrozenWeights, Split
 from drivetrain.checkpoint.manifest import (
@@ -64,7 +64,7 @@ T = TypeVar("T")
 class RankReport(Value):
     """Tells rank 0 what a rank wrote, or why it could not."""
 
-    failure: Failure | None = None
+    failure: SaveFailure | None = None
     file: StoredFile | None = None  # none for a rank that has no data
     table: str = ""  # a RankTable, as JSON: compared as text to detect changes
     is_wanted: bool = True  # false: its step turned out to be bad
@@ -165,7 +165,9 @@ class Checkpointer:
                 report = report.model_copy(update=self._write_shared(shared, to_share))
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
             moved = (error.key,) if isinstance(error, FrozenMovedError) else ()
-            report = RankReport(failure=Failure.of(error, self.folder, doing, needed_bytes, free_bytes), moved=moved)
+            report = RankReport(
+                failure=SaveFailure.of(error, self.folder, doing, needed_bytes, free_bytes), moved=moved
+            )
         report = report.model_copy(update={"is_wanted": is_wanted()})
         reports = [RankReport.from_json(text) for text in self._world.gather(report.model_dump_json())]
         self.frozen.note_moved(step, {key for report in reports for key in report.moved})
@@ -204,7 +206,7 @@ class Checkpointer:
                 return None
             checkpoint, own_failure = self._examine(step)
             failures = self._failures(own_failure)
-            found = Failure.joined(failures)
+            found = SaveFailure.joined(failures)
             if checkpoint is not None and found is None:
                 # Out of the way of the steps to come. Where there is nothing to go on from, they are left as they are:
                 # once the shared files are back, so are they.
@@ -277,8 +279,8 @@ class Checkpointer:
             num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in (*shards, *to_share))
             report = self.frozen.report(split, self._lost_folders() if self._world.is_main else ())
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-            failure = Failure.of(error, self.folder, doing)
-        if found := Failure.joined(self._failures(failure)):
+            failure = SaveFailure.of(error, self.folder, doing)
+        if found := SaveFailure.joined(self._failures(failure)):
             raise found.error()
         answers = self._world.gather([step, num_bytes, report.model_dump(mode="json")])
         steps = sorted({answer[0] for answer in answers})
@@ -387,7 +389,7 @@ class Checkpointer:
         final = self.folder / step_name(step)
         renamed = False
         try:
-            if failure := Failure.joined([report.failure for report in reports]):
+            if failure := SaveFailure.joined([report.failure for report in reports]):
                 raise failure.error()
             tensors = self._whole_tensors(reports)
             frozen, folders = self.frozen.shared_by(split), dict(self.frozen.folders)
@@ -534,7 +536,7 @@ class Checkpointer:
 
     # Finding
 
-    def _examine(self, step: int) -> tuple[Checkpoint | None, Failure | None]:
+    def _examine(self, step: int) -> tuple[Checkpoint | None, SaveFailure | None]:
         """Verify this rank's share of a checkpoint: the manifest, and every n-th file."""
         path = self.folder / step_name(step)
         try:
@@ -543,7 +545,7 @@ class Checkpointer:
                 raise CheckpointDamagedError(f"{path} holds step {checkpoint.step}", path=path)
             checkpoint.verify(checkpoint.files[self._world.rank :: self._world.size])
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-            return None, Failure.of(error, path, "it cannot be verified")
+            return None, SaveFailure.of(error, path, "it cannot be verified")
         return checkpoint, None
 
     def _set_aside(self, step: int, reason: str) -> str:
@@ -596,17 +598,17 @@ class Checkpointer:
             try:
                 answer["value"] = decide()
             except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-                answer["failure"] = Failure.of(error, self.folder, doing, needed_bytes, free_bytes).model_dump()
+                answer["failure"] = SaveFailure.of(error, self.folder, doing, needed_bytes, free_bytes).model_dump()
         answer = self._world.agree(answer)
         if "failure" in answer:
-            raise Failure.model_validate(answer["failure"]).error()
+            raise SaveFailure.model_validate(answer["failure"]).error()
         value: T = answer["value"]
         return value
 
-    def _failures(self, own: Failure | None) -> list[Failure | None]:
+    def _failures(self, own: SaveFailure | None) -> list[SaveFailure | None]:
         """Return every rank's failure, in rank order."""
         records = self._world.gather(own.model_dump() if own else None)
-        return [Failure.model_validate(record) if record else None for record in records]
+        return [SaveFailure.model_validate(record) if record else None for record in records]
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -26,7 +26,7 @@ class _Info(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Source(Protocol):
+class ExportSource(Protocol):
     """A checkpoint, or anything else that has whole tensors by key."""
 
     @property
@@ -58,7 +58,7 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def export(checkpoint: Source, path: Path, prefix: str = "model/", instead: str = "") -> Path:
+def export(checkpoint: ExportSource, path: Path, prefix: str = "model/", instead: str = "") -> Path:
     """Write the whole tensors below the prefix, named without it, in the format of the suffix of `path`.
 
     `.pt`, `.pth` and `.bin` get a state_dict by `torch.save`; any other allowed name gets safetensors, for which one

@@ -17,7 +17,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 }
 
 
-class Failure(Value):
+class SaveFailure(Value):
     message: str
     remedy: str = ""
     path: str = ""
@@ -28,7 +28,7 @@ class Failure(Value):
     @classmethod
     def of(
         cls, error: Exception, folder: Path, doing: str, needed_bytes: int | None = None, free_bytes: int | None = None
-    ) -> "Failure":
+    ) -> "SaveFailure":
         if isinstance(error, CheckpointError):
             return cls(
                 message=error.message,
@@ -54,7 +54,7 @@ class Failure(Value):
         )
 
     @classmethod
-    def joined(cls, by_rank: Sequence["Failure | None"]) -> "Failure | None":
+    def joined(cls, by_rank: Sequence["SaveFailure | None"]) -> "SaveFailure | None":
         """Join the failures of all ranks into one, with each failed rank's message; None if none failed."""
         ranks: dict[str, list[int]] = {}
         for rank, failure in enumerate(by_rank):

@@ -26,7 +26,7 @@ LEFT_FREE = 0.1  # of a device's memory, besides a clone: a later step may need 
 PAGE_BYTES = 4096
 
 
-class Layout(NamedTuple):
+class StagingLayout(NamedTuple):
     """The memory that a tensor needs; one state after the other has the same."""
 
     device: torch.device
@@ -35,14 +35,14 @@ class Layout(NamedTuple):
 
 
 @dataclass
-class Piece:
+class StagingPiece:
     """Memory for some of the tensors."""
 
     capacity: int
     used: int = 0
     offsets: dict[int, int] = field(default_factory=dict)  # number of a tensor -> its first byte
 
-    def views(self, memory: Tensor, layouts: Sequence[Layout]) -> dict[int, Tensor]:
+    def views(self, memory: Tensor, layouts: Sequence[StagingLayout]) -> dict[int, Tensor]:
         return {
             number: memory[offset : offset + _num_bytes(layouts[number])]
             .view(layouts[number].dtype)
@@ -56,7 +56,7 @@ class Staging:
 
     def __init__(self, *, clones: bool | None = None) -> None:
         self._clones = clones  # on the device; None: where it has the memory
-        self._layouts: list[Layout] = []
+        self._layouts: list[StagingLayout] = []
         self._copies: list[_Copy] = []
 
     def prepare(self, shards: Sequence[Shard]) -> None:
@@ -64,7 +64,7 @@ class Staging:
 
         Costs time, so do it before the first `take`, in another thread.
         """
-        layouts = [Layout(shard.tensor.device, shard.tensor.dtype, shard.tensor.shape) for shard in shards]
+        layouts = [StagingLayout(shard.tensor.device, shard.tensor.dtype, shard.tensor.shape) for shard in shards]
         if layouts == self._layouts:
             return
         self._layouts, self._copies = [], []  # the old memory is freed first
@@ -98,7 +98,7 @@ class Staging:
 class _Copy:
     """Copies tensors that are in host memory already, or that no stream orders."""
 
-    def __init__(self, layouts: Sequence[Layout], numbers: Sequence[int], *, pinned: bool = False) -> None:
+    def __init__(self, layouts: Sequence[StagingLayout], numbers: Sequence[int], *, pinned: bool = False) -> None:
         self._pieces = _packed(layouts, numbers)
         self._memory = [_host_memory(piece.used, pinned) for piece in self._pieces]
         views: dict[int, Tensor] = {}
@@ -117,7 +117,7 @@ class _Copy:
 
 class _CudaCopy(_Copy):
     def __init__(
-        self, device: torch.device, layouts: Sequence[Layout], numbers: Sequence[int], clones: bool | None
+        self, device: torch.device, layouts: Sequence[StagingLayout], numbers: Sequence[int], clones: bool | None
     ) -> None:
         super().__init__(layouts, numbers, pinned=True)
         self._device = device
@@ -139,7 +139,7 @@ class _CudaCopy(_Copy):
     def clones(self) -> bool:
         return bool(self._clone_memory)
 
-    def _make_clones(self, layouts: Sequence[Layout], *, must: bool) -> None:
+    def _make_clones(self, layouts: Sequence[StagingLayout], *, must: bool) -> None:
         try:
             memory = [torch.empty(piece.used, dtype=torch.uint8, device=self._device) for piece in self._pieces]
         except torch.OutOfMemoryError:
@@ -175,16 +175,16 @@ class _CudaCopy(_Copy):
         self._copied.synchronize()
 
 
-def _packed(layouts: Sequence[Layout], numbers: Sequence[int]) -> list[Piece]:
+def _packed(layouts: Sequence[StagingLayout], numbers: Sequence[int]) -> list[StagingPiece]:
     """Pack large tensors first, each into the first piece with room. Sizes are powers of two, as pinned memory is."""
     sizes = {number: -(-_num_bytes(layouts[number]) // ALIGNMENT) * ALIGNMENT for number in numbers}
     usual = min(PIECE_BYTES, _power_of_two(sum(sizes.values())))
-    pieces: list[Piece] = []
+    pieces: list[StagingPiece] = []
     for number in sorted(numbers, key=lambda number: -sizes[number]):
         size = sizes[number]
         piece = next((piece for piece in pieces if piece.used + size <= piece.capacity), None)
         if piece is None:
-            piece = Piece(max(usual, _power_of_two(size)))
+            piece = StagingPiece(max(usual, _power_of_two(size)))
             pieces.append(piece)
         piece.offsets[number] = piece.used
         piece.used += size
@@ -210,7 +210,7 @@ def has_room(device: torch.device, num_bytes: int) -> bool:
     return num_bytes <= free - LEFT_FREE * total
 
 
-def _num_bytes(layout: Layout) -> int:
+def _num_bytes(layout: StagingLayout) -> int:
     return math.prod(layout.shape) * layout.dtype.itemsize
 
 

@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """One process of a job."""
 
     launcher: str  # `python`, `drivetrain`, `torchrun`, `accelerate`, `deepspeed`, `srun`, `mpirun`
@@ -84,7 +84,7 @@ _TABLE = (
 _ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_CPU")
 
 
-def find_place(environ: Mapping[str, str] | None = None) -> Place:
+def find_place(environ: Mapping[str, str] | None = None) -> ProcessPlace:
     """Return this process's place; without a launcher, a world of one under plain `python`."""
     environ = os.environ if environ is None else environ
     for names in _TABLE:
@@ -94,7 +94,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place:
                 told = tuple((name, environ[name]) for name in _ACCELERATE if environ.get(name))
                 place = replace(place, settings=told)
             return _with_main(place, names, environ)
-    return Place("python")
+    return ProcessPlace("python")
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -105,9 +105,9 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in meant}
 
 
-def _read(names: _Names, environ: Mapping[str, str]) -> Place:
+def _read(names: _Names, environ: Mapping[str, str]) -> ProcessPlace:
     if names.launcher == "accelerate" and not environ.get("RANK"):
-        return Place("accelerate")  # one process: it sets no ranks
+        return ProcessPlace("accelerate")  # one process: it sets no ranks
     numbers = {name: _number(name, environ) for name in (names.rank, names.size)}
     rank, size = numbers[names.rank], numbers[names.size]
     missing = [name for name, value in numbers.items() if value is None]
@@ -125,7 +125,7 @@ def _read(names: _Names, environ: Mapping[str, str]) -> Place:
             remedy="ranks go from 0 to the number of processes less 1; let a launcher set both",
         )
     # Where only the two are given, all ranks are taken to be here; more ranks than devices is checked where they are.
-    return Place(
+    return ProcessPlace(
         names.launcher,
         rank,
         size,
@@ -145,7 +145,7 @@ def _tasks_on(names: _Names, environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def _with_main(place: Place, names: _Names, environ: Mapping[str, str]) -> Place:
+def _with_main(place: ProcessPlace, names: _Names, environ: Mapping[str, str]) -> ProcessPlace:
     """Add the rendezvous address and port: those of the environment, or those that this launcher implies."""
     if place.size == 1 and not environ.get("MASTER_ADDR"):
         return place
@@ -162,7 +162,7 @@ def _with_main(place: Place, names: _Names, environ: Mapping[str, str]) -> Place
     return replace(place, main_address=address, main_port=port)
 
 
-def _main_address(place: Place, environ: Mapping[str, str]) -> str:
+def _main_address(place: ProcessPlace, environ: Mapping[str, str]) -> str:
     if place.launcher == "srun":
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
         if (_number("SLURM_STEP_NUM_NODES", environ) or 1) == 1:

@@ -41,7 +41,7 @@ class StepOutcome(NamedTuple):
     grad_norm: Tensor | None
     skipped: Tensor | float = 0.0  # above 0 if the optimizer left the weights as they were (fp16, infinite gradients)
     packed: Tensor | None = None  # what `pack` gives, where the device has it already; overwritten by the next step
-    note: "Note | None" = None  # the table row with what `pack` gives, until it is read
+    note: "TableRow | None" = None  # the table row with what `pack` gives, until it is read
     named: PartTotals | None = None  # of a loss with named parts, which has no `losses`
 
     def parts(self) -> list[Tensor | float]:
@@ -73,7 +73,7 @@ class Noted:
             for dtype, width in ((torch.float32, 1), (torch.float64, self.OWN_VALUES + num_part_values))
         ]
         self._chosen: Tensor | None = None
-        self._unsent: list[Note] = []
+        self._unsent: list[TableRow] = []
         self.num_unsent = 0  # replays
         self._free: list[_Slot] = []
 
@@ -94,16 +94,16 @@ class Noted:
         assert self._chosen is not None
         return self._chosen
 
-    def expect(self, place: int, count: int = 1, stride: int = 1) -> "Note":
+    def expect(self, place: int, count: int = 1, stride: int = 1) -> "TableRow":
         """Announce the next replay, or `count` replays `stride` rows apart. Call this before the first one starts."""
         if self._unsent and place <= self._unsent[-1].last:
             self.send()  # the rows are reused: copy the old ones before they are overwritten
-        note = Note(self, place, count, stride)
+        note = TableRow(self, place, count, stride)
         self._unsent.append(note)
         self.num_unsent += count
         return note
 
-    def cut(self, note: "Note", count: int) -> None:
+    def cut(self, note: "TableRow", count: int) -> None:
         """Shorten the note that was expected last to `count` replays: the others were never started."""
         fewer = note.count - count
         note.count, note.last = count, note.last - fewer * note.stride
@@ -149,7 +149,7 @@ class _Sent:
     def __init__(self, noted: Noted, slot: "_Slot | None", rows: Any, first: int, unread: int) -> None:
         self._noted, self._slot, self._rows, self._first, self._unread = noted, slot, rows, first, unread
 
-    def take(self, note: "Note") -> list[list[float]]:
+    def take(self, note: "TableRow") -> list[list[float]]:
         if self._slot is not None:
             self._slot.event.synchronize()  # the host waits here for those steps
         first = note.place - self._first
@@ -163,7 +163,7 @@ class _Sent:
         return self._slot is None or bool(self._slot.event.query())  # type: ignore[no-untyped-call]
 
 
-class Note:
+class TableRow:
     """The results of one replay or of several consecutive ones. Can be read only once."""
 
     __slots__ = ("count", "last", "noted", "place", "sent", "stride")
@@ -241,7 +241,7 @@ class Reading:
             slot.event.record(torch.cuda.current_stream(device))
 
     @property
-    def note(self) -> Note | None:
+    def note(self) -> TableRow | None:
         return self._outcome.note
 
     def values(self) -> Values:

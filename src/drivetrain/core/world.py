@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.launchers import Place, find_place
+from drivetrain.core.launchers import ProcessPlace, find_place
 
 
 class World:
@@ -78,7 +78,7 @@ class World:
         return world
 
     @staticmethod
-    def detect(environ: Mapping[str, str] | None = None) -> Place:
+    def detect(environ: Mapping[str, str] | None = None) -> ProcessPlace:
         """Return the launcher of this process, and its ranks. Joins nothing."""
         return find_place(environ)
 

@@ -16,7 +16,7 @@ from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.orphan_guard import Guard
 from drivetrain.launch.signals import StopWish, hearing
 from drivetrain.launch.supervisor import TICK_SECONDS
-from drivetrain.launch.workers import Crew, Start, Task
+from drivetrain.launch.workers import Crew, Start, WorkerTask
 
 _SAY_AFTER_SECONDS = 5.0
 
@@ -25,7 +25,7 @@ class Follower:
     """Follows the main machine. `run` returns the exit code that the main machine gave the job."""
 
     def __init__(
-        self, task: Task, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
+        self, task: WorkerTask, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
     ) -> None:
         self._task, self._layout, self._options, self._output_dir = task, layout, options, output_dir
         self._code = code

@@ -11,7 +11,7 @@ from drivetrain.launch.follower import Follower
 from drivetrain.launch.layout import make_layout
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.supervisor import Supervisor
-from drivetrain.launch.workers import Task
+from drivetrain.launch.workers import WorkerTask
 
 SKIP_PREFLIGHT = "DRIVETRAIN_SKIP_PREFLIGHT"
 
@@ -29,7 +29,7 @@ def start(
     if script is not None:
         check_script(script)
     layout = make_layout(options, hardware)
-    task = Task(words, {SKIP_PREFLIGHT: "1"} if skip_preflight else {})
+    task = WorkerTask(words, {SKIP_PREFLIGHT: "1"} if skip_preflight else {})
     code = {**code_version("" if script is None else str(script)), "arguments": " ".join(words[1:])}
     if layout.node_rank == 0 and os.environ.get("DRIVETRAIN_LAUNCHED"):
         raise DrivetrainError(

@@ -37,7 +37,7 @@ from drivetrain.launch.root_cause import (
     node_lost,
 )
 from drivetrain.launch.signals import hearing
-from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, Start, Task
+from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, Start, WorkerTask
 
 TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only
@@ -79,7 +79,7 @@ class Supervisor:
     """Supervises a job. `run` returns the exit code."""
 
     def __init__(
-        self, task: Task, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
+        self, task: WorkerTask, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
     ) -> None:
         self._task, self._layout, self._options, self._output_dir = task, layout, options, output_dir
         self._code = code

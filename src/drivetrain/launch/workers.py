@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.launchers import Place
+from drivetrain.core.launchers import ProcessPlace
 from drivetrain.core.supervision import CHANNEL
 from drivetrain.hardware.cgroups import oom_kills
 from drivetrain.launch.control import TOKEN
@@ -34,7 +34,7 @@ _LONGEST_REPORT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """The command that every worker runs: `script FILE ARGUMENTS` or `command NAME FLAGS`."""
 
     words: tuple[str, ...]
@@ -70,7 +70,7 @@ class Crew:
     """Emits events: `run`, `step`, `checkpoint`, `end`, `failure`, `left`, `interrupted`, and `gone` once all ended."""
 
     def __init__(
-        self, task: Task, layout: Layout, start: Start, logs: RankLogs, guard: Guard, store: socket.socket | None
+        self, task: WorkerTask, layout: Layout, start: Start, logs: RankLogs, guard: Guard, store: socket.socket | None
     ) -> None:
         self._layout, self._logs, self._guard = layout, logs, guard
         self._host = socket.gethostname()
@@ -84,10 +84,10 @@ class Crew:
             for local_rank in range(layout.num_processes)
         ]
 
-    def _start(self, task: Task, start: Start, local_rank: int, store: socket.socket | None) -> _Worker:
+    def _start(self, task: WorkerTask, start: Start, local_rank: int, store: socket.socket | None) -> _Worker:
         rank = start.first_rank + local_rank
         layout = self._layout
-        place = Place(
+        place = ProcessPlace(
             "drivetrain", rank, start.world_size, local_rank, layout.num_processes, start.main_address, start.store_port
         )
         output, output_there = os.pipe()

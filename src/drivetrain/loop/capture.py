@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import Note, Noted, StepOutcome
+from drivetrain.core.records import Noted, StepOutcome, TableRow
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place, Stretch
@@ -62,13 +62,13 @@ class _Passage(NamedTuple):
         self.window.place.add_(self.num_samples)
         return outcome
 
-    def begin(self, start: int, most: int) -> Note:
+    def begin(self, start: int, most: int) -> TableRow:
         """Prepare for up to `most` replays from sample `start` on, each on the samples after the previous one's."""
         note = self.noted.expect(start, most, self.num_samples)
         self.window.go_to(start)
         return note
 
-    def end(self, note: Note, count: int) -> None:
+    def end(self, note: TableRow, count: int) -> None:
         """Record that `count` of the replays were enqueued."""
         self.noted.cut(note, count)
         self.window.passed(count * self.num_samples)

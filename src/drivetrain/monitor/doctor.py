@@ -70,7 +70,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Symptom:
     kind: str  # `input-bound`, …, `compute-bound`, `balanced`, `too short`
     share: float  # of the time
     words: str  # what was measured
@@ -92,11 +92,11 @@ class Finding:
 class Diagnosis:
     """The findings of one look; there is always at least one."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Symptom, ...]
     steps: int  # that were looked at
 
     @property
-    def leading(self) -> Finding:
+    def leading(self) -> Symptom:
         return self.findings[0]
 
     @property
@@ -115,7 +115,7 @@ def diagnose(seen: Observed) -> Diagnosis:
     seconds = seen.steps * seen.step_seconds
     if not is_enough(seen.steps, seconds):
         words = f"{seen.steps} steps in {seconds:.1f} s are too short to judge"
-        return Diagnosis((Finding("too short", 0.0, words),), seen.steps)
+        return Diagnosis((Symptom("too short", 0.0, words),), seen.steps)
     held_up = sorted(
         (finding for finding in _hold_ups(seen) if finding.share >= NOTABLE), key=lambda finding: -finding.share
     )
@@ -124,7 +124,7 @@ def diagnose(seen: Observed) -> Diagnosis:
     return Diagnosis((*leading, *_use(seen, is_led=bool(leading)), *lesser, *_memory_limit(seen)), seen.steps)
 
 
-def _hold_ups(seen: Observed) -> Iterator[Finding]:
+def _hold_ups(seen: Observed) -> Iterator[Symptom]:
     yield _input(seen)
     yield _copy(seen)
     yield _communication(seen)
@@ -136,14 +136,14 @@ def _hold_ups(seen: Observed) -> Iterator[Finding]:
         if name not in COMPUTE and name not in _TOLD_APART:
             words = f"{_of_time(seen, name)} goes to {name}"
             next_step = "let hooks run less often (`every`), or do less" if name == "hooks" else ""
-            yield Finding(f"{name}-bound", seen.share(name), words, next_step, _gain(seen, seconds / 2) or None)
+            yield Symptom(f"{name}-bound", seen.share(name), words, next_step, _gain(seen, seconds / 2) or None)
 
 
 _TOLD_APART = frozenset({"data", "copy", "communication", "checkpoint", "validation"})
 _NO_PROBLEM = frozenset({"compute-bound", "bandwidth-bound", "balanced", "too short"})
 
 
-def _input(seen: Observed) -> Finding:
+def _input(seen: Observed) -> Symptom:
     """Judge loading, which takes L per step.
 
     W workers share it in parallel with the rest of the step, r; without workers it comes before it. Either way all of
@@ -151,7 +151,7 @@ def _input(seen: Observed) -> Finding:
     """
     if seen.is_resident:
         words = f"waits {_of_time(seen, 'data')} for batches that the device gathers from data it holds"
-        return Finding(
+        return Symptom(
             "input-bound", seen.share("data"), words, "see with nvidia-smi whether others use the device, too"
         )
     whole, waited = seen.step_seconds, seen.phases.get("data", 0.0)
@@ -166,13 +166,13 @@ def _input(seen: Observed) -> Finding:
 
     cheaper = "make items cheaper: decode beforehand, keep tensors in memory, do less per item or do it on the device"
     if not seen.may_add_workers:
-        return Finding("input-bound", seen.share("data"), words, f"this data is read in one pass; {cheaper}")
+        return Symptom("input-bound", seen.share("data"), words, f"this data is read in one pass; {cheaper}")
     candidates = range(now + 1, max(seen.num_cores, now) + 1)
     best = min((forecast(workers) for workers in candidates), default=whole)
     gain = whole / best if best else 1.0
     if gain < WORTH_IT:
         limit = f"{seen.num_cores} core{'s' if seen.num_cores > 1 else ''}"
-        return Finding("input-bound", seen.share("data"), words, f"more workers would not help on {limit}; {cheaper}")
+        return Symptom("input-bound", seen.share("data"), words, f"more workers would not help on {limit}; {cheaper}")
     workers = next(workers for workers in candidates if forecast(workers) <= 1.02 * best)
     left = max(0.0, best - rest) / best
     still = f", and still waits {left:.0%}" if left >= NOTABLE else ""
@@ -180,10 +180,10 @@ def _input(seen: Observed) -> Finding:
         f"--num-workers {workers} (now {now}) gains about {gain:.1f} ×{still}, "
         f"if loading scales with processes on {seen.num_cores} cores"
     )
-    return Finding("input-bound", seen.share("data"), words, next_step, gain)
+    return Symptom("input-bound", seen.share("data"), words, next_step, gain)
 
 
-def _copy(seen: Observed) -> Finding:
+def _copy(seen: Observed) -> Symptom:
     """Judge copying: half the bytes take half the time.
 
     Pinned by a separate process, a batch is copied in parallel with the step before it. The pinning is a copy, too, at
@@ -202,10 +202,10 @@ def _copy(seen: Observed) -> Finding:
         if pinned >= WORTH_IT:
             next_step = f"{flags} gains about {pinned:.1f} ×, if copies hide behind the step before; or {next_step}"
             gain = max(gain, pinned)
-    return Finding("copy-bound", seen.share("copy"), words, next_step, gain)
+    return Symptom("copy-bound", seen.share("copy"), words, next_step, gain)
 
 
-def _communication(seen: Observed) -> Finding:
+def _communication(seen: Observed) -> Symptom:
     """Judge communication: the part that is not overlapped takes as long for a global batch of twice the size."""
     words = (
         f"waits {_of_time(seen, 'communication')} for gradients of {seen.world_size} processes, or for the slowest of "
@@ -217,10 +217,10 @@ def _communication(seen: Observed) -> Finding:
         "a faster link, fewer processes, or more work between reductions: a global batch of twice the size gains about "
         f"{gain:.1f} × per sample, if the job may have it; --bucket-cap-mb decides how early reductions start"
     )
-    return Finding("communication-bound", seen.share("communication"), words, next_step, gain)
+    return Symptom("communication-bound", seen.share("communication"), words, next_step, gain)
 
 
-def _checkpoint(seen: Observed) -> Finding:
+def _checkpoint(seen: Observed) -> Symptom:
     """Judge saves: in the background only the copy is left, unless a save is due before the previous one is done."""
     waited, every = seen.phases.get("checkpoint", 0.0), seen.steps / max(seen.num_saves, 1)
     share = seen.share("checkpoint")
@@ -228,12 +228,12 @@ def _checkpoint(seen: Observed) -> Finding:
     saves = f"{seen.num_saves} save{'' if seen.num_saves == 1 else 's'} of {seen.save_seconds:.2f} s"
     words = f"waits {_of_time(seen, 'checkpoint')} for checkpoints, {saves}"
     if not seen.num_saves:
-        return Finding("checkpoint-bound", share, words)
+        return Symptom("checkpoint-bound", share, words)
     if not seen.saves_beside:
         gain = seen.step_seconds / max(rest, seen.save_seconds / every, 1e-12)
         next_step = f"leave --no-async-save out: saves beside training gain {gain:.1f} × at most"
         if gain >= WORTH_IT:
-            return Finding("checkpoint-bound", share, words, next_step, gain)
+            return Symptom("checkpoint-bound", share, words, next_step, gain)
     # As rare as brings the wait down to what is tolerable; and no save is due before the last one is done.
     rarer = ceil(max(share / (1 - share) / TOLERABLE if share < 1 else 2.0, 2.0))
     if seen.save_waits and rest:
@@ -241,24 +241,24 @@ def _checkpoint(seen: Observed) -> Finding:
         words += ", each due before the last one was done"
     gain = _gain(seen, waited * (1 - 1 / rarer))
     next_step = f"--checkpoint-every {round(every) * rarer} (now about {round(every)}) gains about {gain:.1f} ×"
-    return Finding("checkpoint-bound", share, words, next_step, gain)
+    return Symptom("checkpoint-bound", share, words, next_step, gain)
 
 
-def _validation(seen: Observed) -> Finding:
+def _validation(seen: Observed) -> Symptom:
     """Judge validation: half as often takes half of the time."""
     share, spent = seen.share("validation"), seen.phases.get("validation", 0.0)
     times = f"{seen.num_validations} time{'' if seen.num_validations == 1 else 's'}"
     words = f"spends {_of_time(seen, 'validation')} on validation, {times} in {seen.steps} steps"
     if not seen.num_validations or share >= 1:
-        return Finding("validation-bound", share, words)
+        return Symptom("validation-bound", share, words)
     rarer = max(2, ceil(share / (1 - share) / TOLERABLE))
     gain = _gain(seen, spent * (1 - 1 / rarer))
     every = round(seen.steps / seen.num_validations)
     next_step = f"--valid-every {every * rarer} (now about {every}) gains about {gain:.1f} ×; or fewer held-out samples"
-    return Finding("validation-bound", share, words, next_step, gain)
+    return Symptom("validation-bound", share, words, next_step, gain)
 
 
-def _launch(seen: Observed) -> Iterator[Finding]:
+def _launch(seen: Observed) -> Iterator[Symptom]:
     """Detect launch overhead: the host never waited for the device, though it reads each step's outcome.
 
     So the device waits for the host. How long, the driver's count of busy time says: what is missing of the phases that
@@ -286,17 +286,17 @@ def _launch(seen: Observed) -> Iterator[Finding]:
     ways.append("a larger global batch, if the job may have it")
     gain = None if seen.busy is None or idle >= 1 else 1 / (1 - idle)
     at_most = "" if gain is None else f": {gain:.1f} × at most, which leaves no gap between kernels"
-    yield Finding("launch-bound", idle, words, "; ".join(ways) + at_most, gain)
+    yield Symptom("launch-bound", idle, words, "; ".join(ways) + at_most, gain)
 
 
-def _retries(seen: Observed) -> Iterator[Finding]:
+def _retries(seen: Observed) -> Iterator[Symptom]:
     if not seen.allocation_retries or not seen.steps:
         return
     words = (
         f"device memory ran out {seen.allocation_retries} times in {seen.steps} steps: each time the allocator waited "
         "for the device, gave its cache back and tried again"
     )
-    yield Finding(
+    yield Symptom(
         "memory-bound", min(1.0, seen.allocation_retries / seen.steps), words, f"{_SMALLER}; {_SEGMENTS}", None
     )
 
@@ -305,35 +305,35 @@ _SMALLER = "a smaller --batch-size (the global batch stays), or --activations re
 _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if sizes vary"
 
 
-def _memory_limit(seen: Observed) -> Iterator[Finding]:
+def _memory_limit(seen: Observed) -> Iterator[Symptom]:
     if seen.memory_held is not None and seen.memory_held >= NEARLY_FULL and not seen.allocation_retries:
         words = f"{seen.memory_held:.0%} of the device's memory is held: close to the limit, not slower for it"
-        yield Finding("memory-bound", 0.0, words, f"before it runs out: {_SMALLER}", None)
+        yield Symptom("memory-bound", 0.0, words, f"before it runs out: {_SMALLER}", None)
 
 
-def _use(seen: Observed, *, is_led: bool) -> Iterator[Finding]:
+def _use(seen: Observed, *, is_led: bool) -> Iterator[Symptom]:
     """Yield how the device is used while it computes."""
     share = seen.share(*COMPUTE)
     if share < 0.5:
         if not is_led:
-            yield Finding("balanced", share, f"computes {share:.0%} of the time, and nothing else stands out")
+            yield Symptom("balanced", share, f"computes {share:.0%} of the time, and nothing else stands out")
         return
     if is_led and any(finding.kind == "launch-bound" for finding in _launch(seen)):
         return  # most of this time the device was idle
     words = f"computes {share:.0%} of the time"
     if seen.mfu is None or seen.peak_flops is None:
         unknown = "" if seen.peak_flops else "; `drivetrain verify --save` measures this device's peak to compare with"
-        yield Finding("compute-bound", share, words + unknown, _faster(seen))
+        yield Symptom("compute-bound", share, words + unknown, _faster(seen))
         return
     words += f", at {seen.mfu:.0%} of the {seen.peak_origin} peak of {seen.peak_flops / 1e12:,.1f} TFLOP/s"
     reads = seen.memory_busy
     if seen.device == "cuda" and seen.mfu < LOW_RATE and reads is not None and reads >= BUSY_MEMORY:
         words += f", while its memory is busy {reads:.0%}: few operations per byte"
-        yield Finding(
+        yield Symptom(
             "bandwidth-bound", share, words, _faster(seen) or "larger matrix products, fewer passes over data"
         )
         return
-    yield Finding("compute-bound", share, words, _faster(seen))
+    yield Symptom("compute-bound", share, words, _faster(seen))
 
 
 def _faster(seen: Observed) -> str:

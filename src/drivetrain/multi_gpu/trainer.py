@@ -18,7 +18,7 @@ from drivetrain.multi_gpu.environment import backend_here
 from drivetrain.multi_gpu.gpu_monitor import GPUMonitor
 from drivetrain.multi_gpu.managers import DataParallelManager, DistributedManager
 from drivetrain.multi_gpu.notes import say
-from drivetrain.multi_gpu.training_run import Outcome, TrainingSpec, run_beside
+from drivetrain.multi_gpu.training_run import TrainingOutcome, TrainingSpec, run_beside
 
 
 class MultiGPUTrainer:
@@ -43,7 +43,7 @@ class MultiGPUTrainer:
         self.model: nn.Module | None = None  # as it was given, without a wrapper
         self.train_loader: DataLoader[Any] | None = None
         self._chosen: ChosenMode | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: TrainingOutcome | None = None
         if self.config.enable_gpu_monitoring:
             self.gpu_monitor.start_monitoring()
 

@@ -168,7 +168,7 @@ def _has_classes(source: Source) -> bool:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """The outcome of a training, on every rank alike."""
 
     result: Result
@@ -176,7 +176,7 @@ class Outcome:
     rows: list[dict[str, Any]]  # what the devices did, of gpu.jsonl
 
 
-async def run_beside(job: Job, config: Config, world: World, notes: list[str], *, quiet: bool) -> Outcome:
+async def run_beside(job: Job, config: Config, world: World, notes: list[str], *, quiet: bool) -> TrainingOutcome:
     """Train in a separate thread, so that the event loop goes on. Cancelled, it saves a checkpoint and ends.
 
     Args:
@@ -199,10 +199,10 @@ async def run_beside(job: Job, config: Config, world: World, notes: list[str], *
         raise
 
 
-def _run(job: Job, config: Config, world: World) -> Outcome:
+def _run(job: Job, config: Config, world: World) -> TrainingOutcome:
     result = train(job, config)
     read = world.agree(_figures(result) if world.is_main else None)
-    return Outcome(result, read["figures"], read["rows"])
+    return TrainingOutcome(result, read["figures"], read["rows"])
 
 
 def _figures(result: Result) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Needs(Value):
     notes: tuple[str, ...] = ()
 
 
-class Layout(Value):
+class MemoryLayout(Value):
     """The placement of state, and whether activations are recomputed."""
 
     strategy: str
@@ -115,17 +115,17 @@ class Layout(Value):
         return words + (", activations recomputed" if self.recomputes else "")
 
 
-def layouts(num_gpus: int) -> Iterator[Layout]:
+def layouts(num_gpus: int) -> Iterator[MemoryLayout]:
     """Yield layouts, from the one that costs the least time to the one that takes the least memory."""
     whole = "ddp" if num_gpus > 1 else "single"
     for recomputes in (False, True):
-        yield Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
+        yield MemoryLayout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
     if num_gpus > 1:
         for recomputes in (False, True):
-            yield Layout(strategy="fsdp", num_gpus=num_gpus, recomputes=recomputes)
+            yield MemoryLayout(strategy="fsdp", num_gpus=num_gpus, recomputes=recomputes)
     for stage in (2, 3) if num_gpus > 1 else (2,):
         for recomputes in (False, True):
-            yield Layout(
+            yield MemoryLayout(
                 strategy="deepspeed",
                 num_gpus=num_gpus,
                 zero_stage=stage,
@@ -134,7 +134,7 @@ def layouts(num_gpus: int) -> Iterator[Layout]:
             )
 
 
-def first_that_fits(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int = 1) -> Layout | None:
+def first_that_fits(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int = 1) -> MemoryLayout | None:
     """Return the cheapest layout in which this many samples at a time fit."""
     return next(
         (layout for layout in layouts(num_gpus) if layout.largest(needs, limit_bytes, micro_batch) >= micro_batch),
@@ -161,7 +161,7 @@ def ways_out(
 def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int, recomputes: bool) -> Iterator[WayOut]:
     whole = "ddp" if num_gpus > 1 else "single"
     recomputes = recomputes and needs.recompute is not None
-    now = Layout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
+    now = MemoryLayout(strategy=whole, num_gpus=num_gpus, recomputes=recomputes)
     line = now.line(needs) or needs.keep
     peak, room = line.peak_bytes(micro_batch), limit_bytes * (1 - FRAGMENTATION)
     smaller = line.largest(limit_bytes, micro_batch - 1)
@@ -216,7 +216,7 @@ def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int,
         )
 
 
-def _smallest_fsdp(needs: Needs, limit_bytes: float, at_least: int, micro_batch: int) -> Layout | None:
+def _smallest_fsdp(needs: Needs, limit_bytes: float, at_least: int, micro_batch: int) -> MemoryLayout | None:
     """Return the FSDP layout with the fewest GPUs like these that fits.
 
     Numbers of GPUs are doubled, each first without recomputing, then with.
@@ -224,7 +224,7 @@ def _smallest_fsdp(needs: Needs, limit_bytes: float, at_least: int, micro_batch:
     number = 2
     while number <= MOST_GPUS:
         for recomputes in (False, True):
-            layout = Layout(strategy="fsdp", num_gpus=number, recomputes=recomputes)
+            layout = MemoryLayout(strategy="fsdp", num_gpus=number, recomputes=recomputes)
             if number >= at_least and layout.largest(needs, limit_bytes, micro_batch) == micro_batch:
                 return layout
         number *= 2

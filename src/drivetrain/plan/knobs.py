@@ -65,7 +65,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Facts:
+class KnobFacts:
     """What is known of a run, its model and its machine when ways of running a step are compared and told."""
 
     way: Way  # that is followed
@@ -93,10 +93,10 @@ class Others(Value):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanningOutcome:
     """How planning went, for the words of a plan."""
 
-    facts: Facts
+    facts: KnobFacts
     is_measured: bool
     why: str  # nothing was measured
     reasons: Mapping[str, str]  # what measuring decided, by field
@@ -114,11 +114,11 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Told:
+class PlanLine:
     """A line of `choices` in plan.yaml: the setting that pins it, and its value with the reason; None: no line."""
 
     setting: str
-    choice: Callable[[Outcome], Choice[Any] | None]
+    choice: Callable[[PlanningOutcome], Choice[Any] | None]
 
 
 # When a choice is decided, in this order: by memory; by comparing, always or if steps are short; CUDA graphs;
@@ -126,7 +126,7 @@ class Told:
 Stage = Literal["fit", "compare", "compare_short", "capture", "compile", "repeat"]
 
 
-def _nothing(facts: Facts) -> Others:
+def _nothing(facts: KnobFacts) -> Others:
     return Others()
 
 
@@ -140,9 +140,9 @@ class Knob:
     in_words: Callable[[Any], str]  # a value in the description of a way; empty: not mentioned
     by_rule: Callable[[Asked], Any] | None = None  # its value where nothing is measured; None: on if the setting is
     stage: Stage = "compare"
-    others: Callable[[Facts], Others] = _nothing  # what to measure, where it is not pinned
+    others: Callable[[KnobFacts], Others] = _nothing  # what to measure, where it is not pinned
     pinned_by: Callable[[Read], bool] | None = None  # None: where one of its settings is neither `auto` nor None
-    told: tuple[Told, ...] = ()  # its lines in plan.yaml; empty: on or off, under its setting
+    told: tuple[PlanLine, ...] = ()  # its lines in plan.yaml; empty: on or off, under its setting
     is_advised: bool = False  # whether the doctor may advise to set it
     changes_memory: bool = True
 
@@ -157,11 +157,11 @@ class Knob:
         return any(read(name) not in (None, "auto") for name in self.settings)
 
     @property
-    def lines(self) -> tuple[Told, ...]:
+    def lines(self) -> tuple[PlanLine, ...]:
         """The lines in plan.yaml."""
-        return self.told or (Told(self.settings[0], self._tell),)
+        return self.told or (PlanLine(self.settings[0], self._tell),)
 
-    def _tell(self, outcome: Outcome) -> Choice[Any]:
+    def _tell(self, outcome: PlanningOutcome) -> Choice[Any]:
         return Choice(
             value="on" if getattr(outcome.way, self.field) else "off",
             reason=outcome.reason(self.field, self.others(outcome.facts).why_none or "as set"),
@@ -184,7 +184,7 @@ def _micro_batch(asked: Asked) -> int:
     return share
 
 
-def _tell_micro_batch(outcome: Outcome) -> Choice[int]:
+def _tell_micro_batch(outcome: PlanningOutcome) -> Choice[int]:
     facts, whole = outcome.facts, "a rank's whole share of the global batch at once"
     return Choice(
         value=outcome.way.micro_batch // facts.num_devices_here or 1,
@@ -193,7 +193,7 @@ def _tell_micro_batch(outcome: Outcome) -> Choice[int]:
     )
 
 
-def _tell_accumulation(outcome: Outcome) -> Choice[int]:
+def _tell_accumulation(outcome: PlanningOutcome) -> Choice[int]:
     facts = outcome.facts
     return Choice(
         value=-(-facts.rank_samples // outcome.way.micro_batch),
@@ -204,7 +204,7 @@ def _tell_accumulation(outcome: Outcome) -> Choice[int]:
 # Precision
 
 
-def _other_precisions(facts: Facts) -> Others:
+def _other_precisions(facts: KnobFacts) -> Others:
     """Return the precisions that may beat the rule's: casting costs small models more than it gains, on a GPU too."""
     now = facts.way.precision
     if facts.way.repeat == "strict":
@@ -215,7 +215,7 @@ def _other_precisions(facts: Facts) -> Others:
     return Others(values=("bf16",) if is_free else (), least_gain=LEAST_GAIN_OF_BF16)
 
 
-def _tell_precision(outcome: Outcome) -> Choice[str]:
+def _tell_precision(outcome: PlanningOutcome) -> Choice[str]:
     by_rule, tried = outcome.facts.settings.precision, outcome.reasons.get("precision", "")
     reason = by_rule.reason
     if outcome.way.precision != by_rule.value:
@@ -232,7 +232,7 @@ def _tell_precision(outcome: Outcome) -> Choice[str]:
 # Compiling
 
 
-def _tell_compiling(outcome: Outcome) -> Choice[bool]:
+def _tell_compiling(outcome: PlanningOutcome) -> Choice[bool]:
     return Choice(
         value=outcome.way.compile_mode is not None,
         reason=outcome.reason("compile_mode"),
@@ -240,7 +240,7 @@ def _tell_compiling(outcome: Outcome) -> Choice[bool]:
     )
 
 
-def _tell_compile_mode(outcome: Outcome) -> Choice[str] | None:
+def _tell_compile_mode(outcome: PlanningOutcome) -> Choice[str] | None:
     mode = outcome.way.compile_mode
     return None if mode is None else Choice(value=mode, reason="how it is compiled")
 
@@ -248,14 +248,14 @@ def _tell_compile_mode(outcome: Outcome) -> Choice[str] | None:
 # CUDA graphs
 
 
-def _whether_to_capture(facts: Facts) -> Others:
+def _whether_to_capture(facts: KnobFacts) -> Others:
     return Others(values=() if facts.why_not_captured else (True,), why_none=facts.why_not_captured)
 
 
 # Memory format
 
 
-def _tell_channels_last(outcome: Outcome) -> Choice[str]:
+def _tell_channels_last(outcome: PlanningOutcome) -> Choice[str]:
     has_any = outcome.facts.has_convolutions
     return Choice(
         value="on" if outcome.way.channels_last else "off",
@@ -266,7 +266,7 @@ def _tell_channels_last(outcome: Outcome) -> Choice[str]:
 # Activations
 
 
-def _tell_activations(outcome: Outcome) -> Choice[str]:
+def _tell_activations(outcome: PlanningOutcome) -> Choice[str]:
     by_rule = outcome.facts.settings.activations
     return Choice(
         value="recompute" if outcome.way.recompute else by_rule.value,
@@ -278,13 +278,13 @@ def _tell_activations(outcome: Outcome) -> Choice[str]:
 # Threads
 
 
-def _other_thread_counts(facts: Facts) -> Others:
+def _other_thread_counts(facts: KnobFacts) -> Others:
     """Return the thread counts to try: small layers lose more by sharing their work than they gain."""
     is_free = not facts.on_gpu and facts.world_size == 1 and facts.num_threads > 1
     return Others(values=(1,) if is_free else ())
 
 
-def _tell_threads(outcome: Outcome) -> Choice[int] | None:
+def _tell_threads(outcome: PlanningOutcome) -> Choice[int] | None:
     number = outcome.way.num_threads
     if outcome.facts.on_gpu or (number is None and "num_threads" not in outcome.reasons):
         return None
@@ -302,7 +302,7 @@ def _repeat_asked(read: Read) -> Repeat | None:
     return None if asked == "auto" else asked
 
 
-def _tell_repeat(outcome: Outcome) -> Choice[str]:
+def _tell_repeat(outcome: PlanningOutcome) -> Choice[str]:
     found = outcome.reasons["repeat"] if outcome.is_measured else outcome.why
     return Choice(
         value=outcome.way.repeat,
@@ -321,7 +321,7 @@ KNOBS: tuple[Knob, ...] = (
         by_rule=lambda asked: asked.settings.precision.value,
         stage="compare_short",
         others=_other_precisions,
-        told=(Told("precision.dtype", _tell_precision),),
+        told=(PlanLine("precision.dtype", _tell_precision),),
         is_advised=True,
     ),
     Knob(
@@ -332,7 +332,7 @@ KNOBS: tuple[Knob, ...] = (
         by_rule=_micro_batch,
         stage="fit",
         pinned_by=lambda read: bool(read("batch.size") or read("batch.accumulation")) and not read("batch.auto"),
-        told=(Told("batch.size", _tell_micro_batch), Told("batch.accumulation", _tell_accumulation)),
+        told=(PlanLine("batch.size", _tell_micro_batch), PlanLine("batch.accumulation", _tell_accumulation)),
     ),
     Knob(
         field="compile_mode",
@@ -343,7 +343,7 @@ KNOBS: tuple[Knob, ...] = (
         stage="compile",
         others=lambda facts: Others(values=("default",)),
         pinned_by=lambda read: read("compile.enabled") is not None,
-        told=(Told("compile.enabled", _tell_compiling), Told("compile.mode", _tell_compile_mode)),
+        told=(PlanLine("compile.enabled", _tell_compiling), PlanLine("compile.mode", _tell_compile_mode)),
         is_advised=True,
     ),
     Knob(
@@ -361,7 +361,7 @@ KNOBS: tuple[Knob, ...] = (
         words="memory format",
         in_words=lambda is_on: "channels-last" if is_on else "",
         others=lambda facts: Others(values=(True,) if facts.has_convolutions else ()),
-        told=(Told("data.channels_last", _tell_channels_last),),
+        told=(PlanLine("data.channels_last", _tell_channels_last),),
     ),
     Knob(
         field="recompute",
@@ -371,7 +371,7 @@ KNOBS: tuple[Knob, ...] = (
         by_rule=lambda asked: asked.settings.activations.value == "recompute",
         stage="fit",
         others=lambda facts: Others(values=(True,)),
-        told=(Told("memory.activations", _tell_activations),),
+        told=(PlanLine("memory.activations", _tell_activations),),
     ),
     Knob(
         field="num_threads",
@@ -380,7 +380,7 @@ KNOBS: tuple[Knob, ...] = (
         in_words=lambda number: f"{number} threads" if number else "",
         by_rule=lambda asked: asked.read("kernels.num_threads"),
         others=_other_thread_counts,
-        told=(Told("kernels.num_threads", _tell_threads),),
+        told=(PlanLine("kernels.num_threads", _tell_threads),),
         changes_memory=False,
     ),
     Knob(
@@ -391,7 +391,7 @@ KNOBS: tuple[Knob, ...] = (
         by_rule=lambda asked: _repeat_asked(asked.read) or "off",
         stage="repeat",
         pinned_by=lambda read: _repeat_asked(read) is not None,
-        told=(Told("kernels.repeatable", _tell_repeat),),
+        told=(PlanLine("kernels.repeatable", _tell_repeat),),
     ),
 )
 BY_FIELD = {knob.field: knob for knob in KNOBS}
@@ -414,14 +414,14 @@ def pinned_fields(read: Read) -> set[str]:
     return {knob.field for knob in KNOBS if knob.is_pinned(read)}
 
 
-def others_of(facts: Facts) -> dict[str, Others]:
+def others_of(facts: KnobFacts) -> dict[str, Others]:
     """Return what to measure, by field."""
     pinned = Others(why_none=ASKED_FOR)
     return {knob.field: pinned if knob.field in facts.pinned else knob.others(facts) for knob in KNOBS}
 
 
 def choices_of(
-    outcome: Outcome, before: Mapping[str, Choice[Any]], after: Mapping[str, Choice[Any]]
+    outcome: PlanningOutcome, before: Mapping[str, Choice[Any]], after: Mapping[str, Choice[Any]]
 ) -> dict[str, Choice[Any]]:
     """Return the choices of a plan, by the setting that pins each, between those that are not part of a way."""
     told = {told.setting: told.choice(outcome) for knob in KNOBS for told in knob.lines}

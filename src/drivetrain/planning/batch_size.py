@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.tune import Measurement
-from drivetrain.planning.probe import Journal, Probe
+from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.run.memory_needs import needs_of
 from drivetrain.run.model_traits import couples_samples
 from drivetrain.run.setup import Setup
@@ -150,7 +150,7 @@ def search_batch_size(
 
 def _measured(run: Setup, model: nn.Module, size: int, *, keeps_step: bool) -> Measurement:
     job = run.job if keeps_step else replace(run.job, global_batch=size * run.world.size)
-    probe = Probe(
+    probe = StepProbe(
         job,
         model,
         run.world,

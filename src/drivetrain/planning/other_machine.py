@@ -13,7 +13,7 @@ from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
-from drivetrain.plan.fitting import Layout, Needs, does_not_fit, first_that_fits, in_words, layouts
+from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, in_words, layouts
 from drivetrain.plan.pace import LEAST_OF_PEAK, MOST_OF_PEAK, sample_seconds
 from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.memory_needs import needs_of
@@ -131,7 +131,7 @@ def _model_and_needs(
 
 def _laid_out(
     needs: Needs, limit: float, num_gpus: int, share: int, settings: Settings, config: Config, model: nn.Module
-) -> tuple[Layout | None, int, str]:
+) -> tuple[MemoryLayout | None, int, str]:
     """Return the layout, the micro-batch, and the reason for them."""
     pinned = config.batch.size or (-(-share // config.batch.accumulation) if config.batch.accumulation else None)
     allowed = [layout for layout in layouts(num_gpus) if _is_allowed(layout, settings)]
@@ -153,7 +153,7 @@ def _laid_out(
     return None, 0, ""
 
 
-def _is_allowed(layout: Layout, settings: Settings) -> bool:
+def _is_allowed(layout: MemoryLayout, settings: Settings) -> bool:
     """Return whether a layout agrees with what the user pinned."""
     if settings.strategy.pinned and layout.strategy != settings.strategy.value:
         return False
@@ -161,7 +161,7 @@ def _is_allowed(layout: Layout, settings: Settings) -> bool:
 
 
 def _choices(
-    settings: Settings, layout: Layout, micro_batch: int, why: str, share: int, global_batch: int, limit: float
+    settings: Settings, layout: MemoryLayout, micro_batch: int, why: str, share: int, global_batch: int, limit: float
 ) -> dict[str, Choice[Any]]:
     num_gpus = len(settings.devices.value)
     is_whole = layout.is_whole

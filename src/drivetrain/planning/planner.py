@@ -29,7 +29,7 @@ from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.held import num_bytes
-from drivetrain.plan.knobs import BY_FIELD, KNOBS, Facts, Outcome, Way, choices_of, others_of
+from drivetrain.plan.knobs import BY_FIELD, KNOBS, KnobFacts, PlanningOutcome, Way, choices_of, others_of
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan
 from drivetrain.plan.repeat import IN_WORDS, Repeatability, find_repeatable
 from drivetrain.plan.tune import (
@@ -45,7 +45,7 @@ from drivetrain.plan.tune import (
 )
 from drivetrain.planning.batch_size import settle_micro_batch
 from drivetrain.planning.data_path import settle_data_path
-from drivetrain.planning.probe import Journal, Probe
+from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.planning.repeat import RepeatProbe
 from drivetrain.run.memory_needs import explained
 from drivetrain.run.model_traits import has_convolutions
@@ -74,7 +74,7 @@ class NotMeasuredError(DrivetrainError):
     """Raised if no way of running a step could be tried, for a reason other than memory."""
 
 
-class Told:
+class PlanningProgress:
     """Reports what is being tried, once planning takes long enough to wonder."""
 
     AFTER_SECONDS = 1.5
@@ -190,7 +190,7 @@ def measured(
     began = time.monotonic()
     cache = PlanCache(cache_folder() / "plans", world.agree(_key(run, model)))
     known = _known(run, cache)
-    probe = Probe(
+    probe = StepProbe(
         job,
         model,
         world,
@@ -362,7 +362,7 @@ def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: b
     return settle_data_path(run, step_seconds, steps_left, chosen.peak_bytes)
 
 
-def _why_outdated(probe: Probe, tuned: Tuned, scope: Scope) -> str:
+def _why_outdated(probe: StepProbe, tuned: Tuned, scope: Scope) -> str:
     """Return why the remembered best way no longer is what it was, judged by one step; empty if it is.
 
     One slow step says little: it is the first, and other processes use the machine, too. Then more of them are
@@ -426,9 +426,9 @@ def _why_fixed(run: Setup) -> str:
     return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
 
 
-def _facts(run: Setup, model: nn.Module) -> Facts:
+def _facts(run: Setup, model: nn.Module) -> KnobFacts:
     """Return what the table of planned choices may ask for."""
-    return Facts(
+    return KnobFacts(
         way=run.way,
         pinned=frozenset(run.pinned()),
         settings=run.settings,
@@ -500,7 +500,7 @@ def described(
     `is_closed`: though nothing was measured now, it is known that nothing else would pay.
     """
     job, way, share, facts = run.job, run.way, run.rank_samples, _facts(run, model)
-    outcome = Outcome(
+    outcome = PlanningOutcome(
         facts,
         is_measured=tuned is not None,
         why=why,
@@ -553,7 +553,7 @@ def _loss(run: Setup) -> LossPlan | None:
     return LossPlan(weighting=str(found), why=found.reason, division_is_kept_because=found.holds_division)
 
 
-def _closed(facts: Facts, tuned: Tuned | None, *, is_closed: bool) -> tuple[str, ...]:
+def _closed(facts: KnobFacts, tuned: Tuned | None, *, is_closed: bool) -> tuple[str, ...]:
     """Return the settings that the doctor is not to advise any more.
 
     Measuring has settled what is neither pinned by the user nor was skipped for lack of time.

@@ -53,7 +53,7 @@ MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 
 
-class Probe:
+class StepProbe:
     """Measures ways for the planner. Collective: all ranks try the same way, and the slowest rank's figures count."""
 
     def __init__(

@@ -3,7 +3,7 @@
 from drivetrain.proving.case import Case, Trainer
 from drivetrain.proving.certificate import Certificate, Check
 from drivetrain.proving.checks import FULL, Extent, Subject, prove_subject
-from drivetrain.proving.classify import Kind, Verdict
+from drivetrain.proving.classify import Classification, Kind
 from drivetrain.proving.recorder import Recorder
 
 __all__ = [
@@ -11,11 +11,11 @@ __all__ = [
     "Case",
     "Certificate",
     "Check",
+    "Classification",
     "Extent",
     "Kind",
     "Recorder",
     "Subject",
     "Trainer",
-    "Verdict",
     "prove_subject",
 ]

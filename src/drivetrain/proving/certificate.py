@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from drivetrain.proving.classify import Verdict
+from drivetrain.proving.classify import Classification
 
 FORMAT = 1
 Status = Literal["ok", "job", "failed", "unknown", "skipped"]
@@ -31,7 +31,7 @@ class Check:
     error: float | None = None  # relative
     limit: float | None = None  # what rounding explains
     detail: str = ""
-    verdict: Verdict | None = None
+    verdict: Classification | None = None
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Certificate:
         return not any(check.status == "failed" for check in self.checks)
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[Classification]:
         """The different verdicts: failures first, then those that are due to the job."""
-        found: dict[tuple[str, str], Verdict] = {}
+        found: dict[tuple[str, str], Classification] = {}
         for check in sorted(self.checks, key=lambda check: check.status != "failed"):
             if check.verdict is not None:
                 found.setdefault((check.verdict.kind, check.verdict.where), check.verdict)

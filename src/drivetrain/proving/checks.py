@@ -15,8 +15,8 @@ from drivetrain.proving import reference
 from drivetrain.proving.case import Case, Trainer
 from drivetrain.proving.certificate import Certificate, Check, Status
 from drivetrain.proving.classify import (
+    Classification,
     Kind,
-    Verdict,
     clip_hypotheses,
     judge_gradient,
     judge_learning_rates,
@@ -36,7 +36,16 @@ from drivetrain.proving.compare import (
 )
 from drivetrain.proving.processes import Workplace
 from drivetrain.proving.recorder import Kill
-from drivetrain.proving.reference import AS_A_SUM, AS_STATED, BY_SAMPLES, Bug, Division, Facts, Outcome, undivided
+from drivetrain.proving.reference import (
+    AS_A_SUM,
+    AS_STATED,
+    BY_SAMPLES,
+    Bug,
+    Division,
+    ReferenceFacts,
+    ReferenceOutcome,
+    undivided,
+)
 from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
 from drivetrain.proving.trace import Trace
 
@@ -122,8 +131,8 @@ class _Proof:
         self._job, self._subject, self._extent = job, subject, extent
         self._work, self._say = workplace, say
         self.certificate = Certificate(job.name, subject.name)
-        self._truths: dict[Any, Outcome] = {}
-        self._facts: Facts
+        self._truths: dict[Any, ReferenceOutcome] = {}
+        self._facts: ReferenceFacts
         self._floor: Floor
         self._base: Trace | None = None
 
@@ -279,21 +288,21 @@ class _Proof:
         trace = self._work.run(self._subject.run, case)
         checks: dict[str, Check] = {}
 
-        def add(what: str, status: Status, verdict: Verdict | None = None, **more: Any) -> None:
+        def add(what: str, status: Status, verdict: Classification | None = None, **more: Any) -> None:
             checks[what] = Check(case.name, what, status, verdict=verdict, **more)
 
         if trace.error:
-            failed = Verdict(Kind.FAILED, "unknown", case.name, _first_line(trace.error))
+            failed = Classification(Kind.FAILED, "unknown", case.name, _first_line(trace.error))
             self.certificate.checks.append(Check(case.name, SAMPLES, "failed", detail=trace.error, verdict=failed))
             return
         if trace.num_steps == 0 or not trace.samples(0):
-            failed = Verdict(Kind.FAILED, "trainer", case.name, "no optimizer step was seen")
+            failed = Classification(Kind.FAILED, "trainer", case.name, "no optimizer step was seen")
             self.certificate.checks.append(Check(case.name, SAMPLES, "failed", verdict=failed))
             return
         verdict = judge_samples(case, trace, self._base)
         if verdict is None and trace.num_steps != case.num_steps:
             detail = f"{trace.num_steps} optimizer steps instead of {case.num_steps}"
-            verdict = Verdict(Kind.GLOBAL_BATCH, "trainer", f"step {trace.num_steps + 1}", detail)
+            verdict = Classification(Kind.GLOBAL_BATCH, "trainer", f"step {trace.num_steps + 1}", detail)
         add(SAMPLES, "failed" if verdict else "ok", verdict)
         if self._base is None:
             self._base = trace
@@ -318,7 +327,7 @@ class _Proof:
         self.certificate.checks.extend(checks.values())
 
     def _compare_gradients(
-        self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None], num_steps: int
+        self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None], num_steps: int
     ) -> None:
         """Look for the first step whose gradient is off although the weights before it are right."""
         seen = [step.gradients for step in trace.main.steps]
@@ -333,7 +342,9 @@ class _Proof:
         detail = f"in step {step + 1}, {found}"
         return add(GRADIENT, status, verdict, error=found.error, limit=found.limit, detail=detail)
 
-    def _first_odd_gradient(self, trace: Trace, truth: Outcome, num_steps: int) -> tuple[int, Difference | None]:
+    def _first_odd_gradient(
+        self, trace: Trace, truth: ReferenceOutcome, num_steps: int
+    ) -> tuple[int, Difference | None]:
         for step in range(min(num_steps, trace.num_steps, len(truth.gradients))):
             seen = trace.main.steps[step].gradients
             weights = trace.main.steps[step].weights
@@ -344,7 +355,9 @@ class _Proof:
                 return step, found
         return 0, None
 
-    def _why_gradient(self, case: Case, trace: Trace, truth: Outcome, step: int, difference: Difference) -> Verdict:
+    def _why_gradient(
+        self, case: Case, trace: Trace, truth: ReferenceOutcome, step: int, difference: Difference
+    ) -> Classification:
         """Look at the gradient before clipping, where the job clips: clipping hides scales, and is a suspect itself."""
         where = f"gradient of {difference.name}"
         if case.clip_norm is not None:
@@ -352,7 +365,7 @@ class _Proof:
             case = replace(case, clip_norm=None)
             trace = self._work.run(self._subject.run, case)
             if trace.error or not trace.num_steps:
-                return Verdict(Kind.CLIPPING, "trainer", where, "without clipping the run fails")
+                return Classification(Kind.CLIPPING, "trainer", where, "without clipping the run fails")
             truth = self._truth(case, [trace.samples(number) for number in range(trace.num_steps)])
             step, free = self._first_odd_gradient(trace, truth, trace.num_steps)
             if free is None:
@@ -365,27 +378,29 @@ class _Proof:
             before = trace.main.steps[step - 1].gradients or {}
             summed = {name: value + before[name] if name in before else value for name, value in right.items()}
             if gradient_difference(seen, summed, self._floor, is_first=False) is None:
-                return Verdict(
+                return Classification(
                     Kind.NOT_CLEARED, "trainer", where, f"step {step + 1} still holds step {step}'s gradient"
                 )
         divisions = [trace.division(number) for number in range(step + 1)]
         pieces = self._work.apart(lambda: reference.pieces(case, divisions[-1], divisions[:-1]))
         return judge_gradient(case, seen, right, pieces, difference, self._floor, self._facts.parts)
 
-    def _why_clipping(self, case: Case, trace: Trace, where: str) -> Verdict:
+    def _why_clipping(self, case: Case, trace: Trace, where: str) -> Classification:
         """Find out how gradients are clipped wrongly: unclipped, all is right."""
         divisions = [trace.division(step) for step in range(trace.num_steps)]
         for kind, bug, words in clip_hypotheses(case):
             simulated = self._simulated(case, divisions, bug)
             _, found = self._first_odd_gradient(trace, simulated, trace.num_steps)
             if found is None:
-                return Verdict(kind, "trainer", where, words)
-        return Verdict(Kind.CLIPPING, "trainer", where, "unclipped it is right; the norm it is clipped by is not")
+                return Classification(kind, "trainer", where, words)
+        return Classification(
+            Kind.CLIPPING, "trainer", where, "unclipped it is right; the norm it is clipped by is not"
+        )
 
-    def _simulated(self, case: Case, divisions: Sequence[Division], bug: Bug) -> Outcome:
+    def _simulated(self, case: Case, divisions: Sequence[Division], bug: Bug) -> ReferenceOutcome:
         return self._work.apart(lambda: reference.train(case, divisions, bug, case.keep_gradients))
 
-    def _compare_reports(self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None]) -> None:
+    def _compare_reports(self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None]) -> None:
         """Compare what the trainer itself reports of its first step."""
         report = trace.reported(0)
         limit = 10 * self._floor.least_gradient_limit
@@ -402,13 +417,13 @@ class _Proof:
             detail = f"{said:.6g} is reported for step 1, and the undivided batch has {right:.6g}"
             if self._facts.depends_on_division and sum(map(len, trace.division(0))) > 1:
                 kind = Kind.COUPLED if self._facts.loss_kind == "coupled" else Kind.MEAN_OF_MEANS
-                add(what, "job", Verdict(kind, "job", f"{what} of step 1", detail), error=error, limit=limit)
+                add(what, "job", Classification(kind, "job", f"{what} of step 1", detail), error=error, limit=limit)
             else:
-                verdict = Verdict(Kind.REPORTED, "trainer", f"{what} of step 1", detail)
+                verdict = Classification(Kind.REPORTED, "trainer", f"{what} of step 1", detail)
                 add(what, "failed", verdict, error=error, limit=limit)
 
     def _compare_weights(
-        self, case: Case, trace: Trace, truth: Outcome, add: Callable[..., None], *, explained: bool
+        self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None], *, explained: bool
     ) -> None:
         seen = trace.main.weights
         if not seen:
@@ -429,7 +444,7 @@ class _Proof:
         verdict = _classed(lambda: self._why_weights(case, trace, found.name), found.name)
         return add(WEIGHTS, "job" if verdict.whose == "job" else "failed", verdict, **facts)
 
-    def _first_odd_weight(self, trace: Trace, truth: Outcome) -> Difference | None:
+    def _first_odd_weight(self, trace: Trace, truth: ReferenceOutcome) -> Difference | None:
         """Return the first parameter that is off, at the first step before which one is."""
         for step in range(min(trace.num_steps, len(truth.step_weights))):
             weights = trace.main.steps[step].weights
@@ -452,7 +467,7 @@ class _Proof:
                 return True
         return False
 
-    def _why_buffers(self, case: Case, trace: Trace) -> Verdict | None:
+    def _why_buffers(self, case: Case, trace: Trace) -> Classification | None:
         """Find out whether every rank kept separate buffers, by simulating just that."""
         if case.world_size == 1:
             return None
@@ -471,20 +486,20 @@ class _Proof:
         shared = self._work.apart(lambda: reference.train(case, divisions, BY_SAMPLES))
         if _alike(own[name], shared.rank_buffers[1][name]):
             return None
-        return Verdict(Kind.BUFFERS, "trainer", name, "every rank keeps buffers of its own samples alone")
+        return Classification(Kind.BUFFERS, "trainer", name, "every rank keeps buffers of its own samples alone")
 
-    def _why_weights(self, case: Case, trace: Trace, name: str) -> Verdict:
+    def _why_weights(self, case: Case, trace: Trace, name: str) -> Classification:
         divisions = [trace.division(step) for step in range(trace.num_steps)]
         if self._facts.depends_on_division and self._matches_parts(case, trace):
-            return Verdict(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learnt")
+            return Classification(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learnt")
         for kind, bug, words in step_hypotheses(case, trace):
             simulated = self._simulated(case, divisions, bug)
             if weight_difference(trace.main.weights, simulated, self._floor) is None:
-                return Verdict(kind, "trainer", name, words)
+                return Classification(kind, "trainer", name, words)
         if self._facts.draws_unkeyed:
             words = "the loss draws random numbers that cannot be replayed for parts of a batch"
-            return Verdict(Kind.COUPLED, "job", name, words)
-        return Verdict(Kind.UNKNOWN, "unknown", name, "the first two steps' gradients are right")
+            return Classification(Kind.COUPLED, "job", name, words)
+        return Classification(Kind.UNKNOWN, "unknown", name, "the first two steps' gradients are right")
 
     def _run_as_it_is(self, case: Case) -> None:
         """Train with the job's own data and loss objects, which nothing watches, and compare the weights' bits."""
@@ -582,31 +597,31 @@ class _Proof:
             other = replace(two, world_size=world, strategy=two.strategy if world > 1 else case.strategy)
             self._add(name, RESUMES, self._judge_elsewhere(other, self._work.run(self._subject.run, other)))
 
-    def _judge_elsewhere(self, case: Case, resumed: Trace) -> Verdict | None:
+    def _judge_elsewhere(self, case: Case, resumed: Trace) -> Classification | None:
         assert self._base is not None
         if resumed.error:
-            return Verdict(Kind.STATE_NOT_SAVED, "trainer", case.name, _first_line(resumed.error))
+            return Classification(Kind.STATE_NOT_SAVED, "trainer", case.name, _first_line(resumed.error))
         samples = [self._base.samples(step) for step in range(self._base.num_steps)]
         start = len(samples) - resumed.num_steps
         for step in range(resumed.num_steps):
             odd = set(resumed.samples(step)) ^ set(samples[start + step])
             if odd:
                 where = f"sample {min(odd)} in step {start + step + 1}"
-                return Verdict(Kind.DATA_ORDER, "trainer", where, "other samples than without the interruption")
+                return Classification(Kind.DATA_ORDER, "trainer", where, "other samples than without the interruption")
         if self._facts.depends_on_division:
             return None  # how a batch is divided is part of what is learnt, and it was divided differently
         found = weight_difference(resumed.main.weights, self._truth(case, samples), self._floor)
         if found is None:
             return None
-        return Verdict(Kind.STATE_NOT_SAVED, "trainer", found.name, str(found))
+        return Classification(Kind.STATE_NOT_SAVED, "trainer", found.name, str(found))
 
-    def _add(self, configuration: str, what: str, verdict: Verdict | None, detail: str = "") -> None:
+    def _add(self, configuration: str, what: str, verdict: Classification | None, detail: str = "") -> None:
         status: Status = "ok" if verdict is None else "job" if verdict.whose == "job" else "failed"
         self.certificate.checks.append(Check(configuration, what, status, detail=detail, verdict=verdict))
 
     # Facts
 
-    def _truth(self, case: Case, samples: Sequence[Sequence[int]]) -> Outcome:
+    def _truth(self, case: Case, samples: Sequence[Sequence[int]]) -> ReferenceOutcome:
         key = (tuple(tuple(sorted(numbers)) for numbers in samples), case.clip_norm, case.num_steps)
         if key not in self._truths:
             self._truths[key] = self._work.apart(
@@ -722,12 +737,12 @@ def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
     return not left.numel() or float((left.double() - right.double()).abs().max()) <= 1e-6 * max(scale, 1e-9)
 
 
-def _classed(judge: Callable[[], Verdict], where: str) -> Verdict:
+def _classed(judge: Callable[[], Classification], where: str) -> Classification:
     """Return the result of a judgement; where the plain loop itself fails on the parts, a verdict that says so."""
     try:
         return judge()
     except DrivetrainError as error:
-        return Verdict(
+        return Classification(
             Kind.UNKNOWN, "unknown", where, f"the plain loop fails on its parts: {_first_line(error.message)}"
         )
 

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from drivetrain.proving.case import Case, factor_at
 from drivetrain.proving.compare import Difference, Floor, errors
-from drivetrain.proving.reference import DIVIDED, Bug, Outcome, PartKind, Piece, fit, misfit_of, shares_of
+from drivetrain.proving.reference import (
+    DIVIDED,
+    Bug,
+    PartKind,
+    ReferenceOutcome,
+    ReferencePiece,
+    fit,
+    misfit_of,
+    shares_of,
+)
 from drivetrain.proving.trace import Trace
 
 Whose = Literal["trainer", "job", "unknown"]
@@ -57,7 +66,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Classification:
     """The kind of a bug, whose it is, and the first place where it shows."""
 
     kind: Kind
@@ -72,7 +81,7 @@ class Verdict:
 # What is seen directly
 
 
-def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Verdict | None:
+def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Classification | None:
     """Check that every sample comes once per epoch, in steps of the global batch, the same in every configuration."""
     verdict = _judge_epochs(case, trace) if case.job.source.is_keyed else None
     if verdict is not None or base is None:
@@ -83,11 +92,11 @@ def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Verdict | Non
             odd = sorted((mine - theirs).keys() | (theirs - mine).keys())
             where = f"sample {odd[0]} in step {step + 1}"
             detail = f"step {step + 1} trains on {_short(sorted(mine))} here and on {_short(sorted(theirs))} in the "
-            return Verdict(Kind.DATA_ORDER, "trainer", where, detail + "whole-batch run")
+            return Classification(Kind.DATA_ORDER, "trainer", where, detail + "whole-batch run")
     return None
 
 
-def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
+def _judge_epochs(case: Case, trace: Trace) -> Classification | None:
     """Walk through the steps; an epoch ends when all its samples were seen."""
     num_samples, batch = case.num_samples, case.global_batch
     seen: set[int] = set()
@@ -96,7 +105,7 @@ def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
         samples = trace.samples(step)
         twice = [number for number, count in Counter(samples).items() if count > 1]
         if twice:
-            return Verdict(
+            return Classification(
                 Kind.DUPLICATED, "trainer", f"sample {twice[0]} in step {step + 1}", f"{len(twice)} samples twice"
             )
         left = num_samples - len(seen)
@@ -104,9 +113,11 @@ def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
         missing = sorted(set(range(num_samples)) - seen)
         if again and left < batch and not set(missing) <= set(samples):
             where = f"sample {missing[0]} of epoch {len(epochs)}"
-            return Verdict(Kind.LOST, "trainer", where, f"{len(missing)} samples of the epoch were never trained on")
+            return Classification(
+                Kind.LOST, "trainer", where, f"{len(missing)} samples of the epoch were never trained on"
+            )
         if again:
-            return Verdict(
+            return Classification(
                 Kind.DUPLICATED,
                 "trainer",
                 f"sample {again[0]} in step {step + 1}",
@@ -116,7 +127,7 @@ def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
             kind = Kind.LOST if len(samples) < min(batch, left) else Kind.GLOBAL_BATCH
             if len(samples) in (batch * case.world_size, batch * case.world_size * _accumulation(case)):
                 kind = Kind.GLOBAL_BATCH
-            return Verdict(
+            return Classification(
                 kind,
                 "trainer",
                 f"step {step + 1}",
@@ -131,13 +142,13 @@ def _judge_epochs(case: Case, trace: Trace) -> Verdict | None:
     if case.job.shuffle and len(whole) > 1 and num_samples > 4:
         for number, epoch in enumerate(whole[1:], 2):
             if epoch == whole[0]:
-                return Verdict(
+                return Classification(
                     Kind.DATA_ORDER, "trainer", f"epoch {number}", "it has the very order of epoch 1 although shuffled"
                 )
     return None
 
 
-def judge_start(trace: Trace, truth: Outcome, floor: Floor) -> Verdict | None:
+def judge_start(trace: Trace, truth: ReferenceOutcome, floor: Floor) -> Classification | None:
     """Check that every rank starts with the weights that the user's model has."""
     for rank, seen in enumerate(trace.ranks):
         weights = seen.steps[0].weights if seen.steps else None
@@ -148,11 +159,11 @@ def judge_start(trace: Trace, truth: Outcome, floor: Floor) -> Verdict | None:
             size = float(right.double().abs().max()) if right.numel() else 0.0
             if float((value.double() - right.double()).abs().max()) > floor.least_gradient_limit * max(size, 1e-3):
                 detail = f"rank {rank} starts with other weights than the model is made with"
-                return Verdict(Kind.STARTING_WEIGHTS, "trainer", name, detail)
+                return Classification(Kind.STARTING_WEIGHTS, "trainer", name, detail)
     return None
 
 
-def judge_ranks(trace: Trace, floor: Floor) -> Verdict | None:
+def judge_ranks(trace: Trace, floor: Floor) -> Classification | None:
     """Check that ranks that hold whole copies step with the same gradients."""
     first = trace.main
     for step in range(trace.num_steps):
@@ -167,11 +178,11 @@ def judge_ranks(trace: Trace, floor: Floor) -> Verdict | None:
                 detail = f"in step {step + 1} rank {rank} has another gradient than rank 0"
                 if len(off) < len(found):
                     detail += f" for {len(off)} of {len(found)} tensors"
-                return Verdict(Kind.MISSING_REDUCTION, "trainer", off[0], detail)
+                return Classification(Kind.MISSING_REDUCTION, "trainer", off[0], detail)
     return None
 
 
-def judge_learning_rates(case: Case, trace: Trace, truth: Outcome) -> Verdict | None:
+def judge_learning_rates(case: Case, trace: Trace, truth: ReferenceOutcome) -> Classification | None:
     """Check that the schedule counts optimizer steps, and nothing else."""
     for step in range(min(trace.num_steps, len(truth.learning_rates))):
         seen, right = trace.main.steps[step].learning_rates, truth.learning_rates[step]
@@ -181,8 +192,8 @@ def judge_learning_rates(case: Case, trace: Trace, truth: Outcome) -> Verdict | 
         kind, detail = Kind.SCHEDULE, f"{seen[0]:.6g} instead of {right[0]:.6g}"
         for named, hypothesis in _schedules(case):
             if _follows(case, trace, truth, hypothesis):
-                return Verdict(named, "trainer", where, f"{detail}: {_in_words(named)}")
-        return Verdict(kind, "trainer", where, detail)
+                return Classification(named, "trainer", where, f"{detail}: {_in_words(named)}")
+        return Classification(kind, "trainer", where, detail)
     return None
 
 
@@ -200,7 +211,7 @@ def _schedules(case: Case) -> Iterator[tuple[Kind, Callable[[int], int]]]:
     yield Kind.SCHEDULE, lambda step: max(0, step - 1)
 
 
-def _follows(case: Case, trace: Trace, truth: Outcome, asked: Callable[[int], int]) -> bool:
+def _follows(case: Case, trace: Trace, truth: ReferenceOutcome, asked: Callable[[int], int]) -> bool:
     base = [rate / (factor_at(case.job, 0, case.num_steps) or 1.0) for rate in truth.learning_rates[0]]
     for step in range(trace.num_steps):
         factor = factor_at(case.job, asked(step), case.num_steps)
@@ -224,11 +235,11 @@ def judge_gradient(
     case: Case,
     seen: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
-    pieces: Sequence[Piece],
+    pieces: Sequence[ReferencePiece],
     difference: Difference,
     floor: Floor,
     parts: Mapping[str, PartKind],
-) -> Verdict:
+) -> Classification:
     """Find the weights of the micro-batches' gradients that give what the optimizer saw.
 
     Named parts of the loss have separate weights: there a piece is one part of one micro-batch.
@@ -239,7 +250,7 @@ def judge_gradient(
     names = off or list(truth)
     where = f"gradient of {difference.name}"
     if all(name not in seen or not seen[name].any() for name in names):
-        return Verdict(Kind.LOST_GRADIENT, "trainer", where, f"{len(names)} of {len(truth)} tensors get none")
+        return Classification(Kind.LOST_GRADIENT, "trainer", where, f"{len(names)} of {len(truth)} tensors get none")
     columns = torch.stack([_flat(piece.gradients, names, truth) for piece in pieces], 1)
     target, right = _flat(seen, names, truth), _flat(truth, names, truth)
     limit = max(10 * floor.least_gradient_limit, 1e-7)
@@ -261,24 +272,26 @@ def judge_gradient(
         if misfit_of(columns, target, weights) < limit and misfit_of(columns, right, weights) > limit:
             if true_misfit > limit and kind is Kind.MEAN_OF_MEANS:
                 return _coupled(where)
-            return Verdict(kind, "trainer", where, words + part)
+            return Classification(kind, "trainer", where, words + part)
     scale = float(torch.dot(target, right) / torch.dot(right, right).clamp_min(1e-300))
     if float((target - scale * right).norm()) <= limit * float(target.norm()):
         kind, words = _scale_kind(case, scale)
-        return Verdict(kind, "trainer", where, words + part)
+        return Classification(kind, "trainer", where, words + part)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         is_close = float((target - right).norm()) < 0.1 * float(right.norm())
         if is_close and dtype != floor.dtype and all(_is_rounded(seen[name], dtype) for name in names if name in seen):
             short = str(dtype).removeprefix("torch.")
-            return Verdict(Kind.PRECISION, "trainer", where, f"its entries are rounded to {short}{part}")
+            return Classification(Kind.PRECISION, "trainer", where, f"its entries are rounded to {short}{part}")
     found, misfit = fit(columns, target)
     shown = ", ".join(f"{float(weight):.3g}" for weight in found[:8])
     if misfit < limit:
-        return Verdict(Kind.WRONG_WEIGHTS, "trainer", where, f"micro-batches count {shown}{part}")
-    return Verdict(Kind.UNKNOWN, "unknown", where, f"it is no mix of the micro-batches' gradients{part}")
+        return Classification(Kind.WRONG_WEIGHTS, "trainer", where, f"micro-batches count {shown}{part}")
+    return Classification(Kind.UNKNOWN, "unknown", where, f"it is no mix of the micro-batches' gradients{part}")
 
 
-def _is_best_mix(columns: Tensor, target: Tensor, right: Tensor, pieces: Sequence[Piece], limit: float) -> bool:
+def _is_best_mix(
+    columns: Tensor, target: Tensor, right: Tensor, pieces: Sequence[ReferencePiece], limit: float
+) -> bool:
     """Return whether a mix of parts that cannot give the truth is as near to it as a mean or a sum of them is."""
     weights, misfit = fit(columns, target)
     total = sum(map(len, _samples_of(pieces).values()))
@@ -291,8 +304,8 @@ def _is_rounded(value: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(value.to(dtype).to(value.dtype), value)
 
 
-def _coupled(where: str) -> Verdict:
-    return Verdict(
+def _coupled(where: str) -> Classification:
+    return Classification(
         Kind.COUPLED,
         "job",
         where,
@@ -301,9 +314,9 @@ def _coupled(where: str) -> Verdict:
     )
 
 
-def _uncounted(where: str, parts: Mapping[str, PartKind]) -> Verdict:
+def _uncounted(where: str, parts: Mapping[str, PartKind]) -> Classification:
     odd = ", ".join(f"{name!r}" for name, kind in parts.items() if kind == "uncounted")
-    return Verdict(
+    return Classification(
         Kind.MEAN_OF_MEANS,
         "job",
         where,
@@ -312,13 +325,13 @@ def _uncounted(where: str, parts: Mapping[str, PartKind]) -> Verdict:
     )
 
 
-def _samples_of(pieces: Sequence[Piece]) -> dict[tuple[int, int], tuple[int, ...]]:
+def _samples_of(pieces: Sequence[ReferencePiece]) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the samples of each micro-batch."""
     return {(piece.rank, piece.number): piece.samples for piece in pieces}
 
 
 def _in_some_parts(
-    weightings: Iterator[tuple[Kind, list[float], str]], pieces: Sequence[Piece], true_weights: Tensor
+    weightings: Iterator[tuple[Kind, list[float], str]], pieces: Sequence[ReferencePiece], true_weights: Tensor
 ) -> Iterator[tuple[Kind, list[float], str]]:
     """Yield each weighting for the whole loss; of named parts, also for those with a count, and for each alone."""
     names = list(dict.fromkeys(piece.part for piece in pieces))
@@ -334,8 +347,8 @@ def _in_some_parts(
 
 
 def _judge_part_weights(
-    columns: Tensor, target: Tensor, pieces: Sequence[Piece], true_weights: Tensor, where: str, limit: float
-) -> Verdict | None:
+    columns: Tensor, target: Tensor, pieces: Sequence[ReferencePiece], true_weights: Tensor, where: str, limit: float
+) -> Classification | None:
     """Find out whether each part is right in itself, and one of them counts too much, too little or not at all."""
     names = list(dict.fromkeys(piece.part for piece in pieces))
     weighted = columns * true_weights
@@ -355,11 +368,13 @@ def _judge_part_weights(
     shown = ", ".join(f"the part {name!r} counts {factor:.4g} times what it should" for name, factor in odd.items())
     if all(abs(factor) < 1e-4 for factor in odd.values()):
         lost = f"the part{'s' if len(odd) > 1 else ''} {', '.join(map(repr, odd))} of the loss did not reach it"
-        return Verdict(Kind.LOST_GRADIENT, "trainer", where, lost)
-    return Verdict(Kind.WRONG_WEIGHTS, "trainer", where, shown)
+        return Classification(Kind.LOST_GRADIENT, "trainer", where, lost)
+    return Classification(Kind.WRONG_WEIGHTS, "trainer", where, shown)
 
 
-def _weightings(case: Case, pieces: Sequence[Piece], true_weights: Tensor) -> Iterator[tuple[Kind, list[float], str]]:
+def _weightings(
+    case: Case, pieces: Sequence[ReferencePiece], true_weights: Tensor
+) -> Iterator[tuple[Kind, list[float], str]]:
     """Yield known ways of weighting micro-batches wrongly, likeliest first."""
     world = max(case.world_size, 1 + max(piece.rank for piece in pieces))
     micro_batches = _samples_of(pieces)
@@ -411,7 +426,7 @@ def _weightings(case: Case, pieces: Sequence[Piece], true_weights: Tensor) -> It
 
 
 def _subsets(
-    pieces: Sequence[Piece], by_rank: Mapping[int, int], *weightings: object
+    pieces: Sequence[ReferencePiece], by_rank: Mapping[int, int], *weightings: object
 ) -> Iterator[tuple[Kind, list[float], str]]:
     *candidates, nominal = weightings
     assert isinstance(nominal, int)
@@ -432,7 +447,7 @@ def _subsets(
             yield Kind.LOST_MICRO_BATCH, _renormalised(pieces, weights, kept), words
 
 
-def _renormalised(pieces: Sequence[Piece], weights: Sequence[float], kept: Sequence[bool]) -> list[float]:
+def _renormalised(pieces: Sequence[ReferencePiece], weights: Sequence[float], kept: Sequence[bool]) -> list[float]:
     """Return the weights of those that are kept, so that they add up to 1 in each part."""
     rest: dict[str, float] = {}
     for piece, weight, keep in zip(pieces, weights, kept, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drivetrain.proving.reference import Outcome
+from drivetrain.proving.reference import ReferenceOutcome
 
 # What may differ without a cause but rounding: of the gradient of one step, and of the weights after some twenty.
 _GRADIENT_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -47,7 +47,7 @@ class Floor:
     dtype: torch.dtype | None
 
     @classmethod
-    def measured(cls, truth: Outcome, again: Outcome, dtype: torch.dtype | None) -> "Floor":
+    def measured(cls, truth: ReferenceOutcome, again: ReferenceOutcome, dtype: torch.dtype | None) -> "Floor":
         gradients = errors(again.gradients[0], truth.gradients[0]) if truth.gradients else {}
         weights = errors(again.weights, truth.weights, truth.first_weights)
         return cls(gradients, weights, dtype)
@@ -115,12 +115,12 @@ def gradient_difference(
     return _first(errors(seen, truth), limit)
 
 
-def weight_difference(seen: Mapping[str, Tensor], truth: Outcome, floor: Floor) -> Difference | None:
+def weight_difference(seen: Mapping[str, Tensor], truth: ReferenceOutcome, floor: Floor) -> Difference | None:
     wanted = {name: value for name, value in truth.weights.items() if name in seen or not seen}
     return _first(errors(seen, wanted, truth.first_weights), floor.weight_limit)
 
 
-def step_difference(seen: Mapping[str, Tensor], truth: Outcome, step: int, floor: Floor) -> Difference | None:
+def step_difference(seen: Mapping[str, Tensor], truth: ReferenceOutcome, step: int, floor: Floor) -> Difference | None:
     """Return the first parameter that is off before a step."""
     return _first(errors(seen, truth.step_weights[step], truth.first_weights), floor.weight_limit)
 

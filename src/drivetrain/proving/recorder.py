@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from drivetrain.core.loss import LossSum
-from drivetrain.proving.trace import MicroBatch, Reported, StepTrace
+from drivetrain.proving.trace import Reported, StepTrace, TracedBatch
 
 SAVING_SECONDS = 0.4
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
@@ -65,7 +65,7 @@ class Recorder:
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._keep_gradients, self._digests, self._kill = keep_gradients, digests, kill
         self._models: list[nn.Module] = []
-        self._micro_batches: list[MicroBatch] = []
+        self._micro_batches: list[TracedBatch] = []
         self._num_backwards = 0
         self.num_steps = 0  # optimizer steps seen in this process
         self._has_weights = False
@@ -149,7 +149,7 @@ class Recorder:
             shown = (
                 float(value.detach() / result.count) if isinstance(result, LossSum) else float(value.detach().mean())
             )
-        recorded: MicroBatch | None = None
+        recorded: TracedBatch | None = None
 
         def arrived(gradients: Sequence[Tensor | None]) -> None:
             nonlocal recorded
@@ -162,7 +162,7 @@ class Recorder:
                 recorded = replace(recorded, weight=max(weight, recorded.weight))
                 self._micro_batches[place] = recorded
                 return
-            recorded = MicroBatch(tuple(numbers), shown, weight, tuple(content))
+            recorded = TracedBatch(tuple(numbers), shown, weight, tuple(content))
             self._micro_batches.append(recorded)
             kill = self._kill
             if kill is not None and kill.when == "micro_batch" and self.num_steps >= kill.step:

@@ -61,7 +61,7 @@ AS_A_SUM = Bug(weight=lambda own, total, micro_batches, ranks, number: 1.0)
 
 
 @dataclass
-class Outcome:
+class ReferenceOutcome:
     """The results of a plain loop."""
 
     losses: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReferencePiece:
     """One micro-batch of a step, or one named part of its loss: the gradient of its mean at the step's weights.
 
     The gradient of a named part has the part's weight in the loss.
@@ -91,7 +91,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReferenceFacts:
     """The facts that were found about a job before anything is compared."""
 
     dtype: torch.dtype | None  # what it is compared in
@@ -116,12 +116,12 @@ class Facts:
         return self.loss_kind in ("coupled", "uncounted")
 
 
-def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gradients: int = 2) -> Outcome:
+def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gradients: int = 2) -> ReferenceOutcome:
     """Train on these samples, step by step, and return everything that a trainer may be compared by."""
     model, optimizer = _made(case, bug)
     settlement = Settlement(model)
     base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-    outcome = Outcome(first_weights=_state(model))
+    outcome = ReferenceOutcome(first_weights=_state(model))
     num_ranks = max((len(division) for division in divisions), default=1)
     buffers = [_buffers(model) for _ in range(num_ranks)] if bug.weight is not None else []
     for step, division in enumerate(divisions):
@@ -159,7 +159,7 @@ def undivided(samples: Sequence[Sequence[int]]) -> list[Division]:
     return [[[list(numbers)]] for numbers in samples]
 
 
-def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> list[Piece]:
+def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> list[ReferencePiece]:
     """Return the gradient of every micro-batch of a step, after the right steps before it."""
     model, optimizer = _made(case, NO_BUG)
     found = []
@@ -174,11 +174,13 @@ def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> l
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 gradients = {key: value.cpu() for key, value in _all_gradients(model).items()}
-                found.append(Piece(rank, number, tuple(samples), gradients, float(loss.detach()), name, part.count))
+                found.append(
+                    ReferencePiece(rank, number, tuple(samples), gradients, float(loss.detach()), name, part.count)
+                )
     return found
 
 
-def shares_of(pieces: Sequence[Piece]) -> list[float]:
+def shares_of(pieces: Sequence[ReferencePiece]) -> list[float]:
     """Return the weight of each piece by what the job states: its part's count in the step, else its samples."""
     samples = {(piece.rank, piece.number): len(piece.samples) for piece in pieces}
     totals: dict[str, float] = {}
@@ -190,7 +192,7 @@ def shares_of(pieces: Sequence[Piece]) -> list[float]:
     ]
 
 
-def find_facts(case: Case) -> Facts:
+def find_facts(case: Case) -> ReferenceFacts:
     """Try the job on one batch: what it can be computed in, what it draws, what kind of loss it has."""
     numbers = list(case.order[0])
     why_not_double = ""
@@ -216,7 +218,7 @@ def find_facts(case: Case) -> Facts:
         kind, shares, misfit = ("coupled" if "coupled" in odd else "uncounted" if odd else "parts"), (), 0.0
     else:
         kind, shares, misfit = loss_kind(case, numbers, least)
-    return Facts(
+    return ReferenceFacts(
         case.dtype,
         why_not_double,
         keys_draws,
@@ -420,7 +422,7 @@ def _stated_weights(case: Case, model: nn.Module, division: Division) -> dict[tu
     for rank, own in enumerate(division):
         for number, samples in enumerate(own):
             for name, part in _means(case, model, samples).items() if samples else ():
-                found.append(Piece(rank, number, tuple(samples), {}, 0.0, name, part.count))
+                found.append(ReferencePiece(rank, number, tuple(samples), {}, 0.0, name, part.count))
     _put_buffers(model, kept)
     shares = shares_of(found)
     return {(piece.rank, piece.number, piece.part): share for piece, share in zip(found, shares, strict=True)}

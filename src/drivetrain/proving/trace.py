@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class TracedBatch:
     """One backward through the loss on one rank."""
 
     numbers: tuple[int, ...]  # of its samples
@@ -23,7 +23,7 @@ class MicroBatch:
 class StepTrace:
     """One optimizer step on one rank, as the optimizer saw it."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[TracedBatch, ...]
     learning_rates: tuple[float, ...]  # by parameter group
     grad_norm: float  # of the gradients that the optimizer got: reduced and clipped
     gradients: Mapping[str, Tensor] | None = None  # by parameter name; only of the first steps

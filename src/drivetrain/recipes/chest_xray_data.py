@@ -73,7 +73,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Found:
+class XraySet:
     """The questions of a folder, and what had to be left out of it."""
 
     train: list[Question]
@@ -87,7 +87,7 @@ def head_of(question_type: str) -> str | None:
     return TYPES.get(question_type.split("_")[0])
 
 
-def read_questions(root: Path) -> Found:
+def read_questions(root: Path) -> XraySet:
     """Reads a folder in the layout of MIMIC-CXR-JPG. One that is something else is an error that lists what is wrong.
 
     Patients are either trained on or held out: by the split file (`validate`; `test` is left alone), else a tenth of
@@ -139,7 +139,7 @@ def read_questions(root: Path) -> Found:
         "studies_without_labels": without_labels,
         "test_questions": len(sides["test"]),
     }
-    return Found(sides["train"], sides["validate"], lines, counts)
+    return XraySet(sides["train"], sides["validate"], lines, counts)
 
 
 def _in_words(

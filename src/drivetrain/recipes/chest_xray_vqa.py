@@ -21,7 +21,7 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes import generated_xrays
-from drivetrain.recipes.chest_xray_data import BEST_GRADES, HEADS, Found, XrayDataset, read_questions
+from drivetrain.recipes.chest_xray_data import BEST_GRADES, HEADS, XrayDataset, XraySet, read_questions
 from drivetrain.recipes.chest_xray_model import (
     IMAGE_BLIND,
     PADDING,
@@ -33,7 +33,7 @@ from drivetrain.recipes.chest_xray_model import (
 )
 from drivetrain.recipes.chest_xray_scores import LabelAUROC, MacroF1
 from drivetrain.recipes.email_sequence import vocabulary_of, words_of
-from drivetrain.recipes.facts import Facts, facts_of
+from drivetrain.recipes.facts import RecipeFacts, facts_of
 
 CHEXPERT = "chexpert"
 WEIGHTS = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3, CHEXPERT: 0.3}
@@ -43,7 +43,7 @@ _IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Size:
+class VqaSize:
     """The sizes of data and model. The small one takes at most two minutes on two cores."""
 
     num_train: int  # studies
@@ -59,8 +59,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(1200, 300, 32, 10, 1000, 64, 1, 64, 12, 4e-3),
-    "full": Size(10_000, 1000, 224, 32, 10_000, 256, 2, 256, 20, 1e-3),
+    "small": VqaSize(1200, 300, 32, 10, 1000, 64, 1, 64, 12, 4e-3),
+    "full": VqaSize(10_000, 1000, 224, 32, 10_000, 256, 2, 256, 20, 1e-3),
 }
 
 
@@ -96,7 +96,7 @@ def job(config: Config) -> Job:
         schedule=WarmupCosine(warmup_steps=num_steps // 10),
         clip_norm=1.0,
         weight_decay=0.01,
-        hooks=[Facts(sets.lines, kept, phase=options.phase, **sets.known)],
+        hooks=[RecipeFacts(sets.lines, kept, phase=options.phase, **sets.known)],
     )
 
 
@@ -152,7 +152,7 @@ class Sets:
     known: dict[str, Any]  # for the record
 
 
-def _generated(config: Config, size: Size, image: int) -> Sets:
+def _generated(config: Config, size: VqaSize, image: int) -> Sets:
     """Writes the generated set to a temporary folder and reads it as any other."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-xrays-") as folder:
         generated_xrays.generate(Path(folder), size.num_train, size.num_valid)
@@ -163,7 +163,7 @@ def _generated(config: Config, size: Size, image: int) -> Sets:
     return sets
 
 
-def _read(config: Config, size: Size, image: int, folder: Path | None = None) -> Sets:
+def _read(config: Config, size: VqaSize, image: int, folder: Path | None = None) -> Sets:
     folder = folder or config.data.path
     assert folder is not None
     found, phase = read_questions(folder), config.recipe.phase
@@ -192,7 +192,7 @@ def _read(config: Config, size: Size, image: int, folder: Path | None = None) ->
     return Sets(samples, XrayDataset(valid, held_out, image, once=True) if valid else None, words, lines, known)
 
 
-def _words(config: Config, found: Found, size: Size) -> list[str]:
+def _words(config: Config, found: XraySet, size: VqaSize) -> list[str]:
     """Returns the words that are known: those of the run whose weights are taken, so that they mean the same."""
     earlier = config.checkpoint.init_from
     if earlier is not None and (earlier / VOCABULARY).is_file():

@@ -20,7 +20,7 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.data.bad_input import BadInput
 from drivetrain.data.table import read_table
 from drivetrain.job import Job, WarmupCosine
-from drivetrain.recipes.facts import Facts, facts_of
+from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.generated_emails import LABELS, bag_of_words_ceiling, ceiling, generate
 
 BASELINE = "bag-of-words"
@@ -30,7 +30,7 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True)
-class Size:
+class EmailSize:
     """The sizes of data and model. The small one takes a minute on two cores."""
 
     num_train: int
@@ -44,8 +44,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(4000, 1000, 50, 1000, 48, 48, 64, 5),
-    "full": Size(200_000, 10_000, 200, 30_000, 128, 256, 512, 5),
+    "small": EmailSize(4000, 1000, 50, 1000, 48, 48, 64, 5),
+    "full": EmailSize(200_000, 10_000, 200, 30_000, 128, 256, 512, 5),
 }
 
 
@@ -77,7 +77,7 @@ def job(config: Config) -> Job:
         seed=config.run.seed,
         schedule=WarmupCosine(warmup_steps=20),
         clip_norm=1.0,
-        hooks=[Facts(lines, {VOCABULARY: {"words": words, "labels": labels, "length": size.length}}, **known)],
+        hooks=[RecipeFacts(lines, {VOCABULARY: {"words": words, "labels": labels, "length": size.length}}, **known)],
     )
 
 
@@ -115,7 +115,7 @@ class BagOfWords(nn.Module):
 Emails = list[tuple[str, int]]
 
 
-def _emails(config: Config, size: Size) -> tuple[Emails, Emails, tuple[str, ...]]:
+def _emails(config: Config, size: EmailSize) -> tuple[Emails, Emails, tuple[str, ...]]:
     """Returns emails to learn from, held-out ones, and the names of the labels."""
     if config.data.path is None:
         train = generate(size.num_train, size.length, seed=0)

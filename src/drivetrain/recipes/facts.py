@@ -11,7 +11,7 @@ from drivetrain.core.run_folder import read_rows
 EVENT = "recipe"
 
 
-class Facts:
+class RecipeFacts:
     """A hook that reports what a recipe found and decided: once, when a run starts or is resumed.
 
     Args:

@@ -25,7 +25,7 @@ LEAST_HELD_OUT = 4  # windows
 
 
 @dataclass(frozen=True)
-class Size:
+class GptSize:
     """The size of the model, and of what a step sees."""
 
     context: int
@@ -38,7 +38,7 @@ class Size:
 
 # The full one has the layers of GPT-2's smallest: 86 million weights with bytes, 163 with GPT-2's vocabulary (its
 # output layer has weights of its own).
-SIZES = {"small": Size(CONTEXT, 128, 4, 4, 32, 1e-3), "full": Size(1024, 768, 12, 12, 64, 6e-4)}
+SIZES = {"small": GptSize(CONTEXT, 128, 4, 4, 32, 1e-3), "full": GptSize(1024, 768, 12, 12, 64, 6e-4)}
 
 
 def job(config: Config) -> Job:

@@ -20,7 +20,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes import pair_data
-from drivetrain.recipes.facts import Facts, facts_of
+from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.lora import ATTENTION, add_lora, trained_part
 from drivetrain.recipes.pair_data import LABELS, SWAPPED, Pairs
 
@@ -30,7 +30,7 @@ BACKBONE = "backbone."
 
 
 @dataclass(frozen=True)
-class Size:
+class PairSize:
     """The sizes of data and model. The small one takes a minute on two cores."""
 
     num_images: int
@@ -42,7 +42,7 @@ class Size:
     epochs: int
 
 
-SIZES = {"small": Size(600, 24, 4000, 1000, 16, 64, 8), "full": Size(5500, 224, 45_000, 10_000, 64, 256, 10)}
+SIZES = {"small": PairSize(600, 24, 4000, 1000, 16, 64, 8), "full": PairSize(5500, 224, 45_000, 10_000, 64, 256, 10)}
 
 
 def job(config: Config) -> Job:
@@ -75,7 +75,7 @@ def job(config: Config) -> Job:
         schedule=WarmupCosine(warmup_steps=num_steps // 20),
         clip_norm=1.0,
         weight_decay=0.01,
-        hooks=[Facts(lines, **known)],
+        hooks=[RecipeFacts(lines, **known)],
     )
 
 
@@ -121,7 +121,7 @@ class PairModel(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, backbone: "Backbone", projected: int = 64) -> None:
+    def __init__(self, backbone: "PairBackbone", projected: int = 64) -> None:
         super().__init__()
         self.backbone = backbone.make()
         self.projector = nn.Sequential(nn.Linear(backbone.width, projected), nn.GELU(), nn.Linear(projected, projected))
@@ -165,7 +165,7 @@ class HuggingFaceBackbone(nn.Module):
 
 
 @dataclass(frozen=True)
-class Backbone:
+class PairBackbone:
     """Makes features of images: trained with the rest, or frozen under low-rank adapters."""
 
     image: int
@@ -193,10 +193,10 @@ class Backbone:
         return model
 
 
-def find_backbone(path: Path | None, size: Size) -> Backbone:
+def find_backbone(path: Path | None, size: PairSize) -> PairBackbone:
     """Finds out what `--backbone` is: a folder of Hugging Face's, a run of this recipe, or its exported weights."""
     if path is None:
-        return Backbone(size.image, 4 * size.width)
+        return PairBackbone(size.image, 4 * size.width)
     if (path / "config.json").is_file():
         return _hugging_face(path, size)
     weights = path / "model.safetensors" if path.is_dir() else path
@@ -204,14 +204,14 @@ def find_backbone(path: Path | None, size: Size) -> Backbone:
         shapes = {name: value.shape for name, value in load_file(weights).items() if name.startswith(BACKBONE)}
         last = shapes.get(f"{BACKBONE}layers.2.weight")
         if last is not None:
-            return Backbone(size.image, last[0], weights)
+            return PairBackbone(size.image, last[0], weights)
     allowed = (
         "a folder with config.json of Hugging Face's, a run of image-pairs without --backbone, or its model.safetensors"
     )
     raise ConfigError([Problem("--backbone", f"{path} is none", str(path), allowed=allowed)])
 
 
-def _hugging_face(folder: Path, size: Size) -> Backbone:
+def _hugging_face(folder: Path, size: PairSize) -> PairBackbone:
     config = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     config = getattr(config, "vision_config", config)
     found = folder / "preprocessor_config.json"
@@ -219,7 +219,7 @@ def _hugging_face(folder: Path, size: Size) -> Backbone:
     width = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
     image = getattr(config, "image_size", None) or size.image
     half = (0.5, 0.5, 0.5)
-    return Backbone(
+    return PairBackbone(
         image, width, folder, True, tuple(said.get("image_mean") or half), tuple(said.get("image_std") or half)
     )
 
@@ -235,7 +235,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _pairs(config: Config, size: Size, image: int) -> tuple[Pairs, Pairs, list[str], dict[str, Any]]:
+def _pairs(config: Config, size: PairSize, image: int) -> tuple[Pairs, Pairs, list[str], dict[str, Any]]:
     """Returns pairs to learn from, held-out pairs, what is to be said of them, and what is to be recorded."""
     counts, fold, known = (size.num_train, size.num_valid), config.recipe.fold, {}
     if config.data.path is not None:

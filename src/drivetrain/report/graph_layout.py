@@ -16,13 +16,13 @@ _SEARCHED = 24  # experts; the chain alone has to do for more
 
 
 @dataclass(frozen=True)
-class Layout:
+class GraphLayout:
     places: Mapping[Node, Point]
     angles: Mapping[Node, float]
     inner: float  # radius of the experts' circle
 
 
-def layout(graph: KnowledgeGraph) -> Layout:
+def layout(graph: KnowledgeGraph) -> GraphLayout:
     experts = _in_a_ring(graph)
     inner = 0.62 if graph.concepts else 0.85
     angles: dict[Node, float] = dict(_evenly(experts))
@@ -32,7 +32,7 @@ def layout(graph: KnowledgeGraph) -> Layout:
         node: _point(angle, _OUTER if node in concepts else inner if len(experts) > 1 else 0.0)
         for node, angle in angles.items()
     }
-    return Layout(places, angles, inner)
+    return GraphLayout(places, angles, inner)
 
 
 def _in_a_ring(graph: KnowledgeGraph) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain.core.run_folder import as_row
 from drivetrain.moe.knowledge.graph import Edge, KnowledgeGraph, Node, Relation
-from drivetrain.report.graph_layout import Layout, layout
+from drivetrain.report.graph_layout import GraphLayout, layout
 from drivetrain.report.run_data import Row, RunData
 from drivetrain.report.style import FAINT, GRID, INK, canvas
 
@@ -121,14 +121,14 @@ def draw_placement(layer: Mapping[str, Any], title: str, subtitle: str = "") -> 
 # ---- the graph's parts
 
 
-def _frame(axis: Any, plan: Layout) -> None:
+def _frame(axis: Any, plan: GraphLayout) -> None:
     axis.set_aspect("equal")
     room = 1.3 if _has_many(plan) else 1.13
     axis.set_xlim(-room * 1.15, room * 1.15)
     axis.set_ylim(-room, room)
 
 
-def _radii(graph: KnowledgeGraph, plan: Layout) -> dict[int, float]:
+def _radii(graph: KnowledgeGraph, plan: GraphLayout) -> dict[int, float]:
     """Return radii by the square root of tokens, so that areas are proportional; neighbours never touch."""
     experts = graph.experts
     room = plan.inner * math.sin(math.pi / max(len(experts), 2)) * 0.8
@@ -153,7 +153,7 @@ def _shown(graph: KnowledgeGraph) -> list[Edge]:
     return found[::-1]
 
 
-def _draw_edge(axis: Any, edge: Edge, plan: Layout, radii: Mapping[int, float]) -> None:
+def _draw_edge(axis: Any, edge: Edge, plan: GraphLayout, radii: Mapping[int, float]) -> None:
     from matplotlib.patches import FancyArrowPatch
 
     colour, dashes, bend, _ = _LINES[edge.relation]
@@ -185,7 +185,7 @@ def _draw_expert(
     axis.text(*place, str(number), ha="center", va="center", color=colour, fontsize=size, fontweight="bold", zorder=5)
 
 
-def _draw_concept(axis: Any, concept: str, plan: Layout) -> None:
+def _draw_concept(axis: Any, concept: str, plan: GraphLayout) -> None:
     from matplotlib.patches import Circle
 
     x, y = plan.places[concept]
@@ -332,7 +332,7 @@ def _draw_bonds_legend(figure: Any) -> None:
 # ---- what they need
 
 
-def _has_many(plan: Layout) -> bool:
+def _has_many(plan: GraphLayout) -> bool:
     """Return whether there are more concepts than fit side by side with their names."""
     return sum(isinstance(node, str) for node in plan.places) > 24
 

@@ -13,7 +13,7 @@ from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.monitor.recorder import NoBooks
 from drivetrain.strategies import SharedExperts
-from drivetrain.strategies.shared_experts import Held
+from drivetrain.strategies.shared_experts import HeldExperts
 
 
 def take_weights(
@@ -36,7 +36,7 @@ def take_weights(
     return taken
 
 
-def _taken(model: nn.Module, weights: Weights, held: Mapping[str, Held]) -> WeightsTaken:
+def _taken(model: nn.Module, weights: Weights, held: Mapping[str, HeldExperts]) -> WeightsTaken:
     """Load the weights, and report on all experts, not only on those that this rank holds."""
     wholes = {name: (found.num_slots, *found.parameter.shape[1:]) for name, found in held.items()}
     mixtures = {name: part for name, part in model.named_modules() if isinstance(part, MixtureOfExperts)}
@@ -111,7 +111,7 @@ def _why_anew(
     )
 
 
-def _held_here(weights: Weights, held: Mapping[str, Held], wholes: Mapping[str, tuple[int, ...]]) -> Weights:
+def _held_here(weights: Weights, held: Mapping[str, HeldExperts], wholes: Mapping[str, tuple[int, ...]]) -> Weights:
     """Return this rank's view of the weights: its own rows of experts, and none of a layer with other slots."""
     shared_out = {name: held[name] for name, whole in wholes.items() if weights.shapes.get(name) == whole}
 

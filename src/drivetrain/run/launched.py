@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from drivetrain.config import Config
-from drivetrain.core.launchers import Place
+from drivetrain.core.launchers import ProcessPlace
 from drivetrain.core.strategy_facts import strategy_facts
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
 
-def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
+def obey_launcher(config: Config, place: ProcessPlace) -> tuple[Config, list[str]]:
     """Return the configuration with `accelerate launch`'s settings, where nothing else was set; and what to report."""
     told = dict(place.settings)
     changes: dict[str, dict[str, Any]] = {}
@@ -46,7 +46,7 @@ def obey_launcher(config: Config, place: Place) -> tuple[Config, list[str]]:
     return config.model_copy(update=sections), notes
 
 
-def share_workers(config: Config, place: Place) -> Config:
+def share_workers(config: Config, place: ProcessPlace) -> Config:
     """Return the configuration with this process's share of the loader processes that a machine may have in all."""
     total = config.data.total_workers
     if total is None or config.data.num_workers >= 0:
@@ -55,7 +55,7 @@ def share_workers(config: Config, place: Place) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"num_workers": own})})
 
 
-def unused_gpus(place: Place, devices: Sequence[torch.device], strategy: str, target: str) -> str:
+def unused_gpus(place: ProcessPlace, devices: Sequence[torch.device], strategy: str, target: str) -> str:
     """Return the hint for one process that was started without a launcher beside several GPUs; empty elsewhere."""
     if (
         place.size > 1

@@ -39,7 +39,7 @@ class Parts(NamedTuple):
     reordered: Callable[[], Any] | None = None  # the whole batch with its samples in another order
 
 
-class Probed(NamedTuple):
+class ProbedLoss(NamedTuple):
     """The finding that follows from the gradients, and the counts that it is stated in."""
 
     finding: Finding
@@ -55,7 +55,7 @@ def part_bounds(num_samples: int) -> list[int]:
     return [0, first, second, num_samples]
 
 
-def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device) -> Probed:
+def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device) -> ProbedLoss:
     """Find out how a loss weights the parts of a batch. Errors of the user's code are raised as they are."""
     model, batches = _in_fp32(model, [parts.whole, *parts.parts])
     batches = [to_device(batch, device) for batch in batches]
@@ -64,7 +64,7 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     with _measuring(model, device):
         draws, gradients = what_draws(lambda: _gradients(loss, model, batches, parts.sizes), device)
         if gradients is None:
-            return Probed(Finding(kind="samples"), (), returns_sum=True)
+            return ProbedLoss(Finding(kind="samples"), (), returns_sum=True)
         vectors, cannot_replay = gradients
         products = (vectors @ vectors.T).tolist()
         finding = judge(products, parts.sizes, counts)
@@ -72,21 +72,21 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
             tolerance = _tolerance(loss, model, parts, device, vectors[0])
             finding = judge(products, parts.sizes, counts, tolerance)
     if finding.kind == "unknown":
-        return Probed(finding, (), "its gradient on the first samples is zero or not finite")
+        return ProbedLoss(finding, (), "its gradient on the first samples is zero or not finite")
     if finding.kind in ("weighted", "coupled"):
         if cannot_replay:
             why = f"it draws random numbers that belong to no sample ({cannot_replay})"
-            return Probed(Finding(kind="unknown"), (), why)
+            return ProbedLoss(Finding(kind="unknown"), (), why)
         if draws.python:
-            return Probed(Finding(kind="unknown"), (), "it draws random numbers outside of torch")
-    return Probed(finding, tuple(found[number] for number in finding.counts))
+            return ProbedLoss(Finding(kind="unknown"), (), "it draws random numbers outside of torch")
+    return ProbedLoss(finding, tuple(found[number] for number in finding.counts))
 
 
 def _gradients(
     loss: LossFunction, model: nn.Module, batches: Sequence[Any], sizes: Sequence[int]
 ) -> tuple[Tensor, str] | None:
     """Return one row for the whole batch and for each part; and what was drawn that could not be replayed."""
-    recorder = Draws()
+    recorder = ReplayedDraws()
     rows, start, num_samples = [], 0, sum(sizes)
     for number, batch in enumerate(batches):
         if number:
@@ -121,7 +121,7 @@ def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     if parts.reordered is None:
         return TOLERANCE
     _, (batch,) = _in_fp32(model, [parts.reordered()])
-    with Draws():
+    with ReplayedDraws():
         other = _gradient(loss, model, to_device(batch, device))
     if other is None:
         return TOLERANCE
@@ -180,7 +180,7 @@ def _without_autocast() -> Iterator[None]:
         torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what a forward draws at random, and replays the draws of some of its samples."""
 
     def __init__(self) -> None:

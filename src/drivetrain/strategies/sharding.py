@@ -58,7 +58,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The layout in which a model is to be sharded."""
 
     units: tuple[Unit, ...]  # blocks first, the rest of the model last
@@ -130,7 +130,7 @@ class Sharded:
         return value[first : first + part.shape[0]].to(part.device, copy=True)
 
 
-def layout_of(model: nn.Module, *, shares_experts: bool = False) -> Layout:
+def layout_of(model: nn.Module, *, shares_experts: bool = False) -> ShardLayout:
     """Return the units of a model. A block that shares a weight with something outside it is not a unit.
 
     Such a block would need both gathered. With `shares_experts`, experts are in no unit. Their routers stay whole: they
@@ -158,7 +158,7 @@ def layout_of(model: nn.Module, *, shares_experts: bool = False) -> Layout:
     units.append((ROOT, model, rest))
     replicated = {names[parameter]: parameter for _, _, own in units for parameter in _left_whole(own)}
     replicated |= {names[parameter]: parameter for parameter in names if parameter in routers}
-    return Layout(
+    return ShardLayout(
         tuple(
             Unit(name, module, {names[p]: p for p in own if names[p] not in replicated}) for name, module, own in units
         ),

@@ -36,7 +36,7 @@ class _Run(NamedTuple):
     num_rows: int
 
 
-class Held(NamedTuple):
+class HeldExperts(NamedTuple):
     """A parameter of which this rank holds some rows."""
 
     parameter: nn.Parameter
@@ -62,7 +62,7 @@ class Held(NamedTuple):
 class _HeldHere:
     """A checkpoint as this rank sees it: of experts, only the rows that it holds."""
 
-    def __init__(self, source: TensorSource, held: Mapping[str, Held]) -> None:
+    def __init__(self, source: TensorSource, held: Mapping[str, HeldExperts]) -> None:
         self._source, self._held = source, held
 
     @property
@@ -89,7 +89,7 @@ class _Shape(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _held_by(key: str, shape: Sequence[int], held: Mapping[str, Held]) -> Held | None:
+def _held_by(key: str, shape: Sequence[int], held: Mapping[str, HeldExperts]) -> HeldExperts | None:
     """Find the parameter whose rows a tensor has: `model/NAME`, `ema/NAME`, or `optimizer/NAME/FIELD` of its shape."""
     kind, _, name = key.partition("/")
     found = held.get(name.rpartition("/")[0] if kind == "optimizer" else name)
@@ -102,7 +102,7 @@ class SharedExperts:
     Rank 0's values count: others may have built the model without memory. All ranks call everything together.
     """
 
-    held: Mapping[str, Held]  # by the parameter's names, once they were dealt out
+    held: Mapping[str, HeldExperts]  # by the parameter's names, once they were dealt out
 
     def __init__(self, model: nn.Module, world: World, capability: float = 0.0) -> None:
         self.layers = mixtures_in(model)
@@ -214,7 +214,7 @@ class SharedExperts:
                     average.cut(parameter, partial(fill, placement=placement))
         runs = {name: _runs(placement, self._world.rank) for name, placement in placements.items()}
         self.held = {
-            name: Held(parameter, len(placements[layer]), runs[layer])
+            name: HeldExperts(parameter, len(placements[layer]), runs[layer])
             for name, (layer, parameter) in self._parameters.items()
         }
 
@@ -304,7 +304,7 @@ class SharedExperts:
             self._group = None
 
 
-def _refuse_nested(key: str, held: Mapping[str, Held]) -> None:
+def _refuse_nested(key: str, held: Mapping[str, HeldExperts]) -> None:
     """Refuse tensors inside of other values: every rank has other rows, and which rows these belong to is not known."""
     for name in held:
         if key.startswith(f"{NESTED}state/{name}/"):

@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class ZeroPart:
     """The elements of a weight that this rank updates: `length` from `start` on, which are in `flat` at `offset`."""
 
     flat: Tensor
@@ -67,7 +67,7 @@ class ZeroParts:
             for p in group["params"]
             if p.requires_grad
         }
-        self._found: dict[Tensor, Part] = {}
+        self._found: dict[Tensor, ZeroPart] = {}
 
     def find(self, zero: Any) -> None:
         """Find where DeepSpeed has put everything."""
@@ -77,33 +77,33 @@ class ZeroParts:
             for parameter, group in self._trained.values()
         }
 
-    def _in_flat_group(self, parameter: Any, group: int) -> Part:
+    def _in_flat_group(self, parameter: Any, group: int) -> ZeroPart:
         flat, mapping = self._zero.single_partition_of_fp32_groups[group], parameter._hp_mapping
         if mapping is None:  # all of it is on other ranks
-            return Part(flat, 0, 0, 0)
+            return ZeroPart(flat, 0, 0, 0)
         inside, outside = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return Part(flat, inside.start, outside.start, inside.numel)
+        return ZeroPart(flat, inside.start, outside.start, inside.numel)
 
-    def _in_third_stage(self, parameter: Any) -> Part:
+    def _in_third_stage(self, parameter: Any) -> ZeroPart:
         """Find a part in stage 3: every weight is cut into equally many elements per rank; the last are padding."""
         sub_group, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
         start = self._rank * size
         length = max(0, min(size, parameter.ds_numel - start))
-        return Part(self._zero.fp32_partitioned_groups_flat[sub_group], offset, start, length)
+        return ZeroPart(self._zero.fp32_partitioned_groups_flat[sub_group], offset, start, length)
 
-    def _in_its_own(self, parameter: Any) -> Part:
+    def _in_its_own(self, parameter: Any) -> ZeroPart:
         """Find a weight that is not trained, in stage 3: in no flat tensor, but sharded all the same."""
         flat = parameter.ds_tensor
         start = self._rank * flat.numel()
-        return Part(flat, 0, start, max(0, min(flat.numel(), parameter.ds_numel - start)))
+        return ZeroPart(flat, 0, start, max(0, min(flat.numel(), parameter.ds_numel - start)))
 
-    def _part_of(self, value: Tensor) -> Part | None:
+    def _part_of(self, value: Tensor) -> ZeroPart | None:
         """Return this rank's part of a tensor; None if every rank has all of it."""
         if value in self._found:
             return self._found[value]
         return self._in_its_own(value) if self._stage == 3 and value in self._shapes else None
 
-    def _state(self) -> Iterator[tuple[str, Tensor, Part | None]]:
+    def _state(self) -> Iterator[tuple[str, Tensor, ZeroPart | None]]:
         """Yield the model's state by its own names; tied weights under each of theirs."""
         for name, value in self._parts.model.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):

@@ -9,8 +9,8 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.recipes.continual.comparison import Book, Outcome, Study, compare, margin, summary, tune
-from drivetrain.recipes.continual.methods import METHODS, Scale, Settings, trials_of
+from drivetrain.recipes.continual.comparison import Book, MethodOutcome, Study, compare, margin, summary, tune
+from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, trials_of
 from drivetrain.recipes.continual.pictures import draw_all
 from drivetrain.recipes.continual.screen import in_words, verdicts
 from drivetrain.recipes.continual.tasks import Images
@@ -29,7 +29,7 @@ class Listener:
     def task_done(self, method: str, accuracies: list[float]) -> None:
         self.tasks.append(accuracies)
 
-    def ended(self, outcome: Outcome, why: str) -> None:
+    def ended(self, outcome: MethodOutcome, why: str) -> None:
         assert outcome.matrix[-1] == self.tasks[-1]
 
 
@@ -59,18 +59,18 @@ def config(folder: Path) -> Config:
     return found
 
 
-def outcome(method: str, seed: int, accuracy: float) -> Outcome:
-    return Outcome(method, seed, Settings(1e-3), [[1.0, 0.0], [accuracy, accuracy]], [], 1.0)
+def outcome(method: str, seed: int, accuracy: float) -> MethodOutcome:
+    return MethodOutcome(method, seed, MethodSettings(1e-3), [[1.0, 0.0], [accuracy, accuracy]], [], 1.0)
 
 
 def test_methods_are_trained_once_and_go_on_where_they_were(tmp_path: Path) -> None:
     methods, listener = ["dense", "ewc", "growing+sleep"], Listener()
     book = Book(tmp_path, study())
-    found = compare(book, lambda method: Settings(1e-2, 10.0), methods[:2], [0], config(tmp_path), listener)
+    found = compare(book, lambda method: MethodSettings(1e-2, 10.0), methods[:2], [0], config(tmp_path), listener)
     assert [one.method for one in found] == methods[:2]
 
     again, later = Book(tmp_path, study()), Listener()
-    found = compare(again, lambda method: Settings(1e-2, 10.0), methods, [0], config(tmp_path), later)
+    found = compare(again, lambda method: MethodSettings(1e-2, 10.0), methods, [0], config(tmp_path), later)
     assert [name for name, _, _ in later.begun] == ["growing+sleep"]  # the others were there
     assert [one.method for one in found] == methods
     assert len(later.tasks) == 2
@@ -86,7 +86,9 @@ def test_methods_are_trained_once_and_go_on_where_they_were(tmp_path: Path) -> N
 
 def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
     found = [
-        compare(Book(folder, study()), lambda method: Settings(1e-2), ["growing"], [3], config(folder), Listener())[0]
+        compare(
+            Book(folder, study()), lambda method: MethodSettings(1e-2), ["growing"], [3], config(folder), Listener()
+        )[0]
         for folder in (tmp_path / "a", tmp_path / "b")
         if folder.mkdir() is None
     ]
@@ -105,7 +107,7 @@ def test_tuning_tries_all_and_never_sees_the_test_set(tmp_path: Path) -> None:
     book, listener = Book(tmp_path, study(scale=scale, test=unseen)), Listener()
     best = tune(book, "dense", config(tmp_path), listener)
     assert {why for _, _, why in listener.begun} == {"tuning"}
-    assert [Settings(**row["settings"]) for row in book.tuning] == list(trials_of(METHODS["dense"]))
+    assert [MethodSettings(**row["settings"]) for row in book.tuning] == list(trials_of(METHODS["dense"]))
     accuracies = [row["accuracy"] for row in book.tuning]
     assert best == trials_of(METHODS["dense"])[accuracies.index(max(accuracies))]
     again = Listener()

@@ -14,7 +14,7 @@ from drivetrain.recipes.continual.command import MethodName
 from drivetrain.recipes.continual.comparison import Study, num_parameters
 from drivetrain.recipes.continual.consolidation import Consolidated
 from drivetrain.recipes.continual.diary import Diary
-from drivetrain.recipes.continual.methods import METHODS, Scale, Settings, make_job, make_network, trials_of
+from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, make_job, make_network, trials_of
 from drivetrain.recipes.continual.networks import Mixture, RankByNearness
 from drivetrain.recipes.continual.pictures import COLOURS
 from drivetrain.recipes.continual.tasks import Images, make_tasks
@@ -47,7 +47,7 @@ def test_sizes_are_as_told(method: str) -> None:
     study = Study("made", "rotated", 2, SCALE, images(), images())
     told = study.size_of(method)
     full = replace(SCALE, first_experts=SCALE.max_experts)
-    model = make_network(METHODS[method], 16, full, Settings(1e-3))
+    model = make_network(METHODS[method], 16, full, MethodSettings(1e-3))
     if isinstance(model, Mixture) and METHODS[method].network == "fixed" and METHODS[method].by_nearness:
         spare = num_parameters(model) // (SCALE.max_experts + 1)  # the slot that is never filled
         assert told["total"] == num_parameters(model) - spare
@@ -62,11 +62,11 @@ def test_sizes_are_as_told(method: str) -> None:
 def test_all_get_the_same_samples_in_the_same_order() -> None:
     tasks = make_tasks("rotated", images(), images(), 2, seed=3)
     streams = [
-        make_job(name, method, tasks, SCALE, Settings(1e-3), seed=3)[0].data
+        make_job(name, method, tasks, SCALE, MethodSettings(1e-3), seed=3)[0].data
         for name, method in (("a", METHODS["dense"]), ("b", METHODS["ewc"]), ("c", METHODS["growing"]))
     ]
     assert all(torch.equal(stream.order, streams[0].order) for stream in streams)
-    mixed = make_job("d", METHODS["joint"], tasks, SCALE, Settings(1e-3), seed=3)[0].data
+    mixed = make_job("d", METHODS["joint"], tasks, SCALE, MethodSettings(1e-3), seed=3)[0].data
     assert torch.equal(mixed.order.sort().values, streams[0].order.sort().values)  # the same ones, in another order
 
 

@@ -14,7 +14,7 @@ from drivetrain.recipes.darkroom import recipe
 from drivetrain.recipes.darkroom.contexts import Context
 from drivetrain.recipes.darkroom.environment import Darkroom
 from drivetrain.recipes.darkroom.play import play
-from drivetrain.recipes.darkroom.scores import Scores, read_scores
+from drivetrain.recipes.darkroom.scores import DarkroomScores, read_scores
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,7 +44,7 @@ def test_returns_rise_in_context_on_goals_it_never_saw(tmp_path: Path, monkeypat
 
     # The file of weights and the settings beside it are enough to play again, and play the same.
     kept = json.loads((run / "darkroom.json").read_text())
-    model = recipe.make_model(recipe.Size(**kept["size"])).eval()
+    model = recipe.make_model(recipe.DarkroomSize(**kept["size"])).eval()
     model.load_state_dict(load_file(run / "model.safetensors"))
     again = play(model, Darkroom(5, 10), Context("plain", 4, 10), held_out.repeat_interleave(6), 48, kept["seed"])
     assert again.mean(0).tolist() == pytest.approx(scores.transformer)
@@ -74,7 +74,7 @@ def test_trains_and_plays_on_a_gpu(tmp_path: Path, monkeypatch, context: str) ->
 
 
 def test_what_the_figures_mean() -> None:
-    scores = Scores(0.5, 8.0, source=[1.0] * 5 + [7.0], transformer=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], goals=[])
+    scores = DarkroomScores(0.5, 8.0, source=[1.0] * 5 + [7.0], transformer=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], goals=[])
     assert scores.summary() == {
         "first": 1.0, "last": 6.0, "part_of_optimum": 0.75, "times_random": 12.0, "source_last": 7.0, "random": 0.5,
         "optimum": 8.0,

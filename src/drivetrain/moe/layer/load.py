@@ -13,7 +13,7 @@ from drivetrain.core.micro_step import is_counted
 SAMPLE = 256  # tokens of a micro-batch that are kept to decide by which experts come and go
 
 
-class Tally:
+class LoadTally:
     """A layer's counts since the last step, per device, and the auxiliary losses it has not handed over yet.
 
     It is no buffer: DDP would overwrite it with rank 0's. At a step's end it is empty, so it is not saved either. The

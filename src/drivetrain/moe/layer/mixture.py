@@ -11,7 +11,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.moe.layer.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.layer.experts import Experts, Kind
 from drivetrain.moe.layer.kernel_choice import Way, WayName, check_way
-from drivetrain.moe.layer.load import LoadFigures, Tally, count, figures_of, is_recomputing
+from drivetrain.moe.layer.load import LoadFigures, LoadTally, count, figures_of, is_recomputing
 from drivetrain.moe.layer.router import Router, Routing, Scores
 from drivetrain.moe.lifecycle.allowed import Allowed, Number, Whole, refuse_others
 
@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
             self.register_buffer("spreads", torch.zeros(slots))
             # The fraction of all tokens that two experts both get, as of the last look of a `Knowledge` hook.
             self.register_buffer("together", torch.zeros(slots, slots))
-        self.tally = Tally(slots, num_inputs if self.can_grow else 0)
+        self.tally = LoadTally(slots, num_inputs if self.can_grow else 0)
         self.tally.move(self.load.device)
         self.dispatcher: Dispatcher = LocalDispatcher(way)
 

@@ -22,7 +22,7 @@ from drivetrain.moe.layer.router import Routing
 Extra = Callable[[Sequence[int], int, Mapping[str, Routing]], Tensor | None]
 
 
-class Seen(NamedTuple):
+class ReplayedSamples(NamedTuple):
     """The inputs of a layer from this rank's samples: each token, the experts it chose, and the sample it is of."""
 
     tokens: Tensor
@@ -62,9 +62,9 @@ class Replay:
         return total / count if count else 0.0
 
     @torch.no_grad()
-    def look(self, numbers: Sequence[int]) -> dict[str, Seen]:
+    def look(self, numbers: Sequence[int]) -> dict[str, ReplayedSamples]:
         """Return the inputs of each mixture for these samples, on this rank."""
-        found: dict[str, list[Seen]] = {name: [] for name in self._layers}
+        found: dict[str, list[ReplayedSamples]] = {name: [] for name in self._layers}
         with evaluating(self._model), self._routings() as routings:
             for own, weight in self._parts(numbers):
                 routings.clear()
@@ -72,7 +72,7 @@ class Replay:
                 for name, (tokens, routing) in routings.items():
                     kept = len(tokens) if weight else 0
                     sample = torch.arange(kept, device=tokens.device) * len(own) // max(len(tokens), 1)
-                    found[name].append(Seen(tokens[:kept], routing.chosen[:kept], sample, own))
+                    found[name].append(ReplayedSamples(tokens[:kept], routing.chosen[:kept], sample, own))
         return {name: _joined(parts) for name, parts in found.items() if parts}
 
     # Learning
@@ -216,9 +216,9 @@ class Replay:
                 handle.remove()
 
 
-def _joined(parts: list[Seen]) -> Seen:
+def _joined(parts: list[ReplayedSamples]) -> ReplayedSamples:
     first = [sum(len(part.numbers) for part in parts[:index]) for index in range(len(parts))]
-    return Seen(
+    return ReplayedSamples(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.chosen for part in parts]),
         torch.cat([part.sample + start for part, start in zip(parts, first, strict=True)]),

@@ -21,7 +21,7 @@ from drivetrain.moe.layer.mixture import MixtureOfExperts
 from drivetrain.moe.layer.router import Routing
 from drivetrain.moe.layer.slots import Slots
 from drivetrain.moe.lifecycle.allowed import Allowed, Number, Whole, refuse_others
-from drivetrain.moe.lifecycle.replay import Replay, Seen
+from drivetrain.moe.lifecycle.replay import Replay, ReplayedSamples
 from drivetrain.moe.lifecycle.reservoir import Reservoir
 
 PROBES = 256  # tokens of each rank on which outputs of experts are compared
@@ -118,7 +118,7 @@ class Night:
         self._checked = reservoir.checked or [kept[0] for kept in reservoir.groups.values() if len(kept) > 1]
         self._loss: float | None = (measured or {}).get("valid_loss")  # of the model as it is; None: not known yet
         self._at_first = math.nan
-        self._seen: dict[str, Seen] | None = None
+        self._seen: dict[str, ReplayedSamples] | None = None
         self.stages: list[Stage] = []
 
     def run(self) -> list[Stage]:
@@ -365,7 +365,7 @@ class Night:
         """Draw samples to train on, none of which is used for checks."""
         return self._reservoir.draw(count, self._cycle, number, without=self._checked)
 
-    def _looked(self) -> dict[str, Seen]:
+    def _looked(self) -> dict[str, ReplayedSamples]:
         """Return the remembered samples as they reach the mixtures now."""
         if self._seen is None:
             self._seen = self._replay.look(self._everything)
@@ -379,7 +379,7 @@ class Night:
         places = {name: index for index, name in enumerate(self._groups)}
         return torch.tensor([places[self._reservoir.group_of(number)] for number in numbers])
 
-    def _table(self, layer: MixtureOfExperts, seen: Seen) -> Tensor:
+    def _table(self, layer: MixtureOfExperts, seen: ReplayedSamples) -> Tensor:
         """Return (slots, classes, choices): how many of the remembered tokens chose an expert, on all ranks."""
         device, num_classes, k = seen.tokens.device, len(self._groups), seen.chosen.shape[1]
         classes = self._group_numbers(seen.numbers).to(device)[seen.sample]
@@ -388,7 +388,7 @@ class Night:
         table.scatter_add_(0, places.flatten(), torch.ones_like(places.flatten(), dtype=torch.float64))
         return self._context.world.all_reduce(table).view(layer.num_slots, num_classes, k)
 
-    def _means(self, seen: Seen, slot: int) -> Tensor:
+    def _means(self, seen: ReplayedSamples, slot: int) -> Tensor:
         """Return (classes, inputs): the mean of an expert's tokens of each class, on all ranks."""
         classes = self._group_numbers(seen.numbers).to(seen.tokens.device)[seen.sample]
         chose = (seen.chosen == slot).any(1)

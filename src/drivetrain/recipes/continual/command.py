@@ -11,7 +11,7 @@ from rich.console import Console
 from drivetrain.config import Config, Flag, Resolved
 from drivetrain.recipes.continual.comparison import FILE, Book, Study, compare, summary, tune
 from drivetrain.recipes.continual.data import load_images
-from drivetrain.recipes.continual.methods import Settings
+from drivetrain.recipes.continual.methods import MethodSettings
 from drivetrain.recipes.continual.pictures import draw_all
 from drivetrain.recipes.continual.screen import Screen, legend, table, verdicts
 from drivetrain.recipes.continual.tasks import TaskKind, make_tasks
@@ -74,7 +74,7 @@ def run(options: Options, resolved: Resolved) -> int:
     if options.tasks == "split" and options.seeds > 1:  # each seed has other classes together
         names = [f"task {number}" for number in range(1, options.num_tasks + 1)]
 
-    settings: dict[str, Settings] = {
+    settings: dict[str, MethodSettings] = {
         method: book.chosen(method) or tuned(options.data, options.tasks, method) for method in options.methods
     }
     with Screen(console, len(options.methods) * options.seeds, options.num_tasks) as screen:

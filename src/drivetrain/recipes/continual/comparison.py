@@ -13,7 +13,7 @@ from torch import nn
 from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.recipes.continual.methods import METHODS, Scale, Settings, make_job, make_network, trials_of
+from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, make_job, make_network, trials_of
 from drivetrain.recipes.continual.scores import Scores, scores_of
 from drivetrain.recipes.continual.tasks import Images, TaskKind, held_out, make_tasks
 
@@ -22,12 +22,12 @@ TUNING_SEEDS = (1000,)  # settings are chosen with other seeds, and other test s
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MethodOutcome:
     """The outcome of one method, trained once over all tasks."""
 
     method: str
     seed: int
-    settings: Settings
+    settings: MethodSettings
     matrix: list[list[float]]  # row i: after task i; column j: accuracy on the test set of task j
     experts: list[list[int]]  # [step, experts], where their number changes
     seconds: float
@@ -37,8 +37,8 @@ class Outcome:
         return scores_of(self.matrix)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Outcome":
-        return cls(**{**values, "settings": Settings(**values["settings"])})
+    def from_json(cls, values: Mapping[str, Any]) -> "MethodOutcome":
+        return cls(**{**values, "settings": MethodSettings(**values["settings"])})
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Study:
     def size_of(self, method: str) -> dict[str, int]:
         """Return the number of parameters with all experts, and of those that one sample uses."""
         chosen, scale = METHODS[method], self.scale
-        model = make_network(chosen, self.train.pixels.shape[1], scale, Settings(0.0))
+        model = make_network(chosen, self.train.pixels.shape[1], scale, MethodSettings(0.0))
         total = num_parameters(model)
         if chosen.network == "dense":
             return {"total": total, "active": total}
@@ -78,14 +78,14 @@ class Study:
         return self.num_steps * scale.batch + replayed * METHODS[method].replays
 
 
-class Told(Protocol):
+class ComparisonProgress(Protocol):
     """Gets the progress of a comparison."""
 
     def begins(self, method: str, seed: int, why: str) -> None: ...
 
     def task_done(self, method: str, accuracies: list[float]) -> None: ...
 
-    def ended(self, outcome: Outcome, why: str) -> None: ...
+    def ended(self, outcome: MethodOutcome, why: str) -> None: ...
 
 
 class Book:
@@ -93,7 +93,7 @@ class Book:
 
     def __init__(self, folder: Path, study: Study) -> None:
         self.path, self.study = folder / FILE, study
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[MethodOutcome] = []
         self.tuning: list[dict[str, Any]] = []
         if self.path.exists():
             self._read()
@@ -105,7 +105,7 @@ class Book:
             raise DrivetrainError(f"{self.path} is damaged: {error}", remedy="choose another --name") from None
         if found["study"] != self.study.describe():
             raise DrivetrainError(f"{self.path} is of another comparison", remedy="give this one another --name")
-        self.outcomes = [Outcome.from_json(values) for values in found["runs"]]
+        self.outcomes = [MethodOutcome.from_json(values) for values in found["runs"]]
         self.tuning = list(found["tuning"])
 
     def write(self) -> None:
@@ -119,25 +119,25 @@ class Book:
         temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(self.path)
 
-    def found(self, method: str, seed: int, settings: Settings) -> Outcome | None:
+    def found(self, method: str, seed: int, settings: MethodSettings) -> MethodOutcome | None:
         wanted = (method, seed, settings)
         return next((one for one in self.outcomes if (one.method, one.seed, one.settings) == wanted), None)
 
-    def chosen(self, method: str) -> Settings | None:
+    def chosen(self, method: str) -> MethodSettings | None:
         """Return the settings that tuning found best, if all trials of the method are done."""
-        found = {Settings(**row["settings"]): row["accuracy"] for row in self.tuning if row["method"] == method}
+        found = {MethodSettings(**row["settings"]): row["accuracy"] for row in self.tuning if row["method"] == method}
         trials = trials_of(METHODS[method])
         return max(trials, key=lambda trial: found[trial]) if found.keys() >= set(trials) else None
 
 
 def compare(
     book: Book,
-    settings_of: Callable[[str], Settings],
+    settings_of: Callable[[str], MethodSettings],
     methods: Sequence[str],
     seeds: Sequence[int],
     config: Config,
-    told: Told,
-) -> list[Outcome]:
+    told: ComparisonProgress,
+) -> list[MethodOutcome]:
     """Compare seed by seed, so that an interrupted comparison has whole rows."""
     study = book.study
     for seed in seeds:
@@ -152,7 +152,7 @@ def compare(
     return [outcome for outcome in wanted if outcome is not None]
 
 
-def tune(book: Book, method: str, config: Config, told: Told) -> Settings:
+def tune(book: Book, method: str, config: Config, told: ComparisonProgress) -> MethodSettings:
     """Return the settings with the best final accuracy of a few, on samples held out of the training set."""
     study = book.study
     train, tried = held_out(study.train)
@@ -170,8 +170,14 @@ def tune(book: Book, method: str, config: Config, told: Told) -> Settings:
 
 
 def run_one(
-    study: Study, method: str, seed: int, settings: Settings, config: Config, told: Told, why: str = ""
-) -> Outcome:
+    study: Study,
+    method: str,
+    seed: int,
+    settings: MethodSettings,
+    config: Config,
+    told: ComparisonProgress,
+    why: str = "",
+) -> MethodOutcome:
     """Train one method. The seed also decides the tasks: other orders of pixels, other classes together."""
     tasks = make_tasks(study.tasks, study.train, study.test, study.num_tasks, seed)
     own = "".join(f"-{value:g}" for value in asdict(settings).values()) if why else ""
@@ -183,12 +189,12 @@ def run_one(
     result = train(job, config, quiet=True)
     if not result.finished:
         raise KeyboardInterrupt  # what it had is saved, and it goes on from there
-    outcome = Outcome(method, seed, settings, diary.matrix, diary.experts, round(time.monotonic() - began, 2))
+    outcome = MethodOutcome(method, seed, settings, diary.matrix, diary.experts, round(time.monotonic() - began, 2))
     told.ended(outcome, why)
     return outcome
 
 
-def summary(study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summary(study: Study, outcomes: Sequence[MethodOutcome]) -> dict[str, Any]:
     """Return means and standard deviations over seeds, method by method."""
     found: dict[str, Any] = {}
     for method in METHODS:
@@ -232,7 +238,7 @@ class Margin:
         return self.mean > self.spread
 
 
-def margin(outcomes: Sequence[Outcome], better: str, than: str) -> Margin | None:
+def margin(outcomes: Sequence[MethodOutcome], better: str, than: str) -> Margin | None:
     first, second = (
         {outcome.seed: outcome.scores.accuracy for outcome in outcomes if outcome.method == method}
         for method in (better, than)

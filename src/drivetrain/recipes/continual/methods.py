@@ -41,7 +41,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MethodSettings:
     """The settings that are tuned for each method."""
 
     learning_rate: float
@@ -76,19 +76,19 @@ METHODS = {
 }
 
 
-def trials_of(method: Method) -> tuple[Settings, ...]:
+def trials_of(method: Method) -> tuple[MethodSettings, ...]:
     """Return four settings for each method: two learning rates × two of its own setting, or four learning rates."""
     if method.network == "growing":
-        return tuple(Settings(rate, memory=memory) for rate in (3e-3, 1e-2) for memory in (0.9, 0.99))
+        return tuple(MethodSettings(rate, memory=memory) for rate in (3e-3, 1e-2) for memory in (0.9, 0.99))
     if method.consolidates:
-        return tuple(Settings(rate, strength=strength) for rate in (1e-3, 3e-3) for strength in (30.0, 300.0))
+        return tuple(MethodSettings(rate, strength=strength) for rate in (1e-3, 3e-3) for strength in (30.0, 300.0))
     if method.replays:
-        return tuple(Settings(rate, replay_rate=factor) for rate in (3e-3, 1e-2) for factor in (0.5, 1.0))
-    return tuple(Settings(rate) for rate in (3e-4, 1e-3, 3e-3, 1e-2))
+        return tuple(MethodSettings(rate, replay_rate=factor) for rate in (3e-3, 1e-2) for factor in (0.5, 1.0))
+    return tuple(MethodSettings(rate) for rate in (3e-4, 1e-3, 3e-3, 1e-2))
 
 
 def make_job(
-    name: str, method: Method, tasks: Sequence[Task], scale: Scale, settings: Settings, seed: int
+    name: str, method: Method, tasks: Sequence[Task], scale: Scale, settings: MethodSettings, seed: int
 ) -> tuple[Job, Diary]:
     """Return the job, and the hook that records how it went."""
     diary = Diary(tasks, scale.look, scale.steps_per_task)
@@ -110,7 +110,7 @@ def make_job(
     return job, diary
 
 
-def make_network(method: Method, num_pixels: int, scale: Scale, settings: Settings) -> nn.Module:
+def make_network(method: Method, num_pixels: int, scale: Scale, settings: MethodSettings) -> nn.Module:
     most = scale.max_experts
     if method.network == "dense":
         width = scale.hidden * (most if method.size == "total" else scale.chosen)
@@ -133,7 +133,7 @@ def _loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return loss + model.penalty() if isinstance(model, Consolidated) else loss
 
 
-def _hooks(method: Method, tasks: Sequence[Task], scale: Scale, settings: Settings, seed: int) -> list[Hook]:
+def _hooks(method: Method, tasks: Sequence[Task], scale: Scale, settings: MethodSettings, seed: int) -> list[Hook]:
     """Return the hooks in the order of their calls: those that change experts before those that rank them."""
     hooks: list[Hook] = []
     lifecycle = None
@@ -164,7 +164,7 @@ def _hooks(method: Method, tasks: Sequence[Task], scale: Scale, settings: Settin
     return hooks
 
 
-def _growth(scale: Scale, settings: Settings) -> Rules:
+def _growth(scale: Scale, settings: MethodSettings) -> Rules:
     """Return the rules of growth: quick, never merged or pruned awake.
 
     Samples that come before an expert is grown are trained into one of other tasks. It grows for new inputs alone:

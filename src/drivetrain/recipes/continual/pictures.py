@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.recipes.continual.comparison import Outcome, Study
+from drivetrain.recipes.continual.comparison import MethodOutcome, Study
 from drivetrain.recipes.continual.methods import METHODS
 from drivetrain.report.style import FAINT, INK, canvas
 
@@ -28,7 +28,7 @@ MATRICES, OVER_TASKS, EXPERTS = "accuracy_matrices.png", "accuracy_over_tasks.pn
 _MOST_COLUMNS = 5
 
 
-def draw_all(folder: Path, study: Study, outcomes: Sequence[Outcome], task_names: Sequence[str]) -> list[Path]:
+def draw_all(folder: Path, study: Study, outcomes: Sequence[MethodOutcome], task_names: Sequence[str]) -> list[Path]:
     """Draw the pictures for which there is data."""
     by_method = {
         method: [outcome for outcome in outcomes if outcome.method == method]
@@ -49,7 +49,7 @@ def draw_all(folder: Path, study: Study, outcomes: Sequence[Outcome], task_names
     return written
 
 
-def draw_matrices(study: Study, by_method: Mapping[str, Sequence[Outcome]], task_names: Sequence[str]) -> bytes:
+def draw_matrices(study: Study, by_method: Mapping[str, Sequence[MethodOutcome]], task_names: Sequence[str]) -> bytes:
     rows = -(-len(by_method) // _MOST_COLUMNS)
     columns = -(-len(by_method) // rows)
     width, height = 0.5 + 2.75 * columns, 1.2 + 2.95 * rows
@@ -86,7 +86,7 @@ def draw_matrices(study: Study, by_method: Mapping[str, Sequence[Outcome]], task
         return page.png()
 
 
-def draw_over_tasks(study: Study, by_method: Mapping[str, Sequence[Outcome]], task_names: Sequence[str]) -> bytes:
+def draw_over_tasks(study: Study, by_method: Mapping[str, Sequence[MethodOutcome]], task_names: Sequence[str]) -> bytes:
     with canvas(13, 5.4) as page:
         axis, bars = page.figure.subplots(1, 2, width_ratios=(1.25, 1))
         page.figure.subplots_adjust(left=0.045, right=0.985, top=0.80, bottom=0.115, wspace=0.27)
@@ -111,7 +111,7 @@ def draw_over_tasks(study: Study, by_method: Mapping[str, Sequence[Outcome]], ta
         return page.png()
 
 
-def _draw_finals(axis: Any, by_method: Mapping[str, Sequence[Outcome]]) -> None:
+def _draw_finals(axis: Any, by_method: Mapping[str, Sequence[MethodOutcome]]) -> None:
     finals = {method: [100 * outcome.scores.accuracy for outcome in own] for method, own in by_method.items()}
     ranked = sorted(finals, key=lambda method: float(np.mean(finals[method])))
     for place, method in enumerate(ranked):
@@ -129,7 +129,9 @@ def _draw_finals(axis: Any, by_method: Mapping[str, Sequence[Outcome]]) -> None:
     axis.set_title("After the last task (%); dots are seeds")
 
 
-def draw_experts(study: Study, by_method: Mapping[str, Sequence[Outcome]], task_names: Sequence[str]) -> bytes | None:
+def draw_experts(
+    study: Study, by_method: Mapping[str, Sequence[MethodOutcome]], task_names: Sequence[str]
+) -> bytes | None:
     shown = {
         method: own
         for method, own in by_method.items()
@@ -163,13 +165,13 @@ def draw_experts(study: Study, by_method: Mapping[str, Sequence[Outcome]], task_
         return page.png()
 
 
-def _counts(outcome: Outcome, steps: Any, first: int) -> Any:
+def _counts(outcome: MethodOutcome, steps: Any, first: int) -> Any:
     changes = [[0, first], *outcome.experts]
     places = np.searchsorted([step for step, _ in changes], steps, side="right") - 1
     return np.array([count for _, count in changes])[places]
 
 
-def _subtitle(study: Study, by_method: Mapping[str, Sequence[Outcome]]) -> str:
+def _subtitle(study: Study, by_method: Mapping[str, Sequence[MethodOutcome]]) -> str:
     seeds = max(len(own) for own in by_method.values())
     mean = "   ·   mean of " + f"{seeds} seeds" if seeds > 1 else ""
     return (

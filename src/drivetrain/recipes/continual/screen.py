@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from drivetrain.recipes.continual.comparison import Margin, Outcome, margin
+from drivetrain.recipes.continual.comparison import Margin, MethodOutcome, margin
 from drivetrain.recipes.continual.methods import METHODS
 
 # What a reader wants to know: the first against the second, and what the difference is owed to.
@@ -62,7 +62,7 @@ class Screen:
         shown = " ".join(f"{100 * value:3.0f}" for value in accuracies)
         self._progress.update(self._bar, advance=1, description=f"{self._about}:  {shown}")
 
-    def ended(self, outcome: Outcome, why: str) -> None:
+    def ended(self, outcome: MethodOutcome, why: str) -> None:
         scores, experts = outcome.scores, outcome.experts
         settings = f"  learning rate {outcome.settings.learning_rate:g}" if why else ""
         self.console.print(
@@ -111,7 +111,7 @@ def legend(methods: Sequence[str]) -> Iterator[str]:
     yield "there, active those that a sample meets; samples that gradients were taken of, replayed ones too"
 
 
-def verdicts(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def verdicts(outcomes: Sequence[MethodOutcome]) -> Iterator[str]:
     """Yield what growing and sleeping gains, or that it does not."""
     for better, than, owed_to in QUESTIONS:
         found = margin(outcomes, better, than)

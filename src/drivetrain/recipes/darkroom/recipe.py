@@ -25,14 +25,14 @@ from drivetrain.recipes.darkroom.environment import NUM_ACTIONS, Darkroom
 from drivetrain.recipes.darkroom.scores import PICTURE, SCORES, score, write_scores
 from drivetrain.recipes.darkroom.source import ActorCritic
 from drivetrain.recipes.darkroom.transformer import DistillationTransformer
-from drivetrain.recipes.facts import Facts
+from drivetrain.recipes.facts import RecipeFacts
 
 SETTINGS = "darkroom.json"
 LEAST_EPISODES = 4  # of a context: with fewer there is little to learn from
 
 
 @dataclass(frozen=True)
-class Size:
+class DarkroomSize:
     """The sizes of model and data."""
 
     room: int
@@ -54,8 +54,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(5, 10, 5, 16, 160, 4, 0.3, 40, 32, 2, 2, 64, 1200, 2e-3, 120, 8),
-    "full": Size(9, 20, 16, 32, 400, 16, 0.2, 160, 128, 4, 4, 256, 5000, 1e-3, 300, 8),
+    "small": DarkroomSize(5, 10, 5, 16, 160, 4, 0.3, 40, 32, 2, 2, 64, 1200, 2e-3, 120, 8),
+    "full": DarkroomSize(9, 20, 16, 32, 400, 16, 0.2, 160, 128, 4, 4, 256, 5000, 1e-3, 300, 8),
 }
 
 
@@ -100,11 +100,11 @@ def job(config: Config) -> Job:
         schedule=WarmupCosine(warmup_steps=size.max_steps // 20, floor=0.05),
         clip_norm=1.0,
         weight_decay=0.01,
-        hooks=[Facts([said], {SETTINGS: settings}, **facts)],
+        hooks=[RecipeFacts([said], {SETTINGS: settings}, **facts)],
     )
 
 
-def _sized(config: Config) -> Size:
+def _sized(config: Config) -> DarkroomSize:
     """Returns the chosen size with the keys that were given, or refuses a context that cannot be."""
     given = {
         "n_embd": config.recipe.tf_n_embd,
@@ -151,7 +151,7 @@ def _sized(config: Config) -> Size:
     return size
 
 
-def make_model(size: Size) -> DistillationTransformer:
+def make_model(size: DarkroomSize) -> DistillationTransformer:
     room = Darkroom(size.room, size.horizon)
     return DistillationTransformer(room, size.n_transit, size.n_embd, size.n_layer, size.n_head)
 
@@ -177,7 +177,7 @@ def show(result: Result) -> None:
         print("\nThe held-out goals are played for once training is finished.")
         return
     kept: dict[str, Any] = json.loads((result.folder / SETTINGS).read_text(encoding="utf-8"))
-    size = Size(**kept["size"])
+    size = DarkroomSize(**kept["size"])
     room, source = Darkroom(size.room, size.horizon), ActorCritic(actor_rate=size.actor_rate)
     context = Context(kept["context"], size.n_transit // size.horizon, size.horizon)
     model = make_model(size)

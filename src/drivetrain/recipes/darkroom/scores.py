@@ -16,7 +16,7 @@ SCORES, PICTURE = "in_context.json", "return_by_episode.png"
 
 
 @dataclass(frozen=True)
-class Scores:
+class DarkroomScores:
     """Mean returns over held-out goals. `first` and `last` are over the first and last sixth of the episodes."""
 
     random: float
@@ -63,7 +63,7 @@ def score(
     num_walkers: int,
     num_episodes: int,
     seed: int,
-) -> Scores:
+) -> DarkroomScores:
     """Lets `num_walkers` walkers for each goal play, and as many new learners of the source's kind learn."""
     each = goals.repeat_interleave(num_walkers)
     played = play(model.eval(), room, context, each, num_episodes, seed).cpu()
@@ -82,23 +82,23 @@ def score(
         for number, goal in enumerate(goals)
     ]
     curves = learnt.mean(0).tolist(), played.mean(0).tolist()
-    return Scores(float(random.mean()), float(best.mean()), *curves, goals=rows)
+    return DarkroomScores(float(random.mean()), float(best.mean()), *curves, goals=rows)
 
 
-def write_scores(folder: Path, scores: Scores) -> None:
+def write_scores(folder: Path, scores: DarkroomScores) -> None:
     """Writes them as JSON and as a picture of the return by episode."""
     text = json.dumps({"summary": scores.summary(), **asdict(scores)}, indent=1)
     (folder / SCORES).write_text(text + "\n", encoding="utf-8")
     draw(folder / PICTURE, [scores])
 
 
-def read_scores(path: Path) -> Scores:
+def read_scores(path: Path) -> DarkroomScores:
     """Returns what `write_scores` wrote."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    return Scores(**{field.name: kept[field.name] for field in fields(Scores)})
+    return DarkroomScores(**{field.name: kept[field.name] for field in fields(DarkroomScores)})
 
 
-def draw(path: Path, runs: list[Scores], title: str = "") -> None:
+def draw(path: Path, runs: list[DarkroomScores], title: str = "") -> None:
     """Draws the return by episode of some runs, each thin, and their mean, beside the baselines."""
     import matplotlib
 

@@ -18,7 +18,7 @@ PREVIOUS, CURRENT = 0, 1  # the regions of a context
 Cache = list[tuple[Tensor, Tensor]]  # keys and values of each layer, for the tokens so far
 
 
-class Block(nn.Module):
+class CausalBlock(nn.Module):
     """A pre-norm transformer block that can go on from cached keys and values."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -58,7 +58,7 @@ class DistillationTransformer(nn.Module):
         # Rows and columns have vectors of their own, so that a cell that never held a goal is made of known parts.
         self.tokens = nn.Linear(2 * room.size + NUM_BEFORE + 1, n_embd)
         self.positions, self.regions = nn.Embedding(n_transit, n_embd), nn.Embedding(2, n_embd)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(CausalBlock(n_embd, n_head) for _ in range(n_layer))
         self.last_norm, self.out = nn.LayerNorm(n_embd), nn.Linear(n_embd, NUM_ACTIONS)
         for embedding in (self.positions, self.regions):
             nn.init.normal_(embedding.weight, std=0.02)
