@@ -23,10 +23,10 @@ import torch, yaml
 from drivetrain import Job, configure, train
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning import planner
-from drivetrain.planning.probe import Probe
+from drivetrain.planning.probe import StepProbe
 
 planner.LEAST_STEPS, planner.LEAST_JOB_SECONDS = 1, 0.0
-Probe.__call__ = lambda self, way, seconds: Measurement(sample_seconds=1.0 if way.flush_denormal else 2.0)
+StepProbe.__call__ = lambda self, way, seconds: Measurement(sample_seconds=1.0 if way.flush_denormal else 2.0)
 folder = Path(sys.argv[1])
 
 def run(name, steps=400, fails=False, **settings):
