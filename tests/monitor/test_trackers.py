@@ -1,5 +1,6 @@
 """Trackers that work, and trackers that fail in every way: the run never notices."""
 
+import csv
 import json
 import struct
 import threading
@@ -13,9 +14,10 @@ import torch
 
 from drivetrain.api.training import train
 from drivetrain.config import configure
+from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError
-from drivetrain.monitor import trackers
-from drivetrain.monitor.trackers import BackgroundTracker, Tracker, start_trackers
+from drivetrain.monitor.trackers import tensorboard, wandb
+from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
 from tests.api.jobs import Variant, run
 from tests.api.test_loss_parts import make_data, make_job
 
@@ -98,7 +100,7 @@ def test_one_that_hangs_is_left_behind(place: str, monkeypatch: pytest.MonkeyPat
 
 def plant(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tracker]) -> None:
     """Instead of TensorBoard."""
-    monkeypatch.setattr(trackers, "_prepare_tensorboard", lambda *_: make)
+    monkeypatch.setattr(tensorboard, "prepare", lambda start: make)
 
 
 @pytest.mark.parametrize("place", ["init", "log", "close"])
@@ -161,7 +163,7 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     # A process of wandb's own has to start, which takes long on a busy machine.
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")
-    monkeypatch.setattr(trackers, "WANDB_START_SECONDS", 120.0)
+    monkeypatch.setattr(wandb, "START_SECONDS", 120.0)
     monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
     settings = {"trackers": ["tensorboard", "wandb"], "log_every": 2, "monitor_gpu": False}
     job = make_job(name="suite", valid=make_data(16, seed=5))
@@ -212,9 +214,9 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def missing(*_: Any) -> Any:
         raise ModuleNotFoundError("No module named 'wandb'")
 
-    monkeypatch.setattr(trackers, "_prepare_wandb", missing)
+    monkeypatch.setattr(wandb, "prepare", missing)
     told: list[str] = []
-    assert start_trackers(("wandb",), tmp_path, "name", {}, 0, told.append) == []
+    assert start_trackers(("wandb",), TrackerStart(tmp_path, "name", {}, 0, told.append)) == []
     assert "pip install 'drivetrain[wandb]'" in told[0]
 
 
@@ -222,7 +224,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("in the way")
     told: list[str] = []
-    (tracker,) = start_trackers(("tensorboard",), tmp_path, "name", {}, 0, told.append)
+    (tracker,) = start_trackers(("tensorboard",), TrackerStart(tmp_path, "name", {}, 0, told.append))
     tracker.log({"loss": 1.0}, 1)
     tracker.close()
     assert len(told) == 1
@@ -244,3 +246,31 @@ def test_the_right_names() -> None:
     assert configure(trackers="tensorboard,wandb").watch.trackers == ("tensorboard", "wandb")
     assert configure(trackers="wandb").watch.trackers == ("wandb",)
     assert configure().watch.trackers == ()
+
+
+def documented() -> str:
+    """The complete tracker of CONTRIBUTING.md."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text.partition("**A tracker.**")[2].partition("```python\n")[2].partition("```")[0]
+
+
+def test_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of CONTRIBUTING.md, given by module and function."""
+    (tmp_path / "own_tracker.py").write_text(documented())
+    monkeypatch.syspath_prepend(tmp_path)
+    trained = run(str(tmp_path), SMALL, settings={"trackers": ["own_tracker:prepare"], "log_every": 1})
+    assert trained is not None
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = [row for row in csv.reader(file) if row[1] == "loss"]
+    assert [(int(row[0]), float(row[2])) for row in rows] == [*enumerate(trained.losses, start=1)]
+
+
+def test_one_that_cannot_be_loaded_is_dropped(tmp_path: Path) -> None:
+    told: list[str] = []
+    assert start_trackers(("nowhere:prepare",), TrackerStart(tmp_path, "name", {}, 0, told.append)) == []
+    assert "nowhere:prepare is dropped" in told[0]
+
+
+def test_an_entry_point_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_entry_points", lambda group: {"theirs": "someones.module:prepare"})
+    assert configure(trackers="theirs,wandb").watch.trackers == ("theirs", "wandb")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from drivetrain.core.plugins import TRACKERS
 from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.strategy_facts import strategy_names, strategy_target
 
@@ -482,12 +483,21 @@ def _first_before_last(window: str | None) -> str | None:
     return window
 
 
+def _known_tracker(name: str) -> str:
+    """Accept the name of a tracker, and `package.module:prepare`, which is loaded by the process that trains."""
+    if not TRACKERS.target(name):
+        raise ValueError(f"there is no tracker {name}")
+    return name
+
+
 class WatchSection(Section):
     """What is measured and shown during a run."""
 
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Flag("trackers")] = Field(
-        (), description="where figures go besides the run folder's own files: tensorboard, wandb"
-    )
+    trackers: Annotated[
+        tuple[Annotated[str, AfterValidator(_known_tracker)], ...],
+        Choices(TRACKERS.names, "package.module:prepare of your own tracker"),
+        Flag("trackers"),
+    ] = Field((), description="where figures go besides the run folder's own files: tensorboard, wandb, or your own")
     log_every: Annotated[int | None, Flag("log-every")] = Field(
         None,
         ge=0,

@@ -86,7 +86,8 @@ class Setting:
         """Return the parts of a value that are none of the choices: the members of a list, or all of it."""
         parts = _split(value) if self.is_list and isinstance(value, str) else value
         found = [str(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts])]
-        return [part for part in found if part not in self.choices]
+        is_open = any(isinstance(item, Choices) for item in self.info.metadata)  # to `package.module:name`
+        return [part for part in found if part not in self.choices and not (is_open and ":" in part)]
 
     @property
     def takes_auto(self) -> bool:

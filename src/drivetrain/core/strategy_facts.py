@@ -9,14 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
+from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.value import Value
-
-GROUP = "drivetrain.strategies"  # of the entry points by which other packages bring strategies
-_KINDS = Path(__file__).parents[1] / "strategies" / "kinds"
 
 
 class Conflict(Value):
@@ -84,25 +81,14 @@ class StrategyFacts(Value):
         return str(getattr(getattr(config, section), field)) if self.rest_by else ""
 
 
-@cache
 def strategy_names() -> tuple[str, ...]:
     """Return the names of all strategies: the files of our folder, then the entry points of other packages."""
-    own = sorted(path.stem for path in _KINDS.glob("*.py") if not path.stem.startswith("_"))
-    return (*own, *(name for name in sorted(_entry_points()) if name not in own))
-
-
-@cache
-def _entry_points() -> dict[str, str]:
-    return {point.name: point.value for point in entry_points(group=GROUP)}
+    return STRATEGIES.names()
 
 
 def strategy_target(name: str) -> str:
     """Return where a strategy's `SPEC` is, as `package.module:SPEC`; empty for an unknown name."""
-    if ":" in name:
-        return name
-    if (_KINDS / f"{name}.py").is_file():
-        return f"drivetrain.strategies.kinds.{name}:SPEC"
-    return _entry_points().get(name, "")
+    return STRATEGIES.target(name)
 
 
 def strategy_facts(name: str) -> StrategyFacts:
@@ -123,8 +109,9 @@ def _facts_in(source: Path, attribute: str) -> StrategyFacts:
 
 def _source_of(module: str) -> Path | None:
     """Find a module's file as Python would, without importing the packages that it is in."""
-    if module.startswith("drivetrain.strategies.kinds."):
-        return _KINDS / f"{module.rpartition('.')[2]}.py"
+    own = STRATEGIES.own_file(module)
+    if own is not None:
+        return own
     name, path, found = "", None, None
     for part in module.split("."):
         name = f"{name}.{part}" if name else part

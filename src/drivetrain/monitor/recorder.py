@@ -23,7 +23,7 @@ from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import Laps, NoClock, PhaseClock
 from drivetrain.monitor.profiler import StepProfiler
 from drivetrain.monitor.sampler import Sampler, label, pynvml_module
-from drivetrain.monitor.trackers import BackgroundTracker, start_trackers
+from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, start_trackers
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ class Books(NoBooks):
         facts, config, report = self._facts, self._config, self._messages.put
         if config.watch.trackers:
             values = {**config.model_dump(mode="json"), "plan": asdict(facts.plan)}
-            names = config.watch.trackers
-            self._trackers = start_trackers(names, facts.path, facts.name, values, facts.resumed_from, report)
+            start = TrackerStart(facts.path, facts.name, values, facts.resumed_from, report)
+            self._trackers = start_trackers(config.watch.trackers, start)
         if config.watch.monitor_gpu and config.watch.gpu_log_interval != 0:
             log = self._folder.log("gpu.jsonl")
             log.keep_up_to(facts.resumed_from)
