@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.strategy_facts import strategy_facts, strategy_names
+from drivetrain.core.plugins import STRATEGIES
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.moe import MixtureOfExperts
 from tests.api.jobs import Trained, Variant, make_job, plain_loop, run
 from tests.api.test_equivalence import difference
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 def cases() -> list[Any]:
     found = []
-    for name in (*strategy_names(), EXAMPLE):
+    for name in (*STRATEGIES.names(), EXAMPLE):
         facts, marks = strategy_facts(name), []
         if facts.package:
             missing = find_spec(facts.package) is None

@@ -10,7 +10,8 @@ from drivetrain.config import configure
 from drivetrain.core import plugins
 from drivetrain.core import strategy_facts as facts
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.core.strategy_facts import StrategyFacts, strategy_names
+from drivetrain.core.plugins import STRATEGIES
+from drivetrain.core.strategy_facts import StrategyFacts
 from drivetrain.strategies import strategy_spec
 from tests.hardware_fixtures import load
 
@@ -39,7 +40,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "someones_strategy"
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", STRATEGIES.names())
 def test_facts_are_read_as_an_import_has_them(name: str) -> None:
     spec = strategy_spec(name)
     imported = {field: getattr(spec, field) for field in StrategyFacts.model_fields}
@@ -47,7 +48,7 @@ def test_facts_are_read_as_an_import_has_them(name: str) -> None:
 
 
 def test_the_names_that_there_are() -> None:
-    assert strategy_names()[:6] == ("data_parallel", "ddp", "deepspeed", "expert_parallel", "fsdp", "single")
+    assert STRATEGIES.names()[:6] == ("data_parallel", "ddp", "deepspeed", "expert_parallel", "fsdp", "single")
 
 
 def test_an_unknown_name_is_said_with_those_that_there_are() -> None:
@@ -75,7 +76,7 @@ def test_anothers_facts_are_read_without_importing_it(module: str) -> None:
 
 def test_an_entry_point_has_a_name(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_entry_points", lambda group: dict.fromkeys(("theirs", "ddp"), f"{module}:SPEC"))
-    assert strategy_names()[6:] == ("theirs",), "ours cannot be replaced"
+    assert STRATEGIES.names()[6:] == ("theirs",), "ours cannot be replaced"
     assert configure(parallel_strategy="theirs").distributed.strategy == "theirs"
     assert strategy_spec("theirs").own_loop == "it is shy"
     assert not strategy_spec("ddp").own_loop

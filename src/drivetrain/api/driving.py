@@ -31,9 +31,10 @@ from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.loss import LossSum, NamedLosses
 from drivetrain.core.micro_step import uncounted
+from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import Shard, local_part
-from drivetrain.core.strategy_facts import strategy_facts, strategy_names
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
@@ -507,7 +508,7 @@ def _as_computed(model: Any, loss: Any) -> Any:
 def _refuse(setup: Setup) -> None:
     config, problems = setup.config, []
     if setup.spec.own_loop:
-        allowed = ", ".join(["auto", *(name for name in strategy_names() if not strategy_facts(name).own_loop)])
+        allowed = ", ".join(["auto", *(name for name in STRATEGIES.names() if not strategy_facts(name).own_loop)])
         remedy = "use one of these, or dt.train"
         problems.append(Problem("--parallel-strategy", setup.spec.own_loop, allowed=allowed, remedy=remedy))
     if config.distributed.static_graph:

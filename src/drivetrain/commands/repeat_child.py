@@ -1,4 +1,4 @@
-"""The fresh process of `run.repeat`: makes the job of a target, and answers questions about its first steps.
+"""The fresh process of `planning.repeat`: makes the job of a target, and answers questions about its first steps.
 
 Questions and answers are lines of JSON over two pipes; the output of the target goes to a separate file.
 """

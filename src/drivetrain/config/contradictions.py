@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.config.given import Given
 from drivetrain.config.schema import Config, DistributedSection, Switch
 from drivetrain.core.errors import Problem
-from drivetrain.core.strategy_facts import StrategyFacts, strategy_facts, strategy_names
+from drivetrain.core.plugins import STRATEGIES
+from drivetrain.core.strategy_facts import StrategyFacts, strategy_facts
 from drivetrain.hardware import Hardware
 
 _NEEDS_THE_MACHINE = (
@@ -182,7 +182,7 @@ def _strategy(case: _Case, cpu: str | None) -> Iterator[Problem]:
     yield from _options_of_others(case, facts)
     for name in filter(None, (asked, facts.rest(config))):
         for conflict in strategy_facts(name).conflicts:
-            if all(_value_of(config, setting) == value for setting, value in conflict.when.items()):
+            if all(config.value(setting) == value for setting, value in conflict.when.items()):
                 at, quoted = (
                     setting if setting in case.given else "distributed.strategy"
                     for setting in (conflict.at, conflict.asked)
@@ -213,11 +213,11 @@ def _one_device_left(case: _Case, cpu: str | None) -> Iterator[Problem]:
 def _options_of_others(case: _Case, facts: StrategyFacts) -> Iterator[Problem]:
     """Yield options that the chosen strategy would not obey. With `auto` most count if theirs is chosen."""
     config, asked = case.config, case.config.distributed.strategy
-    obeyed = {asked, facts.rest(config), *facts.takes}
-    for owner in strategy_names():
+    obeyed, plain = {asked, facts.rest(config), *facts.takes}, Config()
+    for owner in STRATEGIES.names():
         others = strategy_facts(owner)
         for option in () if owner in obeyed else others.options:
-            if others.options_by_name and _value_of(config, option) != _value_of(Config(), option):
+            if others.options_by_name and config.value(option) != plain.value(option):
                 yield case.problem(
                     option,
                     f"is an option of {owner}, and the strategy is {asked}",
@@ -235,11 +235,6 @@ def _how_to_ask_for(strategy: str) -> str:
     switches = [mark for mark in DistributedSection.model_fields["strategy"].metadata if isinstance(mark, Switch)]
     flag = f"--parallel-strategy {strategy}"
     return next((f"--{mark.names[0]} (that is {flag})" for mark in switches if mark.value == strategy), flag)
-
-
-def _value_of(config: Config, name: str) -> Any:
-    section, _, field = name.partition(".")
-    return getattr(getattr(config, section), field)
 
 
 def _output_folder(case: _Case) -> Iterator[Problem]:

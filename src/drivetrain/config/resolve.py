@@ -11,7 +11,8 @@ from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
 from drivetrain.config.sources import from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.strategy_facts import strategy_facts, strategy_names
+from drivetrain.core.plugins import STRATEGIES
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.hardware import Hardware, detect
 
 _DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
@@ -115,7 +116,7 @@ def _without_options_of_others(sources: Sequence[Sequence[Given]], notes: list[s
         (given.value for source in reversed(sources) for given in source if given.name == "distributed.strategy"),
         "auto",
     )
-    others = [strategy_facts(name) for name in strategy_names() if name != strategy]
+    others = [strategy_facts(name) for name in STRATEGIES.names() if name != strategy]
     left_out = {option for facts in others if facts.options_by_name for option in facts.options}
     kept: list[list[Given]] = []
     for source in sources:

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from drivetrain.core.plugins import TRACKERS
+from drivetrain.core.plugins import STRATEGIES, TRACKERS
 from drivetrain.core.precision_name import PrecisionName
-from drivetrain.core.strategy_facts import strategy_names, strategy_target
 
 
 class Flag:
@@ -346,7 +345,7 @@ class CheckpointSection(Section):
 
 def _known_strategy(name: str) -> str:
     """Accept `auto`, the name of a strategy, and `package.module:SPEC`, which is loaded by the process that trains."""
-    if name != "auto" and not strategy_target(name):
+    if name != "auto" and not STRATEGIES.target(name):
         raise ValueError(f"there is no strategy {name}")
     return name
 
@@ -357,7 +356,7 @@ class DistributedSection(Section):
     strategy: Annotated[
         str,
         AfterValidator(_known_strategy),
-        Choices(lambda: ("auto", *strategy_names()), "package.module:SPEC of a strategy of your own"),
+        Choices(lambda: ("auto", *STRATEGIES.names()), "package.module:SPEC of a strategy of your own"),
         Flag("parallel-strategy"),
         Planned(),
         Switch("deepspeed", "deepspeed", "use-deepspeed"),

@@ -73,12 +73,16 @@ class Setting:
     def is_list(self) -> bool:
         return any(get_origin(kind) in (tuple, list) for kind in self._kinds)
 
+    @cached_property
+    def _found_choices(self) -> Choices | None:
+        """The words that are found when asked for, where the field has such."""
+        return next((item for item in self.info.metadata if isinstance(item, Choices)), None)
+
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, alone or in a list."""
-        for item in self.info.metadata:
-            if isinstance(item, Choices):
-                return item.find()
+        if self._found_choices is not None:
+            return self._found_choices.find()
         members = (get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self._kinds)
         return tuple(value for kind in members if get_origin(kind) is Literal for value in get_args(kind))
 
@@ -86,7 +90,7 @@ class Setting:
         """Return the parts of a value that are none of the choices: the members of a list, or all of it."""
         parts = _split(value) if self.is_list and isinstance(value, str) else value
         found = [str(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts])]
-        is_open = any(isinstance(item, Choices) for item in self.info.metadata)  # to `package.module:name`
+        is_open = self._found_choices is not None  # to `package.module:name`
         return [part for part in found if part not in self.choices and not (is_open and ":" in part)]
 
     @property
@@ -107,7 +111,7 @@ class Setting:
         if self.is_bool:
             return "true or false"
         if self.choices:
-            others = [f"or {item.others}" for item in self.info.metadata if isinstance(item, Choices)]
+            others = [] if self._found_choices is None else [f"or {self._found_choices.others}"]
             return ", ".join([*self.choices, *others]) + (", separated by commas" if self.is_list else "")
         kind = self._kinds[0]
         if self.is_list:

@@ -5,7 +5,7 @@ Ours are the modules of a folder. Others are entry points of a group, which give
 """
 
 import sys
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,8 +31,12 @@ class Plugins:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all: the modules of our folder, then the entry points of other packages."""
-        own = sorted(path.stem for path in self._folder.glob("*.py") if not path.stem.startswith("_"))
+        own = self._own
         return (*own, *(name for name in sorted(_entry_points(self.group)) if name not in own))
+
+    @cached_property
+    def _own(self) -> tuple[str, ...]:
+        return tuple(sorted(path.stem for path in self._folder.glob("*.py") if not path.stem.startswith("_")))
 
     def target(self, name: str) -> str:
         """Return where one is, as `package.module:ATTRIBUTE`; empty for an unknown name."""

@@ -77,18 +77,7 @@ class StrategyFacts(Value):
 
     def rest(self, config: Any) -> str:
         """Return the strategy that a configuration names for what this one leaves alone; empty where there is none."""
-        section, _, field = self.rest_by.partition(".")
-        return str(getattr(getattr(config, section), field)) if self.rest_by else ""
-
-
-def strategy_names() -> tuple[str, ...]:
-    """Return the names of all strategies: the files of our folder, then the entry points of other packages."""
-    return STRATEGIES.names()
-
-
-def strategy_target(name: str) -> str:
-    """Return where a strategy's `SPEC` is, as `package.module:SPEC`; empty for an unknown name."""
-    return STRATEGIES.target(name)
+        return str(config.value(self.rest_by)) if self.rest_by else ""
 
 
 def strategy_facts(name: str) -> StrategyFacts:
@@ -97,7 +86,7 @@ def strategy_facts(name: str) -> StrategyFacts:
     Facts that are not literals, or stand in a file that cannot be found, have their defaults here. The process that
     trains imports the strategy, and sees them as they are.
     """
-    module, _, attribute = strategy_target(name).partition(":")
+    module, _, attribute = STRATEGIES.target(name).partition(":")
     source = _source_of(module) if module else None
     return StrategyFacts() if source is None else _facts_in(source, attribute)
 

@@ -111,7 +111,7 @@ def start_trackers(names: tuple[str, ...], start: TrackerStart) -> list[Backgrou
             make = TRACKERS.load(name)(start)
         except Exception as error:  # noqa: BLE001  (a broken third-party package; the run does not need it)
             remedy = "pip install 'drivetrain[wandb]'" if name == "wandb" else f"pip install {name}"
-            known = f" (remedy: {remedy})" if isinstance(error, ModuleNotFoundError) and ":" not in name else ""
+            known = "" if ":" in name else f" (remedy: {remedy})"
             start.report(f"{name} is dropped, and the run goes on without it: {error}{known}")
             continue
         started.append(BackgroundTracker(name, make, start.report))

@@ -1,7 +1,7 @@
 """Makes the plan of a run: from its checkpoint, from a file, measured on its own model, or by rule; with reasons.
 
-Everything is measured on throw-away copies (`measure`). Nothing here can change the global batch, the order of samples,
-the weighting of the loss or the learning rate: a way only divides the same work differently.
+Everything is measured on throw-away copies (`StepProbe`). Nothing here can change the global batch, the order of
+samples, the weighting of the loss or the learning rate: a way only divides the same work differently.
 """
 
 import inspect

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.strategy_facts import strategy_facts, strategy_names
+from drivetrain.core.plugins import STRATEGIES
+from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice
@@ -49,7 +50,7 @@ def refuse_strategy(config: Config, world: World, devices: Sequence[torch.device
 def _others(processes: str) -> str:
     """Name the strategies that are not bound to this number of processes."""
     return (
-        ", ".join(["auto", *(name for name in strategy_names() if strategy_facts(name).processes != processes)])
+        ", ".join(["auto", *(name for name in STRATEGIES.names() if strategy_facts(name).processes != processes)])
         + " here"
     )
 
