@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.gc_freeze import forking
+from drivetrain.core.untouched import generators_kept
 from drivetrain.data.keyed_items import Collate, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
     Column,
@@ -25,7 +26,7 @@ from drivetrain.data.resident import (
     num_bytes_in_memory,
     num_bytes_of,
 )
-from drivetrain.data.rng_watch import Generators, global_generators_kept
+from drivetrain.data.rng_watch import Generators
 from drivetrain.data.source import Source
 
 NUM_PROBES = 16  # items that are read twice more than needed, spread over the data set
@@ -49,7 +50,7 @@ class Probed(NamedTuple):
 
 def probed(source: Source, collate: Collate, limit_bytes: float) -> Probed:
     try:
-        with global_generators_kept():
+        with generators_kept():
             return Probed("", _Probes(source, collate, limit_bytes).num_bytes)
     except NotResidentError as error:
         return Probed(error.message, None)
@@ -71,7 +72,7 @@ def make_resident(
     say: Callable[[str], None] = lambda text: None,
 ) -> Resident:
     """Read every item once, by worker processes if asked to. Raises a NotResidentError with the reason."""
-    with global_generators_kept():
+    with generators_kept():
         probes = _Probes(source, collate, limit_bytes)
         try:
             if probes.whole is not None:

@@ -13,18 +13,6 @@ import torch
 from torch import Tensor
 
 
-@contextmanager
-def global_generators_kept() -> Iterator[None]:
-    """Restore the global generators on exit: reading plants states in them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
 class Generators:
     """The generators that objects hold: in attributes, containers, closures, and in the globals their functions name.
 

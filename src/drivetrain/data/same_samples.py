@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.core.untouched import generators_kept
 from drivetrain.data.keyed_items import KeyedItems, spread_over
-from drivetrain.data.rng_watch import Generators, global_generators_kept
+from drivetrain.data.rng_watch import Generators
 
 MOST_ITEMS = 8
 READING_SECONDS = 1.0  # per data set; an item that is begun is finished
@@ -46,7 +47,7 @@ def glance(items: KeyedItems, numbers: Sequence[int] = (), seconds: float | None
     found = Glance(len(items), {}, {})
     generators = Generators([items.dataset])
     began = time.monotonic()
-    with global_generators_kept(), generators.kept():
+    with generators_kept(), generators.kept():
         before = generators.states()
         for sample in numbers or _in_turn(found.length):
             digest, sketch = _look(items, sample)
@@ -63,7 +64,7 @@ def are_steady(items: KeyedItems, seen: Mapping[int, str]) -> bool:
     """Return whether items are the same each time they are read; False where checking takes too long."""
     generators = Generators([items.dataset])
     began = time.monotonic()
-    with global_generators_kept(), generators.kept():
+    with generators_kept(), generators.kept():
         for _ in range(TIMES_AGAIN):
             if any(_look(items, sample)[0] != digest for sample, digest in seen.items()):
                 return False

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from drivetrain.core.untouched import generators_kept
 from drivetrain.data.batch import to_device
 from drivetrain.data.keyed_items import Collated, KeyedItems
 from drivetrain.data.loader import Loader
-from drivetrain.data.rng_watch import global_generators_kept
 
 _AGAIN = 2**48  # an epoch that no run reaches: what items draw at random when they are seen again is keyed by it
 
@@ -25,11 +25,11 @@ class SamplesAgain:
         return self._loader.samples_of(self._loader.division.place(step))
 
     def items(self, numbers: Sequence[int]) -> list[Any]:
-        with global_generators_kept():
+        with generators_kept():
             return self._items.__getitems__([(_AGAIN, number) for number in numbers])
 
     def batch(self, numbers: Sequence[int]) -> Any:
         items = self.items(numbers)
-        with global_generators_kept():
+        with generators_kept():
             batch = self._collate(items)
         return to_device(batch, self._device, channels_last=self._channels_last)

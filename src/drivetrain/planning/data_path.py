@@ -6,12 +6,12 @@ import time
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.untouched import generators_kept
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.data.resident import num_bytes_in_memory
 from drivetrain.data.resident_copy import probed
-from drivetrain.data.rng_watch import global_generators_kept
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path
 from drivetrain.run.setup import Setup
@@ -52,7 +52,7 @@ def measure_data(run: Setup, step_seconds: float, steps_left: int | None, step_b
     loader = Loader(source.dataset, division, run.world.rank, job.seed, job.collate)
     known = num_bytes_in_memory(source.dataset)
     try:
-        with global_generators_kept():
+        with generators_kept():
             seconds, batch_bytes = _read_some(loader)
         found = probed(source, job.collate, float("inf"))
     except DrivetrainError:

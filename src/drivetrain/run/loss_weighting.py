@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.untouched import untouched
+from drivetrain.core.untouched import generators_kept, untouched
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.counts import IGNORE_INDEX, candidates
 from drivetrain.data.division import Place
 from drivetrain.data.keyed_items import Collated, KeyedItems
 from drivetrain.data.loader import Loader
-from drivetrain.data.rng_watch import global_generators_kept
 from drivetrain.data.stream import SampleStream
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
@@ -177,7 +176,7 @@ def _parts_by_number(run: Setup, numbers: Sequence[int]) -> Parts:
     job = run.job
     source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
     wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.global_batch or 1) // 8))
-    with global_generators_kept():
+    with generators_kept():
         items: list[Any] = []
         began = time.perf_counter()
         for number in numbers:
