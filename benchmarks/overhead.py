@@ -26,11 +26,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Job
-from drivetrain.api import training
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.loop import CapturedStepper
-from drivetrain.run import Setup
+from drivetrain.run import Setup, assemble
 
 ROUNDS = 7
 STEPS = 600
@@ -162,7 +161,7 @@ def captured(data: TensorDataset, *, stretches: bool = True) -> float:
         # What keeps steps from being captured on a CPU is that nothing there replays them.
         patches.enter_context(mock.patch.object(Setup, "why_not_captured", return_value=""))
         stepper = partial(CapturedStepper, make_recorder=lambda device: record)
-        patches.enter_context(mock.patch.object(training, "CapturedStepper", stepper))
+        patches.enter_context(mock.patch.object(assemble, "CapturedStepper", stepper))
         if not stretches:
             patches.enter_context(mock.patch.object(CapturedStepper, "may_go_on", False))
         _train(data, loss_of, CAPTURED_STEPS, capture="on", resident="on", auto_optimize=False)
