@@ -8,6 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from studies.continual.comparison import FILE, MethodOutcome
+from studies.continual.data import load_images
+from studies.continual.diary import accuracy
+from studies.continual.methods import METHODS
+from studies.continual.networks import Mixture, num_experts_in
+from studies.continual.tasks import Images, TaskKind
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -17,12 +23,6 @@ from drivetrain.cli import main
 from drivetrain.config import Config
 from drivetrain.core.hook import Hook
 from drivetrain.moe import Lifecycle, Rules
-from drivetrain.recipes.continual.comparison import FILE, MethodOutcome
-from drivetrain.recipes.continual.data import load_images
-from drivetrain.recipes.continual.diary import accuracy
-from drivetrain.recipes.continual.methods import METHODS
-from drivetrain.recipes.continual.networks import Mixture, num_experts_in
-from drivetrain.recipes.continual.tasks import Images, TaskKind
 
 SEEDS = 5
 FOLDER = Path("runs") / "benchmarks"

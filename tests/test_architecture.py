@@ -30,11 +30,11 @@ LAYERS = (
 )
 ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
 
-# The only places that may load modules late: the root, the command table, the strategy table; and the processes of
+# The only places that may load modules late: the root, the command table, plugins and studies; and the processes of
 # `verify`, whose parent must stay free of torch (docs/decisions.md); and `prove`, which imports what its processes did.
 MAY_LOAD_LATE = {
-    "__init__.py", "cli.py", "launch/worker.py", "core/plugins.py", "proving/processes.py", "verify/child.py",
-    "verify/zygote.py",
+    "__init__.py", "cli.py", "launch/worker.py", "core/plugins.py", "core/studies.py", "proving/processes.py",
+    "verify/child.py", "verify/zygote.py",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ COMMANDS = {
         (*_PLACE[1:], "precision", "kernels", "memory.activations", "batch.size", "data", "distributed"),
     ),
     "continual": Command(
-        "drivetrain.recipes.continual.command",
+        "drivetrain.commands.continual",
         "Tasks one after the other: what networks and growing mixtures keep of the first",
         (*_PLACE, "run.name", "precision", "kernels", "watch.quiet"),
     ),

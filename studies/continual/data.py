@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.recipes.continual.tasks import Images
 from drivetrain.recipes.digits import load_digits
 from drivetrain.recipes.mnist import Name, load_pictures
+from studies.continual.tasks import Images
 
 
 def load_images(name: Name, folder: Path | None) -> tuple[Images, Images]:

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
+from studies.continual.consolidation import Consolidated, fisher
 from torch import Tensor, nn
 from torch.nn import functional
-
-from drivetrain.recipes.continual.consolidation import Consolidated, fisher
 
 
 def network(seed: int = 0) -> nn.Module:

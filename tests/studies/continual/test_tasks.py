@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from studies.continual.tasks import Images, Stream, TaskKind, held_out, make_tasks
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.recipes.continual.tasks import Images, Stream, TaskKind, held_out, make_tasks
 
 
 def images(num_samples: int = 40, side: int = 6, num_classes: int = 10) -> Images:

@@ -13,9 +13,9 @@ from torch import nn
 from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, make_job, make_network, trials_of
-from drivetrain.recipes.continual.scores import Scores, scores_of
-from drivetrain.recipes.continual.tasks import Images, TaskKind, held_out, make_tasks
+from studies.continual.methods import METHODS, MethodSettings, Scale, make_job, make_network, trials_of
+from studies.continual.scores import Scores, scores_of
+from studies.continual.tasks import Images, TaskKind, held_out, make_tasks
 
 FILE = "continual.json"
 TUNING_SEEDS = (1000,)  # settings are chosen with other seeds, and other test samples, than results come from

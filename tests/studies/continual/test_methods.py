@@ -6,19 +6,19 @@ from typing import get_args
 
 import pytest
 import torch
+from studies.continual.command import MethodName
+from studies.continual.comparison import Study, num_parameters
+from studies.continual.consolidation import Consolidated
+from studies.continual.diary import Diary
+from studies.continual.methods import METHODS, MethodSettings, Scale, make_job, make_network, trials_of
+from studies.continual.networks import Mixture, RankByNearness
+from studies.continual.pictures import COLOURS
+from studies.continual.tasks import Images, make_tasks
+from studies.continual.tuned import TUNED
 from torch import Tensor
 
 from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
-from drivetrain.recipes.continual.command import MethodName
-from drivetrain.recipes.continual.comparison import Study, num_parameters
-from drivetrain.recipes.continual.consolidation import Consolidated
-from drivetrain.recipes.continual.diary import Diary
-from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, make_job, make_network, trials_of
-from drivetrain.recipes.continual.networks import Mixture, RankByNearness
-from drivetrain.recipes.continual.pictures import COLOURS
-from drivetrain.recipes.continual.tasks import Images, make_tasks
-from drivetrain.recipes.continual.tuned import TUNED
 
 SCALE = Scale(hidden=8, max_experts=6, batch=4, steps_per_task=10, remembered=20)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from studies.continual.data import load_images
 
 from drivetrain.cli import main
-from drivetrain.recipes.continual.data import load_images
 
 
 def continual(folder: Path, *flags: str) -> int:

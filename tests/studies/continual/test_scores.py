@@ -5,8 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from drivetrain.recipes.continual.scores import Scores, scores_of
+from studies.continual.scores import Scores, scores_of
 
 # Rows: after task 1, 2, 3. Columns: accuracy on task 1, 2, 3. The first task is best remembered after the second.
 MATRIX = [

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from drivetrain.recipes.continual.comparison import Margin, MethodOutcome, margin
-from drivetrain.recipes.continual.methods import METHODS
+from studies.continual.comparison import Margin, MethodOutcome, margin
+from studies.continual.methods import METHODS
 
 # What a reader wants to know: the first against the second, and what the difference is owed to.
 QUESTIONS = (

@@ -9,14 +9,14 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from drivetrain.config import Config, Flag, Resolved
-from drivetrain.recipes.continual.comparison import FILE, Book, Study, compare, summary, tune
-from drivetrain.recipes.continual.data import load_images
-from drivetrain.recipes.continual.methods import MethodSettings
-from drivetrain.recipes.continual.pictures import draw_all
-from drivetrain.recipes.continual.screen import Screen, legend, table, verdicts
-from drivetrain.recipes.continual.tasks import TaskKind, make_tasks
-from drivetrain.recipes.continual.tuned import scale_of, tuned
 from drivetrain.recipes.mnist import Name
+from studies.continual.comparison import FILE, Book, Study, compare, summary, tune
+from studies.continual.data import load_images
+from studies.continual.methods import MethodSettings
+from studies.continual.pictures import draw_all
+from studies.continual.screen import Screen, legend, table, verdicts
+from studies.continual.tasks import TaskKind, make_tasks
+from studies.continual.tuned import scale_of, tuned
 
 MethodName = Literal[
     "joint",

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from studies.continual.comparison import Book, MethodOutcome, Study, compare, margin, summary, tune
+from studies.continual.methods import METHODS, MethodSettings, Scale, trials_of
+from studies.continual.pictures import draw_all
+from studies.continual.screen import in_words, verdicts
+from studies.continual.tasks import Images
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.recipes.continual.comparison import Book, MethodOutcome, Study, compare, margin, summary, tune
-from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, trials_of
-from drivetrain.recipes.continual.pictures import draw_all
-from drivetrain.recipes.continual.screen import in_words, verdicts
-from drivetrain.recipes.continual.tasks import Images
 
 SCALE = Scale(hidden=8, max_experts=4, batch=8, steps_per_task=20, remembered=20, nap=10, replay_steps=2)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.recipes.continual.comparison import MethodOutcome, Study
-from drivetrain.recipes.continual.methods import METHODS
 from drivetrain.report.style import FAINT, INK, canvas
+from studies.continual.comparison import MethodOutcome, Study
+from studies.continual.methods import METHODS
 
 # What grows is warm, fixed mixtures green, dense networks blue; replay is the darker of two.
 COLOURS = {

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from drivetrain.core.hook import StepContext
-from drivetrain.recipes.continual.consolidation import Consolidated
-from drivetrain.recipes.continual.networks import num_experts_in
-from drivetrain.recipes.continual.tasks import Images, Task
+from studies.continual.consolidation import Consolidated
+from studies.continual.networks import num_experts_in
+from studies.continual.tasks import Images, Task
 
 AT_ONCE = 1000  # samples of a test
 CONSOLIDATED = 256  # samples of a task whose Fisher information is taken

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from drivetrain.recipes.continual.methods import METHODS, MethodSettings, Scale, trials_of
+from studies.continual.methods import METHODS, MethodSettings, Scale, trials_of
 
 SCALES = {
     "digits": Scale(hidden=32, max_experts=16, batch=32, steps_per_task=200, remembered=200),

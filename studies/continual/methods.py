@@ -16,10 +16,10 @@ from torch.nn import functional
 from drivetrain.core.hook import Hook
 from drivetrain.job import Job
 from drivetrain.moe import Lifecycle, Rules, Sleep, SleepRules
-from drivetrain.recipes.continual.consolidation import Consolidated
-from drivetrain.recipes.continual.diary import ConsolidateAfterTasks, Diary
-from drivetrain.recipes.continual.networks import Dense, Mixture, RankByNearness
-from drivetrain.recipes.continual.tasks import Stream, Task
+from studies.continual.consolidation import Consolidated
+from studies.continual.diary import ConsolidateAfterTasks, Diary
+from studies.continual.networks import Dense, Mixture, RankByNearness
+from studies.continual.tasks import Stream, Task
 
 
 @dataclass(frozen=True)

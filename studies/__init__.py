@@ -1,0 +1,1 @@
+"""Studies: comparisons made with drivetrain that are read and changed, not installed."""
