@@ -4,7 +4,6 @@ Starting ranks costs seconds per test (each imports torch); joining the ranks th
 A function sees a default process group of exactly the size that was asked for, as it would in a real run.
 """
 
-import ctypes
 import datetime
 import faulthandler
 import importlib
@@ -26,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain.core.processes import die_with_parent
 from tests.warm_python import warm_context
 
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed: they may be stuck in a collective with it
@@ -189,8 +189,7 @@ def _rank_main(rank: int, connection: Connection, traces: str) -> None:
     import torch
     import torch.distributed as dist
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: no rank outlives the tests
+    die_with_parent()
     # As in a process that somebody started by hand: children, such as loader workers, are forked.
     multiprocessing.set_start_method("fork", force=True)
     with Path(traces).open("w", encoding="utf-8") as file:

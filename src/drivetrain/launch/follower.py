@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.processes import OrphanGuard
 from drivetrain.launch.control import OTHER_SECRET, Channel, read_token, token_file
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.logs import RankLogs
 from drivetrain.launch.network import own_addresses
 from drivetrain.launch.nodes import NO_TOKEN
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.orphan_guard import Guard
 from drivetrain.launch.signals import StopWish, hearing
 from drivetrain.launch.supervisor import TICK_SECONDS
 from drivetrain.launch.workers import Crew, Start, WorkerTask
@@ -40,7 +40,7 @@ class Follower:
                 f"{self._layout.node_rank}",
                 remedy="give the address of the machine with --node-rank 0, as this one reaches it",
             )
-        guard = Guard()
+        guard = OrphanGuard()
         try:
             with hearing() as wish:
                 seconds, lost = self._options.join_seconds, ""
@@ -119,7 +119,7 @@ class Follower:
             "code": self._code,
         }
 
-    def _serve(self, channel: Channel, guard: Guard, wish: StopWish) -> int | None:
+    def _serve(self, channel: Channel, guard: OrphanGuard, wish: StopWish) -> int | None:
         """Obey until the job ends, which returns its code, or the main machine is lost, which returns None."""
         told = False
         while True:
@@ -146,7 +146,7 @@ class Follower:
                     self._crew.logs.move(Path(event["folder"]) / "logs")
                 channel.send(event)
 
-    def _obey(self, message: dict[str, object], channel: Channel, guard: Guard) -> int | None:
+    def _obey(self, message: dict[str, object], channel: Channel, guard: OrphanGuard) -> int | None:
         match message.get("do"):
             case "start":
                 self._end_crew()

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.run_folder import is_finished
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.logs import RankLogs
 from drivetrain.launch.network import listen_on
 from drivetrain.launch.nodes import Nodes
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.orphan_guard import Guard
 from drivetrain.launch.root_cause import (
     LEFT_EARLY,
     NODE_LOST,
@@ -91,7 +91,7 @@ class Supervisor:
 
     def run(self) -> int:
         self._nodes = Nodes(self._layout, self._output_dir, self._code, self._options.node_seconds)
-        self._guard = Guard()
+        self._guard = OrphanGuard()
         try:
             with hearing() as wish:
                 self._wish = wish

@@ -3,7 +3,6 @@
 Loads nothing heavy before the script does: a script may set variables that torch reads when it is imported.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.processes import die_with_parent
 from drivetrain.core.supervision import supervision
 
 STORE_FD = "DRIVETRAIN_STORE_FD"
@@ -27,7 +27,6 @@ SUPERVISOR_PID = "DRIVETRAIN_SUPERVISOR_PID"
 CORES = "DRIVETRAIN_CORES"
 STACKS = "DRIVETRAIN_STACKS"
 STACK_SIGNAL = signal.SIGRTMIN + 7  # asks for the stack of every thread; no library is known to use it
-_PR_SET_PDEATHSIG = 1
 _LONGEST_TRACE = 32_000
 _store: list[Any] = []  # of this process, kept as long as it lives
 
@@ -37,7 +36,7 @@ def main() -> NoReturn:
 
     Its command is `python -c "from drivetrain.launch.worker import main; main()" script FILE …` or `… command train …`.
     """
-    _live_with_the_supervisor()
+    die_with_parent(int(os.environ.pop(SUPERVISOR_PID, "0")))  # an `OrphanGuard` kills the children
     cores = os.environ.get(CORES, "")
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -129,15 +128,6 @@ def _serve_store(descriptor: int) -> None:
     with socket.socket(fileno=os.dup(descriptor)) as listening:
         host, port = listening.getsockname()[:2]
     _store.append(TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor))
-
-
-def _live_with_the_supervisor() -> None:
-    """Have the kernel kill this process when the supervisor dies, however that happens; `guard` kills its children."""
-    parent = int(os.environ.pop(SUPERVISOR_PID, "0"))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        os._exit(1)  # it died before the line above
 
 
 def _append_to(path: str) -> Any:

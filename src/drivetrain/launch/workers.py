@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.launchers import ProcessPlace
+from drivetrain.core.processes import OrphanGuard, kill_group
 from drivetrain.core.supervision import CHANNEL
 from drivetrain.hardware.cgroups import oom_kills
 from drivetrain.launch.control import TOKEN
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.logs import RankLogs
-from drivetrain.launch.orphan_guard import Guard
 from drivetrain.launch.root_cause import Failure, failure_from_error, failure_from_exit
 from drivetrain.launch.worker import CORES, STACK_SIGNAL, STACKS, STORE_FD, SUPERVISOR_PID
 
@@ -70,7 +70,13 @@ class Crew:
     """Emits events: `run`, `step`, `checkpoint`, `end`, `failure`, `left`, `interrupted`, and `gone` once all ended."""
 
     def __init__(
-        self, task: WorkerTask, layout: Layout, start: Start, logs: RankLogs, guard: Guard, store: socket.socket | None
+        self,
+        task: WorkerTask,
+        layout: Layout,
+        start: Start,
+        logs: RankLogs,
+        guard: OrphanGuard,
+        store: socket.socket | None,
     ) -> None:
         self._layout, self._logs, self._guard = layout, logs, guard
         self._host = socket.gethostname()
@@ -202,11 +208,11 @@ class Crew:
         self._logs.close()
 
     def _signal(self, worker: _Worker, number: int) -> None:
+        if number == signal.SIGKILL:
+            kill_group(worker.process.pid)
+            return
         with contextlib.suppress(ProcessLookupError):
-            if number == signal.SIGKILL:
-                os.killpg(worker.process.pid, number)
-            else:
-                worker.process.send_signal(number)  # its children are its own to stop
+            worker.process.send_signal(number)  # its children are its own to stop
 
     def _read_output(self, worker: _Worker) -> None:
         self._drain(worker.output, lambda data: self._logs.write(worker.rank, data))
@@ -264,8 +270,7 @@ class Crew:
             os.close(descriptor)
         worker.ended = True
         self._guard.remove(worker.process.pid)
-        with contextlib.suppress(OSError):
-            os.killpg(worker.process.pid, signal.SIGKILL)  # children it left behind
+        kill_group(worker.process.pid)  # children it left behind
         stacks = self._logs.stacks(worker.rank)
         with contextlib.suppress(OSError):
             if stacks.stat().st_size == 0:

@@ -7,9 +7,9 @@ with one thread: OpenMP's threads do not survive a fork.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
 import re
@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.processes import die_with_parent, kill_group
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.proving.case import Case, Trainer
 from drivetrain.proving.recorder import Recorder
 from drivetrain.proving.trace import Trace, read_rank
@@ -113,9 +115,9 @@ def _answer(function: Callable[[], Any], path: Path) -> None:
     except Exception as error:  # noqa: BLE001  (told where the parent raises it)
         trace = traceback.format_exc()
         found = DrivetrainError(f"{type(error).__name__}: {error}\n{trace}", remedy="see the cause above")
-    beside = path.with_suffix(".part")
-    torch.save(found, beside)
-    beside.rename(path)
+    content = io.BytesIO()
+    torch.save(found, content)
+    write_atomically(path, content.getvalue())
 
 
 def _run_ranks(trainer: Trainer, case: Case, place: Path, time_limit: float) -> tuple[str, bool]:
@@ -186,8 +188,7 @@ def _start(action: Callable[[], None], log: Path, environment: dict[str, str]) -
 
 def _child(action: Callable[[], None], log: Path, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: no rank outlives the prover
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -226,8 +227,7 @@ def _import_listed(path: Path) -> None:
 def _kill_all(process: BaseProcess) -> None:
     """Kill a rank and its own children, such as loader workers."""
     if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
     process.kill()
     process.join()
 

@@ -1,6 +1,5 @@
 """Runs probes, each in a separate process with a time limit, and turns any ending of one into a row."""
 
-import contextlib
 import os
 import secrets
 import signal
@@ -13,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
+from drivetrain.core.processes import descendants, kill_processes
 from drivetrain.hardware import Hardware
 from drivetrain.verify.child import LONGEST_TMPDIR, Request
 from drivetrain.verify.probe import Probe
@@ -214,18 +212,14 @@ class _ZygoteHandle:
 
     def close(self) -> None:
         """End it and all below it. The closed socket is the signal; it is killed if it does not react."""
-        below = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            below = psutil.Process(self._process.pid).children(recursive=True)
+        below = descendants(self._process.pid)
         self._socket.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_processes(below)
 
     def _send_line(self, line: str) -> None:
         try:

@@ -5,7 +5,6 @@ every process below it along, as soon as the other end of its control socket clo
 """
 
 import contextlib
-import ctypes
 import importlib
 import os
 import selectors
@@ -19,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from pydantic import Field
 
+from drivetrain.core.processes import adopt_orphans, descendants, die_with_parent, kill_strays, kill_tree
 from drivetrain.core.value import Value
 from drivetrain.verify.child import Request, run_request
 
@@ -129,15 +128,15 @@ class Zygote:
 
     def serve(self) -> None:
         try:
-            _adopt_orphans()
+            adopt_orphans()
             for module in self._settings.preload:
                 importlib.import_module(module)
             self._send(Ready())
             self._loop()
         finally:
             for probe in list(self._running.values()):
-                _kill(_processes_below(probe.pid), probe.pid)
-            _kill_strays()
+                kill_tree(probe.pid)
+            kill_strays()
         # Only with the other side gone. After an error it is there, reads this process's output, and cleans up.
         self._settings.cleanup.perform()
 
@@ -204,7 +203,7 @@ class Zygote:
         """Run as the forked process: nothing of the zygote stays but its modules. Never returns."""
         try:
             os.setsid()
-            _die_with_parent()
+            die_with_parent()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._control.close()
             self._selector.close()
@@ -226,11 +225,11 @@ class Zygote:
         timed_out = not has_ended and seconds > probe.request.time_limit_seconds
         if not has_ended and not timed_out:
             return
-        below = _processes_below(probe.pid)
+        below = descendants(probe.pid)
         if timed_out:
             probe.abort()
         # Also after a clean end: loader workers or peers may have been left behind.
-        _kill(below, probe.pid)
+        kill_tree(probe.pid, below)
         returncode = probe.reap()
         probe.drain()
         if probe.output in self._selector.get_map():
@@ -238,7 +237,7 @@ class Zygote:
         os.close(probe.output)
         del self._running[probe.request.name]
         if not self._running:
-            _kill_strays()
+            kill_strays()  # no probe runs: every child is a stray
         self._send(self._ended(probe, returncode, timed_out, seconds))
         shutil.rmtree(probe.request.setup.scratch, ignore_errors=True)
         shutil.rmtree(probe.request.setup.run_scratch, ignore_errors=True)
@@ -261,52 +260,6 @@ class Zygote:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.sendall(message.model_dump_json().encode() + b"\n")
         self._control.setblocking(False)
-
-
-def _prctl(option: int, argument: int) -> None:
-    """Call prctl on Linux. Elsewhere nothing happens: process groups alone have to do there."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
-
-
-def _adopt_orphans() -> None:
-    """Make orphaned processes children of the zygote, which finds them even if they left their group."""
-    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
-def _die_with_parent() -> None:
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _processes_below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _kill(processes: list[psutil.Process], pid: int) -> None:
-    """End a probe, its process group, and those of its processes that moved to another group."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    # The group outlives its leader, so this also reaches what a probe left behind when it ended by itself.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _kill_strays() -> None:
-    """End and reap adopted processes. Only called while no probe runs: then every child is a stray."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    deadline = time.monotonic() + REAP_SECONDS
-    with contextlib.suppress(ChildProcessError):
-        while time.monotonic() < deadline:
-            if not os.waitpid(-1, os.WNOHANG)[0]:
-                time.sleep(POLL_SECONDS)
 
 
 def main() -> None:

@@ -1,0 +1,117 @@
+"""Processes that are supervised: none outlives what started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from drivetrain.core.processes import OrphanGuard, descendants, kill_tree
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part in it is Linux's")
+
+SLEEP = "import time; time.sleep(600)"
+# Prints the pid of a child that moved to a group of its own.
+LEAVES_A_CHILD = (
+    "import subprocess, sys, time\n"
+    f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True, stdout=-3)\n"
+    "print(child.pid, flush=True)\n"
+)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def start(code: str) -> tuple[subprocess.Popen[str], int]:
+    """Start a process in a group of its own; returns it with the number that it says first."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_a_tree_is_killed_with_those_that_left_the_group() -> None:
+    process, child = start(LEAVES_A_CHILD + "time.sleep(600)\n")
+    assert [found.pid for found in descendants(process.pid)] == [child]
+    kill_tree(process.pid)
+    process.wait(120)
+    until(lambda: is_gone(child))
+
+
+def test_what_is_gone_has_no_descendants_and_can_be_killed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert descendants(process.pid) == []
+    kill_tree(process.pid)
+
+
+def test_a_process_dies_with_its_parent() -> None:
+    code = (
+        "import os, time\n"
+        "from drivetrain.core.processes import die_with_parent\n"
+        "told, tell = os.pipe()\n"
+        "parent = os.getpid()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    die_with_parent(parent)\n"
+        "    os.write(tell, b'.')\n"
+        "    time.sleep(600)\n"
+        "os.read(told, 1)\n"
+        "print(child, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process, child = start(code)
+    process.kill()
+    process.wait()
+    until(lambda: is_gone(child))
+
+
+def test_orphans_are_adopted_and_killed() -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "from drivetrain.core.processes import adopt_orphans, descendants, kill_strays\n"
+        "adopt_orphans()\n"
+        f"done = subprocess.run([sys.executable, '-c', {LEAVES_A_CHILD!r}], stdout=-1, text=True)\n"
+        "assert [found.pid for found in descendants(os.getpid())] == [int(done.stdout)]\n"
+        "kill_strays()\n"
+        "assert descendants(os.getpid()) == []\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_guard_kills_the_groups_of_a_killed_supervisor() -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "from drivetrain.core.processes import OrphanGuard\n"
+        "guard = OrphanGuard()\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)\n"
+        "guard.add(child.pid)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process, child = start(code)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    until(lambda: is_gone(child))
+
+
+def test_the_guard_forgets_a_group_that_has_ended() -> None:
+    guard = OrphanGuard()
+    child = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
+    guard.add(child.pid)
+    guard.remove(child.pid)
+    guard.close()
+    assert child.poll() is None
+    kill_tree(child.pid)
+    child.wait()
