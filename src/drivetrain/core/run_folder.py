@@ -1,5 +1,6 @@
 """The folder that holds all files of one run. Only one process writes to it, and never over another run."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -129,15 +130,20 @@ def write_atomically(path: Path, content: str | bytes, writer: str = "") -> Path
     Args:
         path: the file.
         content: all of it.
-        writer: what tells processes apart that may write it at the same time.
+        writer: a suffix that tells apart processes which may write it at the same time.
     """
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     data = content.encode() if isinstance(content, str) else content
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     return path
 
 
@@ -244,9 +250,7 @@ class JsonLines:
                 num_damaged += 1
             elif at <= step:
                 kept.append(line + b"\n")
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_bytes(b"".join(kept))
-        temporary.replace(self._path)
+        write_atomically(self._path, b"".join(kept))
         os.close(self._file)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         return num_damaged

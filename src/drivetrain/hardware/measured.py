@@ -8,7 +8,6 @@ folder with its file system. After a change of one of these it is not used any m
 import contextlib
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, ValidationError
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.value import Value
 from drivetrain.hardware.facts import Cpu, Disk, Gpu, Hardware, Note, Precision, Rate
 
@@ -103,7 +103,7 @@ def save_measured(hardware: Hardware, rates: MeasuredRates, environ: Mapping[str
             store, damage = load_measured(environ)
             if damage and path.exists():
                 path.replace(path.with_suffix(".unreadable"))  # kept for inspection
-            _write(path, _merged(store, hardware, rates, source).to_json())
+            write_atomically(path, _merged(store, hardware, rates, source).to_json(), f".{os.getpid()}")
     except OSError as error:
         raise DrivetrainError(
             f"the measured rates could not be saved to {path}: {error}",
@@ -225,19 +225,6 @@ def _newer(old: Rates, new: Rates) -> Rates:
     if "peaks" in update:
         update["peaks"] = {**getattr(old, "peaks", {}), **update["peaks"]}
     return old.model_copy(update=update)
-
-
-def _write(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

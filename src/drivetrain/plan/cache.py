@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.value import Value
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability
@@ -70,9 +71,7 @@ class PlanCache:
     def _write(self, file: _File) -> None:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(file.to_json(), encoding="utf-8")
-            temporary.replace(self.path)
+            write_atomically(self.path, file.to_json(), f".{os.getpid()}")
 
     def forget(self) -> None:
         with contextlib.suppress(OSError):

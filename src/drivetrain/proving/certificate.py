@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.proving.classify import Classification
 
 FORMAT = 1
@@ -78,10 +79,7 @@ class Certificate:
             path.write_text(self.to_json() + "\n", encoding="utf-8")
             self.path = path
             return
-        beside = path.with_suffix(".part")
-        beside.write_text(self.to_json() + "\n", encoding="utf-8")
-        beside.replace(path)
-        self.path = path
+        self.path = write_atomically(path, self.to_json() + "\n")
 
     def show(self, console: Console) -> None:
         """Print a line for every configuration with what was compared in it; differences are explained below."""

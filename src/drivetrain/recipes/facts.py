@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.core.hook import StepContext
-from drivetrain.core.run_folder import read_rows
+from drivetrain.core.run_folder import read_rows, write_atomically
 
 EVENT = "recipe"
 
@@ -28,9 +28,7 @@ class RecipeFacts:
     def check(self, context: StepContext) -> None:
         if context.world.is_main:
             for name, content in self._files.items():
-                temporary = context.folder / f".{name}.tmp"
-                temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-                temporary.replace(context.folder / name)
+                write_atomically(context.folder / name, json.dumps(content, ensure_ascii=False) + "\n")
         context.tell(EVENT, **self._facts)
         for line in self._lines:
             context.say(line)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.data.idx import read_idx
 from drivetrain.hardware.measured import cache_folder
 from drivetrain.recipes.digits import load_digits
@@ -159,10 +160,7 @@ def _downloaded(name: str, file: str, folder: Path) -> Path:
             failures.append(f"{address}: what came has the MD5 sum {found}, not {published.sums[file]}")
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        part.write_bytes(content)
-        part.replace(target)
-        return target
+        return write_atomically(target, content, f".{os.getpid()}")
     raise DrivetrainError(
         f"{file}.gz of {name} is not in {folder}, and could not be downloaded ({'; '.join(failures)})",
         remedy="without a network: bring the four files (train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, "

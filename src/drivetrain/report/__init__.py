@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
 from drivetrain.report.graph_picture import draw_knowledge, draw_places
 from drivetrain.report.page import page
@@ -51,20 +52,15 @@ def write_report(folder: Path) -> list[str]:
             with contextlib.suppress(OSError):
                 old.unlink()
     for name, make in makers.items():
-        temporary = folder / f".{name}.tmp"
         try:
             data = RunData.read(folder)
             problems += [text for text in data.damage if text not in problems]
             made = make(data)
             if made is not None:
-                temporary.write_bytes(made)
-                temporary.replace(folder / name)
+                write_atomically(folder / name, made)
         except Exception as error:  # noqa: BLE001 - the run is done and saved; whatever a report meets is not its end
             problems.append(f"{name} was not written: {type(error).__name__}: {error}")
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         except KeyboardInterrupt as error:
-            temporary.unlink(missing_ok=True)
             error.add_note(f"the run is saved, its report is not whole; remedy: `drivetrain report {folder}` writes it")
             raise
     return problems

@@ -10,6 +10,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.value import Value
 from drivetrain.verify.result import Outcome, ProbeSetup, failed
 
@@ -47,9 +48,7 @@ def run_request(request: Request) -> None:
     except BaseException as error:  # noqa: BLE001  (a SystemExit or KeyboardInterrupt inside a probe is its failure, too)
         traceback.print_exc()
         outcome = explain(error, request)
-    unfinished = request.outcome_path.with_suffix(".unfinished")
-    unfinished.write_text(outcome.to_json(), encoding="utf-8")
-    unfinished.rename(request.outcome_path)
+    write_atomically(request.outcome_path, outcome.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
 

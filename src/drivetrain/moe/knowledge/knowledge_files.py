@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from drivetrain.core.hook import StepContext
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.moe.knowledge.knowledge import Knowledge
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.moe.layer.mixture import MixtureOfExperts
@@ -33,9 +34,8 @@ class KnowledgeFiles:
         name = f"epoch_{context.epoch:04d}" if self.every == "epoch" else f"step_{context.step:08d}"
         folder = context.folder / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{name}.tmp"
-        temporary.write_text(json.dumps({"step": context.step, "epoch": context.epoch, "layers": layers}) + "\n")
-        temporary.replace(folder / f"{name}.json")
+        content = json.dumps({"step": context.step, "epoch": context.epoch, "layers": layers}) + "\n"
+        write_atomically(folder / f"{name}.json", content)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"uses": {name: dict(uses) for name, uses in self._uses.items()}}

@@ -4,6 +4,7 @@ The rest: `DistributedDataParallel` on gloo, a `DataLoader` over the samples tha
 state's `state_dict()` every few steps ("Saving and Loading a General Checkpoint" of the PyTorch recipes).
 """
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from drivetrain.core.run_folder import write_atomically
 from drivetrain.proving.case import Case
 from drivetrain.proving.checks import Subject
 
@@ -137,9 +139,9 @@ def _run(case: Case, *, step: Step, make: MakeState) -> nn.Module:
         state.step += 1
         if case.save_every and state.step % case.save_every == 0:
             if case.rank == 0:
-                beside = path.with_suffix(".part")
-                torch.save(state.state_dict(), beside)
-                beside.replace(path)
+                content = io.BytesIO()
+                torch.save(state.state_dict(), content)
+                write_atomically(path, content.getvalue())
             if case.world_size > 1:
                 dist.barrier()
     return state.bare_model
