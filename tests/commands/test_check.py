@@ -57,7 +57,7 @@ def test_a_problem_means_not_ready() -> None:
     )
     assert not is_ready(broken)
     text = "\n".join(screen(broken))
-    assert "Not ready: 1 problem, 0 warnings" in text
+    assert "Not ready: 1 problem, no warnings" in text
     assert "The driver is broken. Remedy: reboot" in text
     assert as_document(broken, choose_settings(broken))["ready"] is False
 

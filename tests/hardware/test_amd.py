@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.hardware import GIB, Hardware, Software
+from drivetrain.core.units import GIB
+from drivetrain.hardware import Hardware, Software
 from drivetrain.hardware.amd import find_amd
 from drivetrain.hardware.detection import survey
 

@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.hardware import GIB
+from drivetrain.core.units import GIB
 from drivetrain.hardware.catalogue import CARDS, GB, machine_named, machine_of_memory
 from drivetrain.hardware.peaks import find_chip
 from tests.hardware_fixtures import load

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain.hardware import GIB
+from drivetrain.core.units import GIB
 from drivetrain.hardware.cgroups import _memberships
 from drivetrain.hardware.mounts import read_mounts
 from tests.hardware.children import child_environ
@@ -122,7 +122,7 @@ def test_a_real_affinity() -> None:
 def test_a_small_shared_memory() -> None:
     found = detect_in_mount_namespace("mount -t tmpfs -o size=64m tmpfs /dev/shm")
     assert found["memory"]["shm_total_bytes"] == 64 * MIB
-    assert "/dev/shm holds 0.06 GiB" in sentences(found, "warning")
+    assert "/dev/shm holds 64 MiB" in sentences(found, "warning")
     assert "--shm-size" in json.dumps(found["notes"])
 
 

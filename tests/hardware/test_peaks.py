@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from drivetrain.hardware import GIB, Precision
+from drivetrain.core.units import GIB
+from drivetrain.hardware import Precision
 from drivetrain.hardware.peaks import CHIPS, cuda_precisions, find_chip, tabled_rates
 
 

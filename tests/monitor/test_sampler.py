@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from drivetrain.core.run_folder import JsonLines
-from drivetrain.hardware import GIB, Gpu
+from drivetrain.core.units import GIB
+from drivetrain.hardware import Gpu
 from drivetrain.monitor.sampler import NvmlReader, Sampler, torch_memory
 from tests.api.jobs import Variant, run
 from tests.hardware.fake_nvml import FakeGpu, FakeNvml, gpus

@@ -103,19 +103,19 @@ def test_few_gpus_and_recomputing_come_before_many() -> None:
 
 def test_the_explanation() -> None:
     need = needs(2, 30, 4, block=0.25)
-    error = does_not_fit(need, 21.6 * GB, "cuda:0", "21.60 GB to use (24.00 GB × 0.9)")
+    error = does_not_fit(need, 21.6 * GB, "cuda:0", "21.6 GB to use (24 GB × 0.9)")
     told = str(error)
     for words in (
-        "not even one sample at a time fits on cuda:0: a step needs 38.00 GB, and there is 21.60 GB to use",
-        "parameters     2.00 GB",
-        "optimizer      4.00 GB",
-        "activations   30.00 GB",
-        "weights by module: blocks 2.00 GB, tokens 100.0 MB",
-        "activations by module: blocks 2.00 GB, the loss and the rest 200.0 MB",
+        "not even one sample at a time fits on cuda:0: a step needs 38 GB, and there is 21.6 GB to use",
+        "parameters        2 GB",
+        "optimizer         4 GB",
+        "activations      30 GB",
+        "weights by module: blocks 2 GB, tokens 100 MB",
+        "activations by module: blocks 2 GB, the loss and the rest 200 MB",
         "1. --activations recompute",
-        "saves 26.00 GB)",
+        "saves 26 GB)",
         "so that a sample takes 43% of what it takes now",
-        "host memory, which needs 6.00 GB there; slower steps (saves 4.00 GB, not enough alone)",
+        "host memory, which needs 6 GB there; slower steps (saves 4 GB, not enough alone)",
     ):
         assert words in told, told
 

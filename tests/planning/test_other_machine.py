@@ -117,7 +117,7 @@ def test_nothing_fits() -> None:
         planned(1, 0.001)
     told = str(caught.value)
     assert "not even one sample at a time fits on 1 × a GPU with 0.001 GB" in told
-    assert "weights by module: blocks 1.1 MB" in told
+    assert "weights by module: blocks 1.1" in told
     assert "activations by module: blocks" in told
     assert "remedy: cheapest first:\n    1. " in told
 
@@ -159,7 +159,7 @@ def test_a_model_that_is_too_large_for_this_machine() -> None:
 
     small = make_job(model=looks_at_values, data=data, global_batch=16)
     memory = HERE.memory.model_copy(update={"total_bytes": 8 * 10**9})
-    with pytest.raises(DrivetrainError, match=r"it has 8\.00 GB, and the weights take 40\.00 GB"):
+    with pytest.raises(DrivetrainError, match=r"it has 8 GB, and the weights take 40 GB"):
         plan_elsewhere(small, configure(), machine_of_memory(16, 80), HERE.model_copy(update={"memory": memory}))
 
 

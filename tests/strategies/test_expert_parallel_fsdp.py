@@ -433,7 +433,7 @@ def test_units_leave_experts_out_and_routers_whole() -> None:
     assert list(layout.units[-1].parameters) == ["first.weight", "first.bias", "out.weight", "out.bias"]
     assert sorted(layout.replicated) == ["blocks.0.mixture.router.weight", "blocks.1.mixture.router.weight", "scale"]
     assert len(layout.shared_out) == 2 * 4
-    assert layout.in_words().endswith("whole on every rank: scale; experts are shared out (0.00 MB), routers whole")
+    assert layout.in_words().endswith("whole on every rank: scale; experts are shared out (4.4 kB), routers whole")
     plain = layout_of(Deep())
     assert not plain.shared_out
     assert "blocks.0.mixture.experts.w_in" in plain.units[0].parameters

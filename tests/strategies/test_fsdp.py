@@ -247,7 +247,7 @@ def test_auto_shards_what_does_not_fit_whole(
     world: Any = SimpleNamespace(size=2, device=torch.device("cuda:0"), gather=lambda value: free)
     choice = strategy_for("auto", model, job, world)
     assert choice.value == expected
-    assert "take 0.16 GB" in choice.reason
+    assert "take 160 MB" in choice.reason
     assert not others.state
     assert strategy_for("ddp", model, job, world).reason == "asked for"
 

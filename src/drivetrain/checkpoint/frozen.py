@@ -28,6 +28,7 @@ from drivetrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from drivetrain.checkpoint.staging import has_room
 from drivetrain.checkpoint.tensor_file import CODES
 from drivetrain.core.state import Shard
+from drivetrain.core.units import format_bytes
 from drivetrain.core.value import Value
 
 SHOWN = 3
@@ -213,7 +214,7 @@ class FrozenWeights:
         self.stored.update(tensors)
         num_bytes = sum(file.size for file in files.values())
         text = (
-            f"{len(tensors)} frozen tensors ({num_bytes / 1e6:,.1f} MB) are stored once, in {folder}: "
+            f"{len(tensors)} frozen tensors ({format_bytes(num_bytes)}) are stored once, in {folder}: "
             "checkpoints hold the rest"
         )
         facts = {"step": step, "folder": folder, "bytes": num_bytes, "names": [name_of(key) for key in tensors]}

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from drivetrain import __version__
 from drivetrain.config import Flag, Resolved
-from drivetrain.hardware import GIB, Gpu, Hardware, Note, detect
+from drivetrain.core.units import format_count, format_gib
+from drivetrain.hardware import Gpu, Hardware, Note, detect
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 
 EXAMPLES = (
@@ -89,13 +90,15 @@ def _machine_rows(hardware: Hardware) -> list[tuple[str, str]]:
         limits = [f"affinity {cpu.num_affinity}"] if cpu.num_affinity < cpu.num_logical else []
         limits += [f"cgroup quota {cpu.quota_cores:g}"] if cpu.quota_cores is not None else []
         cores = f"{cpu.num_usable} of {cpu.num_logical} cores usable ({', '.join(limits)})"
-    shm = f"/dev/shm {_gib(memory.shm_total_bytes)}"
-    limit = f" ({memory.limited_by} limit; the host has {_gib(memory.host_total_bytes)})" if memory.limited_by else ""
+    shm = f"/dev/shm {format_gib(memory.shm_total_bytes)}"
+    limit = (
+        f" ({memory.limited_by} limit; the host has {format_gib(memory.host_total_bytes)})" if memory.limited_by else ""
+    )
     mount = f"{disk.filesystem}, {'network' if disk.is_network else 'local'}"
     rows = [
         ("CPU", f"{cpu.model}, {cores}, {', '.join(cpu.precisions)}"),
-        ("Memory", f"{_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} free{limit}; {shm}"),
-        ("Disk", f"{_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)} for {disk.path} ({mount})"),
+        ("Memory", f"{format_gib(memory.total_bytes)}, {format_gib(memory.free_bytes)} free{limit}; {shm}"),
+        ("Disk", f"{format_gib(disk.free_bytes)} free of {format_gib(disk.total_bytes)} for {disk.path} ({mount})"),
     ]
     groups = list(_gpu_groups(hardware.gpus))
     for group in groups[:_LIST_AT_MOST]:
@@ -106,7 +109,9 @@ def _machine_rows(hardware: Hardware) -> list[tuple[str, str]]:
         rows.append(("GPU", "none"))
     if len(hardware.gpus) > 1:
         totals = [gpu.memory_total_bytes for gpu in hardware.gpus]
-        rows.append(("", f"{len(totals)} GPUs: {_gib(sum(totals))} in all, {_gib(min(totals))} on the smallest"))
+        rows.append(
+            ("", f"{len(totals)} GPUs: {format_gib(sum(totals))} in all, {format_gib(min(totals))} on the smallest")
+        )
     if hardware.gpus:
         software = hardware.software
         versions = [f"driver {software.driver}" if software.driver else ""]
@@ -139,7 +144,9 @@ def _gpu_line(group: list[Gpu]) -> str:
     indices = f"cuda:{first.index}" if len(group) == 1 else f"cuda:{first.index}-{group[-1].index}"
     parts = [f"{len(group)} × {first.name}" if len(group) > 1 else first.name]
     parts[0] += f" ({indices}{', MIG ' + first.mig.profile if first.mig else ''})"
-    parts.append(f"{_gib(first.memory_total_bytes)}{' each' if len(group) > 1 else ''}, {_gib(least_free)} free")
+    parts.append(
+        f"{format_gib(first.memory_total_bytes)}{' each' if len(group) > 1 else ''}, {format_gib(least_free)} free"
+    )
     if first.capability:
         parts.append(f"capability {first.capability[0]}.{first.capability[1]}")
     if first.num_sms:
@@ -200,20 +207,17 @@ def _readiness(console: Console, hardware: Hardware) -> None:
     }
     if counts["problem"]:
         verdict = Text(
-            f"Not ready: {_count(counts['problem'], 'problem')}, {_count(counts['warning'], 'warning')}", "bold red"
+            f"Not ready: {format_count(counts['problem'], 'problem')}, {format_count(counts['warning'], 'warning')}",
+            "bold red",
         )
     elif counts["warning"]:
-        verdict = Text(f"Ready, with {_count(counts['warning'], 'warning')}", "bold yellow")
+        verdict = Text(f"Ready, with {format_count(counts['warning'], 'warning')}", "bold yellow")
     else:
         verdict = Text("Ready. `drivetrain verify` does real work on every part and measures it.", "bold green")
     order = {"problem": 0, "warning": 1, "info": 2}
     for note in sorted(hardware.notes, key=lambda note: order[note.severity]):
         console.print(_note(note))
     console.print(verdict)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _note(note: Note) -> Text:
@@ -223,8 +227,3 @@ def _note(note: Note) -> Text:
     if note.remedy:
         text.append(f" Remedy: {note.remedy}", "default")
     return text
-
-
-def _gib(num_bytes: int) -> str:
-    gib = num_bytes / GIB
-    return f"{gib:.0f} GiB" if gib >= 100 else f"{gib:.1f} GiB" if gib >= 1 else f"{num_bytes / 1024**2:.0f} MiB"

@@ -17,6 +17,7 @@ from drivetrain.config.resolve import value_problem
 from drivetrain.config.script_flags import flags_in
 from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, SWITCHES, Setting, nearest, normal, settings_of
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.units import format_list
 
 COMMAND_LINE = "command line"
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
@@ -293,12 +294,12 @@ class FlagParser:
         others = [word for word in flags if word not in ours and _elsewhere(normal(word)) is not None]
         hints = []
         if ours:
-            hints.append(f"before {script}, {_listed(ours)} would be drivetrain's")
+            hints.append(f"before {script}, {format_list(ours)} would be drivetrain's")
         if others:
-            hints.append(f"drivetrain takes {_listed(others)} in `drivetrain train {script} …`")
+            hints.append(f"drivetrain takes {format_list(others)} in `drivetrain train {script} …`")
         if not hints:
             return ""
-        return f"given to {script}, as all that follows it: {_listed(ours + others)}; {'; '.join(hints)}"
+        return f"given to {script}, as all that follows it: {format_list(ours + others)}; {'; '.join(hints)}"
 
     def _is_known(self, key: str) -> bool:
         negated = self._known.get(key.removeprefix("no-")) if key.startswith("no-") else None
@@ -320,10 +321,6 @@ class _WithExamples(_Help, argparse.RawDescriptionHelpFormatter):
 
 def _elsewhere(key: str) -> Setting | None:
     return BY_NAME.get(key) or SWITCHES.get(key) or BY_NAME.get(key.removeprefix("no-"))
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _shown(default: Any) -> str:

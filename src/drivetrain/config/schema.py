@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from drivetrain.core.plugins import STRATEGIES, TRACKERS
 from drivetrain.core.precision_name import PrecisionName
+from drivetrain.core.units import parse_seconds
 
 
 class Flag:
@@ -454,7 +455,7 @@ class CompileSection(Section):
 
 def _seconds_in_words(value: Any) -> Any:
     """Convert `60s` to 60."""
-    return value.removesuffix("s") if isinstance(value, str) else value
+    return parse_seconds(value) if isinstance(value, str) else value
 
 
 class PlanSection(Section):

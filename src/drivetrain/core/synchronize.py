@@ -4,6 +4,6 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; a CPU already has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wait until the device has done all that was enqueued; a CPU already has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.gc_freeze import forking
 from drivetrain.core.main_guard import REMEDY, trains_when_imported
+from drivetrain.core.units import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
 from drivetrain.data.division import Division, MicroStep, Place, Position, Stretch
@@ -37,7 +38,7 @@ from drivetrain.data.keyed_items import (
     gather,
     gathers,
 )
-from drivetrain.data.resident import Resident, Rows, in_words
+from drivetrain.data.resident import Resident, Rows
 from drivetrain.data.source import Source, WorkerWishes, source_of
 from drivetrain.data.stream import SampleStream
 
@@ -171,7 +172,7 @@ class Loader:
     def path_in_words(self) -> str:
         """A description of how samples reach the device."""
         if self.resident is not None:
-            return f"resident on {self.resident.device}: {in_words(self.resident.num_bytes)}, gathered there"
+            return f"resident on {self.resident.device}: {format_bytes(self.resident.num_bytes)}, gathered there"
         return f"{self._num_workers} worker processes" if self._num_workers else "in the training process"
 
     def warn_if_inexact(self) -> list[str]:

@@ -272,10 +272,3 @@ def leaves_of(batch: Any) -> list[Any]:
 
 def num_bytes_of(leaf: Tensor) -> int:
     return leaf.numel() * leaf.element_size()
-
-
-def in_words(num_bytes: float) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"

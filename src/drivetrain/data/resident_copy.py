@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.gc_freeze import forking
+from drivetrain.core.units import format_bytes
 from drivetrain.core.untouched import generators_kept
 from drivetrain.data.keyed_items import Collate, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
     Column,
     Resident,
     in_memory,
-    in_words,
     leaves_of,
     num_bytes_in_memory,
     num_bytes_of,
@@ -81,7 +81,7 @@ def make_resident(
             return _read(source, probes, device, channels_last, num_workers, say)
         except torch.OutOfMemoryError as error:
             raise NotResidentError(
-                f"there is no memory for its {in_words(probes.num_bytes)} on {device}: {str(error).splitlines()[0]}"
+                f"there is no memory for its {format_bytes(probes.num_bytes)} on {device}: {str(error).splitlines()[0]}"
             ) from None
 
 
@@ -184,7 +184,9 @@ _OWN_GENERATOR = "its items draw from a generator of their own: they differ ever
 
 def _refuse_too_large(num_bytes: int, limit_bytes: float) -> None:
     if num_bytes > limit_bytes:
-        raise NotResidentError(f"it takes {in_words(num_bytes)}, and {in_words(limit_bytes)} may be used for it")
+        raise NotResidentError(
+            f"it takes {format_bytes(num_bytes)}, and {format_bytes(limit_bytes)} may be used for it"
+        )
 
 
 def _stacked(items: list[Any]) -> Any:

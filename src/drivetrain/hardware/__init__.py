@@ -3,7 +3,6 @@
 from drivetrain.hardware.detection import detect
 from drivetrain.hardware.device import DeviceManager, DeviceMemory, GpuMode, assert_on_device, canonical_device
 from drivetrain.hardware.facts import (
-    GIB,
     Accelerator,
     Cpu,
     Disk,
@@ -32,7 +31,6 @@ from drivetrain.hardware.measured import (
 )
 
 __all__ = [
-    "GIB",
     "Accelerator",
     "Cpu",
     "CpuRates",

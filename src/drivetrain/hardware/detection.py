@@ -12,6 +12,7 @@ from drivetrain.hardware.facts import Accelerator, Cpu, Disk, Gpu, Hardware, Mem
 from drivetrain.hardware.host import Found, find_cpu, find_disk, find_memory, find_open_files_limit, printable
 from drivetrain.hardware.measured import apply_measured
 from drivetrain.hardware.nvidia import NvidiaFindings, find_nvidia
+from drivetrain.hardware.nvml import load_nvml
 from drivetrain.hardware.software import find_software, runs_on, torch_architectures
 
 Part = TypeVar("Part")
@@ -24,7 +25,7 @@ def detect(run_folder: Path | str = "runs", environ: Mapping[str, str] | None = 
 
     Creates no CUDA context and starts CUDA in no way. Never raises: facts that cannot be determined become a note.
     """
-    return survey(run_folder, os.environ if environ is None else environ, nvml=_pynvml())
+    return survey(run_folder, os.environ if environ is None else environ, nvml=load_nvml())
 
 
 def survey(
@@ -56,12 +57,8 @@ def survey(
     cpu = attempt(lambda: find_cpu(root), _unknown_cpu(), "What the CPU can do")
     memory = attempt(lambda: find_memory(root), Found(_unknown_memory()), "How much memory there is")
     disk = attempt(lambda: find_disk(folder, root), Found(_unknown_disk(folder)), f"The disk of {str(run_folder)!r}")
-    notes += [
-        *memory.notes,
-        *disk.notes,
-        *attempt(find_open_files_limit, tuple[Note, ...](), "The limit of open files"),
-    ]
-
+    open_files = attempt(find_open_files_limit, tuple[Note, ...](), "The limit of open files")
+    notes += [*memory.notes, *disk.notes, *open_files]
     installed = software or attempt(find_software, _unknown_software(), "What is installed")
     nvidia = attempt(lambda: find_nvidia(nvml, environ, memory.fact, root, cuda_order), NvidiaFindings(), "NVIDIA GPUs")
     amd = attempt(lambda: find_amd(environ, root), AmdFindings(), "AMD GPUs")
@@ -69,10 +66,8 @@ def survey(
     notes += nvidia.notes
 
     is_apple = system == "darwin" and machine == "arm64"
-    if is_apple:
-        gpus: tuple[Gpu, ...] = (_apple_gpu(cpu, memory.fact),)
-    else:
-        gpus = amd.gpus if installed.torch_backend == "rocm" else nvidia.gpus
+    discrete = amd.gpus if installed.torch_backend == "rocm" else nvidia.gpus
+    gpus = (_apple_gpu(cpu, memory.fact),) if is_apple else discrete
     accelerator, reasons = _accelerator(installed, nvidia, amd, is_apple, cpu)
     notes += reasons
     if accelerator == "cuda":
@@ -189,14 +184,6 @@ def _apple_gpu(cpu: Cpu, memory: Memory) -> Gpu:
         memory_free_bytes=memory.free_bytes,
         precisions=("fp32", "fp16"),
     )
-
-
-def _pynvml() -> Any:
-    try:
-        import pynvml
-    except Exception:  # noqa: BLE001 - a broken installation of it counts as none
-        return None
-    return pynvml
 
 
 def _unknown_cpu() -> Cpu:

@@ -10,8 +10,6 @@ Origin = Literal["measured", "reported", "tabled"]
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
 Accelerator = Literal["cpu", "cuda", "rocm", "mps"]
 
-GIB = 1024**3
-
 
 class Rate(Value):
     """A speed, and how far to trust it: `measured` here, `reported` by the driver, or `tabled` from a data sheet."""

@@ -12,8 +12,9 @@ from typing import Generic, TypeVar
 
 import psutil
 
+from drivetrain.core.units import GIB, format_gib
 from drivetrain.hardware.cgroups import cpu_limit, memory_limit
-from drivetrain.hardware.facts import GIB, Cpu, Disk, Memory, Note, Precision
+from drivetrain.hardware.facts import Cpu, Disk, Memory, Note, Precision
 from drivetrain.hardware.mounts import Mount, mount_of, read_mounts
 
 SMALL_SHM_BYTES = GIB
@@ -232,7 +233,7 @@ def _shm_notes(size: int) -> tuple[Note, ...]:
     return (
         Note(
             severity="warning",
-            sentence=f"/dev/shm holds {size / GIB:.2f} GiB; "
+            sentence=f"/dev/shm holds {format_gib(size)}; "
             "data loader workers pass batches through it and die when it is full.",
             remedy="docker run --shm-size=8g … (outside containers: sudo mount -o remount,size=8G /dev/shm)",
         ),
@@ -278,7 +279,7 @@ def _disk_notes(disk: Disk, existing: Path, no_inodes: bool) -> list[Note]:
         notes.append(
             Note(
                 severity="problem" if disk.free_bytes < HARDLY_ANY_DISK_BYTES else "warning",
-                sentence=f"The disk of the run folder {disk.path} has {disk.free_bytes / GIB:.1f} GiB free; "
+                sentence=f"The disk of the run folder {disk.path} has {format_gib(disk.free_bytes)} free; "
                 "checkpoints may not fit.",
                 remedy=f"du -xh --max-depth=2 {where} | sort -h | tail, then remove what is not needed",
             )

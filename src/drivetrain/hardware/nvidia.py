@@ -14,12 +14,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from drivetrain.hardware.facts import GIB, Gpu, Link, Memory, MigSlice, Note, Rate
+from drivetrain.core.units import GIB
+from drivetrain.hardware.facts import Gpu, Link, Memory, MigSlice, Note, Rate
+from drivetrain.hardware.nvml import Nvml
 from drivetrain.hardware.peaks import cuda_precisions, tabled_rates
 from drivetrain.hardware.visible import Selection, first_mig_entry, mig_matches, names_mig, select
 
-# `Any` stands for the pynvml module or an object like it: it has no type hints.
-Nvml = Any
 Handle = Any
 
 BUSY_BELOW_FREE_FRACTION = 0.8

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drivetrain.hardware.facts import GIB, Precision, Rate
+from drivetrain.core.units import GIB
+from drivetrain.hardware.facts import Precision, Rate
 
 _SOURCE = "vendor data sheet, dense"
 

@@ -16,13 +16,14 @@ from drivetrain.config import Config
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, read_rows
 from drivetrain.hardware import Gpu, Hardware
+from drivetrain.hardware.nvml import load_nvml
 from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.console import RunConsole
 from drivetrain.monitor.doctor import Diagnosis, Observed
 from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import Laps, NoClock, PhaseClock
 from drivetrain.monitor.profiler import StepProfiler
-from drivetrain.monitor.sampler import Sampler, label, pynvml_module
+from drivetrain.monitor.sampler import Sampler, label
 from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, start_trackers
 
 
@@ -236,7 +237,7 @@ class Books(NoBooks):
             log = self._folder.log("gpu.jsonl")
             log.keep_up_to(facts.resumed_from)
             every = config.watch.gpu_log_interval
-            nvml = pynvml_module() if facts.gpus else None
+            nvml = load_nvml() if facts.gpus else None
             own = None if facts.gpu is None else (facts.gpu, facts.device)
             self._sampler = Sampler(log, facts.gpus, own, every, facts.resumed_from, report, nvml)
             if self._sampler.missing:

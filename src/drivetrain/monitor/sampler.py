@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 import psutil
 import torch
 
 from drivetrain.core.run_folder import JsonLines
-from drivetrain.hardware import GIB, Gpu
+from drivetrain.core.units import GIB
+from drivetrain.hardware import Gpu
+from drivetrain.hardware.nvml import Nvml
 
-# `Any` stands for the pynvml module or an object like it: it has no types of its own.
-Nvml: TypeAlias = Any
 Row = dict[str, Any]
 
 # Bits of NVML's word on why clocks are lower than they could be. Idle, and what the user set, is no throttling.
@@ -35,14 +35,6 @@ _THROTTLING = {
 def label(gpu: Gpu) -> str:
     """Return a GPU's name by nvidia-smi's numbers: ranks may each call their own GPU `cuda:0`."""
     return f"gpu{gpu.physical_index}" + (f"-{gpu.uuid[-4:]}" if gpu.mig else "")
-
-
-def pynvml_module() -> Nvml | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml
 
 
 class NvmlReader:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from drivetrain.hardware import GIB, Gpu, Hardware, detect
-from drivetrain.monitor.sampler import HostReader, NvmlReader, label, pynvml_module, torch_memory
+from drivetrain.core.units import GIB
+from drivetrain.hardware import Gpu, Hardware, detect
+from drivetrain.hardware.nvml import load_nvml
+from drivetrain.monitor.sampler import HostReader, NvmlReader, label, torch_memory
 
 # By the name in a summary: the name in a row of figures, and what one of its units is in those of the summary.
 _FIGURES = {
@@ -57,7 +59,7 @@ class GPUMonitor:
         if self._began is None:
             self._began = time.monotonic()
         if self._nvml is None:
-            self._nvml = NvmlReader(pynvml_module() if self._gpus else None, self._gpus)
+            self._nvml = NvmlReader(load_nvml() if self._gpus else None, self._gpus)
         figures = self._nvml.read()
         rows: dict[str, dict[str, float]] = {"cpu": _numbers(self._host.read())}
         for gpu in self._gpus:

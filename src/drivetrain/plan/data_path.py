@@ -7,6 +7,7 @@ and the seconds that the device computes.
 from math import ceil
 from typing import Literal
 
+from drivetrain.core.units import format_bytes, format_count, format_seconds
 from drivetrain.core.value import Value
 from drivetrain.plan.choice import Choice
 from drivetrain.plan.rules import LEAST_SHM_BYTES, MAX_WORKERS
@@ -67,9 +68,9 @@ def _too_large(figures: DataFigures) -> str:
     if figures.num_bytes <= limit:
         return ""
     return (
-        f"it takes {_size(figures.num_bytes)}, and half of what a step leaves free is {_size(limit)}"
+        f"it takes {format_bytes(figures.num_bytes)}, and half of what a step leaves free is {format_bytes(limit)}"
         if figures.free_bytes > 0
-        else f"it takes {_size(figures.num_bytes)}, and a step leaves nothing free"
+        else f"it takes {format_bytes(figures.num_bytes)}, and a step leaves nothing free"
     )
 
 
@@ -77,15 +78,15 @@ def _cheaper(figures: DataFigures, fetched: Choice[DataPath]) -> Choice[DataPath
     """Choose between resident and fetched data by the time that the remaining steps take with each."""
     setup = _setup_seconds(figures, fetched.value.num_workers)
     resident, ordinary = figures.step_seconds, _step_seconds(figures, fetched.value.num_workers)
-    where = f"{_size(figures.num_bytes or 0)} on the device"
+    where = f"{format_bytes(figures.num_bytes or 0)} on the device"
     if figures.steps_left is None:
         gain, told = 1 - resident / ordinary, f"{ordinary * 1e3:.3g} ms a step against {resident * 1e3:.3g}"
     else:
         total, other = setup + figures.steps_left * resident, figures.steps_left * ordinary
         gain = 1 - total / other if other else 0.0
-        told = f"{_time(other)} against {_time(total)} for the {figures.steps_left:,} steps that are left"
-        told += f", {_time(setup)} of it to {'copy' if figures.is_in_memory else 'read'} it once"
-    name = _workers(fetched.value.num_workers)
+        told = f"{format_seconds(other)} against {format_seconds(total)} for the {figures.steps_left:,} steps that "
+        told += f"are left, {format_seconds(setup)} of it to {'copy' if figures.is_in_memory else 'read'} it once"
+    name = format_count(fetched.value.num_workers, "worker")
     if gain > LEAST_GAIN or (figures.is_in_memory and gain >= 0):
         reason = f"{where}: with {name} it would be {told}"
         return Choice(value=DataPath(resident=True), reason=reason, alternatives=(f"{name}: {fetched.reason}",))
@@ -124,15 +125,19 @@ def _fetched(figures: DataFigures, pinned: int | None) -> Choice[DataPath]:
     needed = ceil(share) if share < float("inf") else MAX_WORKERS
     limits = {
         f"{figures.num_spare_cores} spare cores": figures.num_spare_cores,
-        f"{_size(figures.shm_bytes)} of /dev/shm": _most_by_shm(figures, prefetch),
+        f"{format_bytes(figures.shm_bytes)} of /dev/shm": _most_by_shm(figures, prefetch),
         "more gain little": MAX_WORKERS,
     }
     words, most = min(limits.items(), key=lambda limit: limit[1])
     count = max(0, min(needed, most))
     path = DataPath(num_workers=count, prefetch_factor=prefetch if count else 0)
     if count == needed:
-        reason = f"{told}: {_workers(count)} keep{'s' if count == 1 else ''} up"
-        return Choice(value=path, reason=reason, alternatives=(_workers(count - 1), _workers(count + 1)))
+        reason = f"{told}: {format_count(count, 'worker')} keep{'s' if count == 1 else ''} up"
+        return Choice(
+            value=path,
+            reason=reason,
+            alternatives=(format_count(count - 1, "worker"), format_count(count + 1, "worker")),
+        )
     left = _step_seconds(figures, count)
     reason = f"{told}: {needed} workers would keep up, and there can be {count} ({words}): {left * 1e3:.3g} ms a step"
     return Choice(value=path, reason=reason)
@@ -143,18 +148,3 @@ def _most_by_shm(figures: DataFigures, prefetch: int) -> int:
     if figures.shm_bytes < LEAST_SHM_BYTES:
         return 0
     return int(figures.shm_bytes / 2 // max(1, prefetch * figures.batch_bytes))
-
-
-def _workers(count: int) -> str:
-    return "no workers" if count == 0 else f"{count} worker{'' if count == 1 else 's'}"
-
-
-def _size(num_bytes: float) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"

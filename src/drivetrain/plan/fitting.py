@@ -12,6 +12,7 @@ from pydantic import Field
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.units import format_bytes
 from drivetrain.core.value import Value
 from drivetrain.plan.held import Held
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
@@ -210,7 +211,8 @@ def _ways_out(needs: Needs, limit_bytes: float, num_gpus: int, micro_batch: int,
         assert offloaded is not None
         host = needs.held.optimizer + needs.held.gradients
         yield WayOut(
-            what=f"DeepSpeed ZeRO with the optimizer in host memory, which needs {in_words(host)} there; slower steps",
+            what="DeepSpeed ZeRO with the optimizer in host memory, which needs "
+            f"{format_bytes(host)} there; slower steps",
             saves_bytes=peak - offloaded.peak_bytes(micro_batch),
             is_enough=offloaded.peak_bytes(micro_batch) <= room,
         )
@@ -252,14 +254,14 @@ def does_not_fit(
         "workspace": max(0, peak - held.total - round(line.sample_bytes * micro_batch)),
     }
     what = "not even one sample at a time fits" if micro_batch == 1 else f"{micro_batch} samples at a time do not fit"
-    lines = [f"{what} on {where}: a step needs {in_words(peak)}, and there is {how_much}"]
-    lines += [f"  {kind:<12} {in_words(size):>9}" for kind, size in kinds.items()]
+    lines = [f"{what} on {where}: a step needs {format_bytes(peak)}, and there is {how_much}"]
+    lines += [f"  {kind:<12} {format_bytes(size):>9}" for kind, size in kinds.items()]
     lines += [f"  weights by module: {_listed(needs.weights)}"] if needs.weights else []
     lines += [f"  activations by module: {_listed(needs.activations)}"] if needs.activations else []
     lines += [f"  {note}" for note in needs.notes]
     ways = ways_out(needs, limit_bytes, num_gpus, micro_batch, recomputes=recomputes)
     told = [
-        f"{number}. {way.what} (saves {in_words(way.saves_bytes)}{'' if way.is_enough else ', not enough alone'})"
+        f"{number}. {way.what} (saves {format_bytes(way.saves_bytes)}{'' if way.is_enough else ', not enough alone'})"
         for number, way in enumerate(ways, 1)
     ]
     remedy = "cheapest first:\n    " + "\n    ".join(told) if told else "a GPU with more memory, or a smaller model"
@@ -277,10 +279,6 @@ def by_group(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _listed(sizes: Mapping[str, int], most: int = 4) -> str:
     found: Sequence[tuple[str, int]] = list(by_group(sizes).items())
-    told = ", ".join(f"{name} {in_words(size)}" for name, size in found[:most] if size)
+    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in found[:most] if size)
     rest = sum(size for _, size in found[most:])
-    return told + (f", others {in_words(rest)}" if rest else "")
-
-
-def in_words(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    return told + (f", others {format_bytes(rest)}" if rest else "")

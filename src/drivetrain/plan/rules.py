@@ -7,6 +7,7 @@ from typing import Literal
 
 from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.units import format_bytes
 from drivetrain.core.value import Value
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.plan.choice import Choice
@@ -156,20 +157,23 @@ def choose_strategy(
     if held_bytes is None or not free_bytes:
         reason = f"{num_ranks} processes, each with a whole copy of the model"
         return single if num_ranks == 1 else Choice(value="ddp", reason=reason, alternatives=("fsdp",))
-    takes, free, share = held_bytes / 1e9, free_bytes / 1e9, held_bytes / num_ranks / 1e9
-    figures = f"weights, gradients and optimizer take {takes:.3g} GB, and {free:.3g} GB are free on a GPU"
+    share = held_bytes / num_ranks
+    figures = (
+        f"weights, gradients and optimizer take {format_bytes(held_bytes)}, and {format_bytes(free_bytes)} are free "
+    )
+    figures += "on a GPU"
     fits_whole = held_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
     fits_offloaded = offloaded_bytes is not None and offloaded_bytes <= MOST_FOR_A_WHOLE_COPY * free_bytes
     if num_ranks == 1 and (fits_whole or not fits_offloaded):
         return single
     if fits_whole:
         return Choice(value="ddp", reason=f"{figures}: a whole copy on each", alternatives=("fsdp",))
-    if share <= MOST_FOR_A_WHOLE_COPY * free:
-        return Choice(value="fsdp", reason=f"{figures}: a part of {share:.3g} GB on each of {num_ranks}")
+    if share <= MOST_FOR_A_WHOLE_COPY * free_bytes:
+        return Choice(value="fsdp", reason=f"{figures}: a part of {format_bytes(share)} on each of {num_ranks}")
     if fits_offloaded:
         reason = f"{figures}: the optimizer goes to host memory, which makes steps slower"
         return Choice(value="deepspeed", reason=reason, alternatives=("more GPUs",))
-    reason = f"{figures}: even a part of {share:.3g} GB on each of {num_ranks} is too much"
+    reason = f"{figures}: even a part of {format_bytes(share)} on each of {num_ranks} is too much"
     return Choice(value="fsdp", reason=reason, alternatives=("fsdp with --fsdp-offload", "more GPUs"))
 
 

@@ -9,11 +9,12 @@ from torch import nn
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision_name import PrecisionName
+from drivetrain.core.units import format_bytes
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
-from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, in_words, layouts
+from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, layouts
 from drivetrain.plan.pace import LEAST_OF_PEAK, MOST_OF_PEAK, sample_seconds
 from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.memory_needs import needs_of
@@ -64,7 +65,7 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
     layout, micro_batch, why = _laid_out(needs, limit, num_gpus, share, settings, config, model)
     if layout is None:
         free = machine.gpus()[0].memory_free_bytes
-        how_much = f"{in_words(limit)} to use ({in_words(free)} × {fraction:g})"
+        how_much = f"{format_bytes(limit)} to use ({format_bytes(free)} × {fraction:g})"
         raise does_not_fit(needs, limit, str(machine), how_much, num_gpus)
     peak = machine.gpus()[0].peaks.get(settings.precision.value)
     pace = sample_seconds(
@@ -168,7 +169,7 @@ def _choices(
     strategy_reason = settings.strategy.reason if is_whole else f"whole copies do not fit: {layout}"
     if settings.strategy.pinned:
         strategy_reason = f"asked for: {layout}"
-    recompute_reason = "the cheapest way that fits" if layout.recomputes else f"they fit in {in_words(limit)}"
+    recompute_reason = "the cheapest way that fits" if layout.recomputes else f"they fit in {format_bytes(limit)}"
     choices: dict[str, Choice[Any]] = {
         "distributed.strategy": Choice(
             value=layout.strategy,

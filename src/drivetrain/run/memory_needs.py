@@ -9,10 +9,11 @@ from torch import nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
 from drivetrain.core.precision_name import PrecisionName
+from drivetrain.core.units import format_bytes
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
-from drivetrain.plan.fitting import Needs, does_not_fit, in_words
+from drivetrain.plan.fitting import Needs, does_not_fit
 from drivetrain.plan.held import Held, count_held, forecast_held, num_bytes
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
 from drivetrain.plan.simulate import Simulated, simulate
@@ -73,7 +74,7 @@ def explained(
         held, notes = _held(job, model)
         line = MemoryModel(fixed_bytes=held.total, sample_bytes=0.0)
         needs = Needs(held=held, keep=line, notes=(*notes, "activations are not known: a step could not be followed"))
-    how_much = f"{in_words(limit)} to use ({in_words(free_bytes)} free × {fraction:g})"
+    how_much = f"{format_bytes(limit)} to use ({format_bytes(free_bytes)} free × {fraction:g})"
     return does_not_fit(needs, limit, where, how_much, num_devices, micro_batch, recomputes=recomputes)
 
 

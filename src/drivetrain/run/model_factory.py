@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.plan.fitting import in_words
+from drivetrain.core.units import format_bytes
 from drivetrain.plan.held import num_bytes
 
 MOST = 0.95  # of the memory: the process itself needs some, too
@@ -129,8 +129,8 @@ def _within(total_bytes: int) -> Iterator[None]:
 
 def _too_large(total_bytes: int, taken: int, where: str) -> DrivetrainError:
     return DrivetrainError(
-        f"the model does not fit in this machine's memory: it has {in_words(total_bytes)}, and the weights "
-        f"take {in_words(taken)}{where}",
+        f"the model does not fit in this machine's memory: it has {format_bytes(total_bytes)}, and the weights "
+        f"take {format_bytes(taken)}{where}",
         remedy="a machine with more memory, or a smaller model; with --parallel-strategy fsdp no process makes "
         "all of it",
     )

@@ -6,8 +6,9 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.units import format_bytes
 from drivetrain.data.keyed_items import Collate
-from drivetrain.data.resident import Resident, in_words, num_bytes_in_memory
+from drivetrain.data.resident import Resident, num_bytes_in_memory
 from drivetrain.data.resident_copy import NotResidentError, make_resident
 from drivetrain.data.source import Source
 
@@ -87,8 +88,8 @@ class Residency:
         limit = self.free_bytes() * COMFORTABLE
         if known > limit:
             self._notes.append(
-                f"not resident on {self._device}: its {in_words(known)} are more than a quarter of the "
-                f"{in_words(self.free_bytes())} that are free"
+                f"not resident on {self._device}: its {format_bytes(known)} are more than a quarter of the "
+                f"{format_bytes(self.free_bytes())} that are free"
             )
             return None
         return limit

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
+from drivetrain.core.units import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.plan.held import Held, forecast_held, without_memory
@@ -70,14 +71,14 @@ class ShardLayout:
         """Describe which weights are gathered together, and their sizes."""
         sizes = {unit.name: _num_bytes(unit.parameters.values()) for unit in self.units if unit.parameters}
         blocks = [name for name in sizes if name != ROOT]
-        rest = _size(sizes.get(ROOT, 0))
+        rest = format_bytes(sizes.get(ROOT, 0))
         found = f"no repeated blocks were found: the whole model at once ({rest})"
         if blocks:
-            largest = _size(max(sizes[name] for name in blocks))
+            largest = format_bytes(max(sizes[name] for name in blocks))
             found = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]}, {largest} at most), and the rest ({rest})"
         others = [name for name in self.replicated if name not in self.routers]
         whole = f"; whole on every rank: {', '.join(others)}" if others else ""
-        size = _size(_num_bytes(self.shared_out.values()))
+        size = format_bytes(_num_bytes(self.shared_out.values()))
         experts = f"; experts are shared out ({size}), routers whole" if self.shared_out else ""
         return f"gathered in turn: {found}{whole}{experts}"
 
@@ -237,19 +238,10 @@ def shard(
     Given `experts` are distributed by rows instead of sharded.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
     refuse_uncuttable(model)
-    if options.reduces_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise DrivetrainError(
-            f"torch {torch.__version__} cannot reduce gradients that only some ranks have with fsdp",
-            remedy="drop --find-unused-parameters, use --parallel-strategy ddp, or a newer torch",
-        )
-    if options.offload and precision.scales_loss:
-        raise DrivetrainError(
-            "fsdp steps an offloaded optimizer in host memory, and fp16 scales gradients on the GPU",
-            remedy="use --precision bf16 or fp32, or drop --fsdp-offload",
-        )
+    _refuse_options(options, precision)
     _refuse_other_models(model, world)
     layout = layout_of(model, shares_experts=experts is not None)
     replaced: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -260,35 +252,21 @@ def shard(
     left_whole = set(layout.replicated.values())
     fully_sharded = []
     for unit in layout.units:
-        for parameter in unit.parameters.values():
-            _settle(parameter, world)
-        if unit.name == ROOT:
-            for tensor in [*layout.replicated.values(), *model.buffers()]:  # in one order on all ranks
-                _settle(tensor, world)
+        others = [*layout.replicated.values(), *model.buffers()] if unit.name == ROOT else []
+        for tensor in [*unit.parameters.values(), *others]:  # in one order on all ranks
+            _settle(tensor, world)
         if not unit.parameters and unit.name != ROOT:
             continue
-        low = precision.autocast_dtype if options.cast == "blocks" and unit.name != ROOT else None
-        full = next((p.dtype for p in unit.parameters.values() if p.requires_grad), torch.float32)
-        policy = MixedPrecisionPolicy(
-            param_dtype=low if full == torch.float32 else None,
-            # Sums of many small numbers are what low precision is worst at.
-            reduce_dtype=torch.float32 if low or full in (torch.bfloat16, torch.float16) else None,
-        )
         module = fully_shard(
             unit.module,
             mesh=mesh,
             # With one rank there is nothing to gain from forgetting. The rest of the model is needed again at once.
             reshard_after_forward=world.size > 1 and unit.name != ROOT,
-            mp_policy=policy,
+            mp_policy=_mixed_precision(unit, options, precision),
             offload_policy=offload,
             ignored_params=left_whole | set(layout.shared_out.values()),
         )
-        if world.size > 1:
-            # A step's gradient is a sum over ranks. Averages would have to be undone, and gloo knows only sums.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        if options.reduces_unused:
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        _sum_gradients(module, world, options)
         fully_sharded.append(module)
         for parameter in unit.parameters.values():
             # Who is asked later which parameter was whose keeps these: without their values, of which the shards are
@@ -306,6 +284,43 @@ def shard(
         parameters={name: parameter for name, parameter in model.named_parameters() if is_distributed(parameter)},
         fully_sharded=tuple(fully_sharded),
         replaced=replaced,
+    )
+
+
+def _refuse_options(options: ShardOptions, precision: Precision) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if options.reduces_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise DrivetrainError(
+            f"torch {torch.__version__} cannot reduce gradients that only some ranks have with fsdp",
+            remedy="drop --find-unused-parameters, use --parallel-strategy ddp, or a newer torch",
+        )
+    if options.offload and precision.scales_loss:
+        raise DrivetrainError(
+            "fsdp steps an offloaded optimizer in host memory, and fp16 scales gradients on the GPU",
+            remedy="use --precision bf16 or fp32, or drop --fsdp-offload",
+        )
+
+
+def _sum_gradients(module: Any, world: World, options: ShardOptions) -> None:
+    """Have FSDP sum gradients over ranks. Averages would have to be undone, and gloo knows only sums."""
+    if world.size > 1:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if options.reduces_unused:
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _mixed_precision(unit: Unit, options: ShardOptions, precision: Precision) -> Any:
+    """Return FSDP's policy for the weights that are gathered together: blocks may compute in low precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    low = precision.autocast_dtype if options.cast == "blocks" and unit.name != ROOT else None
+    full = next((p.dtype for p in unit.parameters.values() if p.requires_grad), torch.float32)
+    return MixedPrecisionPolicy(
+        param_dtype=low if full == torch.float32 else None,
+        # Sums of many small numbers are what low precision is worst at.
+        reduce_dtype=torch.float32 if low or full in (torch.bfloat16, torch.float16) else None,
     )
 
 
@@ -411,7 +426,3 @@ def refuse_unless_elementwise(optimizer: Optimizer, strategy: str) -> None:
 
 def _num_bytes(parameters: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from drivetrain.core.processes import die_with_parent
+from drivetrain.core.synchronize import synchronize
+from drivetrain.core.units import MIB, format_digits
 from drivetrain.core.value import Value
-from drivetrain.verify.probes.timing import shown, synchronize
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed
-
-MIB = 1024**2
 
 
 class CollectiveFigures(Value):
@@ -164,7 +164,7 @@ def run_ranks(backend: str, devices: list[str], folder: Path, num_bytes: int) ->
         return failed("; ".join(problems), remedy=remedy)
     slowest = max(figures, key=lambda figure: figure.seconds_per_all_reduce)
     return passed(
-        f"{shown(slowest.bus_gigabytes)} GB/s all-reduce, {len(devices)} ranks",
+        f"{format_digits(slowest.bus_gigabytes)} GB/s all-reduce, {len(devices)} ranks",
         detail=f"all_reduce ({num_bytes // MIB} MiB, bus bandwidth), broadcast, all_gather, all_to_all: exact",
     )
 
@@ -172,6 +172,7 @@ def run_ranks(backend: str, devices: list[str], folder: Path, num_bytes: int) ->
 def _rank_main(
     answer: Connection, backend: str, rank: int, world: int, device_name: str, store: str, num_bytes: int
 ) -> None:
+    die_with_parent()
     try:
         device = torch.device(device_name)
         if device.type == "cuda":

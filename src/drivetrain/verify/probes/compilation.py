@@ -8,6 +8,7 @@ import time
 import torch
 from torch import nn
 
+from drivetrain.core.synchronize import synchronize
 from drivetrain.verify.probes.timing import use_all_cores
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
 
@@ -60,8 +61,7 @@ def compile_and_compare(model: nn.Module, device: torch.device, *, with_backward
         result = compiled(features)
         if with_backward:
             result.square().sum().backward()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    synchronize(device)
     seconds = time.perf_counter() - started
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if num_graphs == 0:

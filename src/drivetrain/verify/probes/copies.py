@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.verify.probes.timing import seconds_per_call, span, synchronize, use_all_cores
+from drivetrain.core.synchronize import synchronize
+from drivetrain.core.units import MIB
+from drivetrain.verify.probes.timing import seconds_per_call, span, use_all_cores
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed
-
-MIB = 1024**2
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from drivetrain.core.units import format_digits
 from drivetrain.hardware import Precision
-from drivetrain.verify.probes.timing import flops_span, seconds_per_call, shown, slow_gpus, use_all_cores
+from drivetrain.verify.probes.timing import flops_span, seconds_per_call, slow_gpus, use_all_cores
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed
 
 DTYPES: dict[Precision, torch.dtype] = {
@@ -145,7 +146,7 @@ def _probe(setup: ProbeSetup, precision: Precision) -> Outcome:
             remedy="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER shows what holds it back",
             figure=figure,
         )
-    sizes = "/".join(sorted({shown(product.size) for product in products}))
+    sizes = "/".join(sorted({format_digits(product.size) for product in products}))
     return passed(figure, detail=f"{sizes}³, relative error against float64", rates=tuple(rates))
 
 

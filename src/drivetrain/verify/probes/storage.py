@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drivetrain.verify.probes.timing import shown
+from drivetrain.core.units import MIB, format_bytes, format_digits
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, passed
 
-MIB = 1024**2
 CHUNK_BYTES = 8 * MIB
 KEPT_FREE_BYTES = 64 * MIB
 OTHER_FOLDER = "drivetrain verify --output-dir FOLDER, with a folder that has room and that you may write to"
@@ -74,7 +73,8 @@ def checkpoint(setup: ProbeSetup) -> Outcome:
             remedy="drivetrain verify --only training shows whether steps repeat at all here",
         )
     return passed(
-        f"{len(saved)} tensors, {size / 1e6:.1f} MB, same bits", detail="model and optimizer; the next step is the same"
+        f"{len(saved)} tensors, {format_bytes(size)}, same bits",
+        detail="model and optimizer; the next step is the same",
     )
 
 
@@ -145,7 +145,7 @@ def disk(setup: ProbeSetup) -> Outcome:
         rates.append(MeasuredRate(of="disk", quantity="read", value=read, unit="GB/s"))
     else:
         detail += "; the reading may be from memory"
-    return passed(f"{shown(write)} GB/s write, {shown(read)} read", detail=detail, rates=tuple(rates))
+    return passed(f"{format_digits(write)} GB/s write, {format_digits(read)} read", detail=detail, rates=tuple(rates))
 
 
 def write_chunks(path: Path, chunk: bytes, num_bytes: int, limit_seconds: float) -> tuple[int, float]:

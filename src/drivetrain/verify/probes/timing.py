@@ -6,13 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from drivetrain.core.synchronize import synchronize
+from drivetrain.core.units import format_digits
 from drivetrain.hardware import Gpu
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all enqueued work; a CPU already has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def use_all_cores(num_usable: int) -> None:
@@ -46,9 +42,9 @@ def _stretch(work: Callable[[], object], device: torch.device, num_calls: int) -
 def span(values: Sequence[float], unit: str) -> str:
     """Format one figure, or the range over several devices."""
     low, high = min(values), max(values)
-    if shown(low) == shown(high):
-        return f"{shown(low)} {unit}"
-    return f"{shown(low)}-{shown(high)} {unit}"
+    if format_digits(low) == format_digits(high):
+        return f"{format_digits(low)} {unit}"
+    return f"{format_digits(low)}-{format_digits(high)} {unit}"
 
 
 def flops_span(tflops: Sequence[float]) -> str:
@@ -56,15 +52,6 @@ def flops_span(tflops: Sequence[float]) -> str:
     if max(tflops) < 0.1:
         return span([1000 * value for value in tflops], "GFLOP/s")
     return span(tflops, "TFLOP/s")
-
-
-def shown(value: float) -> str:
-    """Format three significant digits without an exponent."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    if value >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
 def slow_gpus(gpus: Sequence[Gpu], rates: Sequence[float], *, tolerance: float = 0.15) -> list[str]:

@@ -3,9 +3,9 @@
 import statistics
 import time
 
-import pynvml
 import torch
 
+from drivetrain.hardware.nvml import load_nvml
 from drivetrain.verify.probes.timing import span
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed
 
@@ -35,8 +35,11 @@ def probe(setup: ProbeSetup) -> Outcome:
         return not_applicable("only NVIDIA's driver is asked for it")
     if any(gpu.mig is not None for gpu in gpus):
         return not_applicable("the driver does not report how busy a part of a GPU (MIG) is")
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+    nvml = load_nvml()
+    if nvml is None:
+        return not_applicable("the package nvidia-ml-py is not installed")
+    nvml.nvmlInit()
+    handles = [nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
     matrices = [torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=name) for name in setup.devices]
     # The driver averages over up to a second: the first one after the start is not looked at.
     settle, watch = 1.2, (1.0 if setup.quick else 3.0)
@@ -49,7 +52,7 @@ def probe(setup: ProbeSetup) -> Outcome:
         # Asked while the queue is full, so that asking does not count as a pause.
         if elapsed > settle:
             for position, handle in enumerate(handles):
-                samples[position].append(float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+                samples[position].append(float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
         for matrix in matrices:
             torch.cuda.synchronize(matrix.device)
     names = [f"GPU {gpu.index}" for gpu in gpus]
