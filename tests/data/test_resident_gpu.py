@@ -144,13 +144,13 @@ def test_memory_is_taken_once() -> None:
     source = source_of(data)
     residency = Residency(configure(gpu_mode="single_gpu"), gpu(), 0, quiet=True)
     before = torch.cuda.memory_allocated(gpu())
-    first = residency.of(source, default_collate, False, 0)
+    first = residency.of(source, default_collate, channels_last=False, num_workers=0, planned=None)
     assert first is not None
     taken = torch.cuda.memory_allocated(gpu()) - before
     assert first.num_bytes == 4096 * (4096 + 8)
     assert first.num_bytes <= taken < first.num_bytes + 4096
-    assert residency.of(source, default_collate, False, 0) is first
-    assert residency.of(source, default_collate, True, 0) is first
+    assert residency.of(source, default_collate, channels_last=False, num_workers=0, planned=None) is first
+    assert residency.of(source, default_collate, channels_last=True, num_workers=0, planned=None) is first
     assert torch.cuda.memory_allocated(gpu()) - before == taken
     assert residency.take_notes() == []
 
@@ -164,7 +164,8 @@ def test_what_does_not_fit_is_left_where_it_is() -> None:
     free = torch.cuda.mem_get_info(gpu())[0]
     quarter = torch.empty(1).expand(free // 4 // 2, 1)  # of what it claims to be, nothing is there
     residency = Residency(configure(gpu_mode="single_gpu"), gpu(), 0, quiet=True)
-    assert residency.of(source_of(TensorDataset(quarter)), default_collate, False, 0) is None
+    unread = source_of(TensorDataset(quarter))
+    assert residency.of(unread, default_collate, channels_last=False, num_workers=0, planned=None) is None
     (note,) = residency.take_notes()
     assert "more than a quarter" in note
 

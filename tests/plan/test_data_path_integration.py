@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from drivetrain.config import configure
 from drivetrain.data.division import Division
-from drivetrain.planning.data_path import measure_data, settle_data_path
+from drivetrain.plan.data_path import DataPath
+from drivetrain.planning.data_path import measure_data, measured_data_path
 from drivetrain.run import Setup
 from tests.api.jobs import Variant, Vectors, make_job, run
 from tests.data.test_resident_training import events
@@ -55,10 +57,17 @@ def loader_of(setup: Setup) -> Any:
     return setup.loader(Division(job.num_samples or 0, 8, 8, 1), job.source, shuffle=True)
 
 
+def decided(setup: Setup, **figures: Any) -> Any:
+    """Return what is decided for a run, which then follows it."""
+    choice = measured_data_path(setup, setup.way.micro_batch, **figures)
+    setup.follow(replace(setup.planned, data_path=None if choice is None else choice.value))
+    return choice
+
+
 def test_figures_are_those_of_the_data(setup_on: Any) -> None:
     setup = setup_on(Slow(VARIANT))
     random_state = torch.get_rng_state()
-    figures = measure_data(setup, 0.01, 100)
+    figures = measure_data(setup, 8, 0.01, 100)
     assert figures is not None
     assert torch.equal(torch.get_rng_state(), random_state)
     assert ITEM_SECONDS * 8 <= figures.read_seconds < ITEM_SECONDS * 8 * 100
@@ -72,11 +81,11 @@ def test_figures_are_those_of_the_data(setup_on: Any) -> None:
 
 def test_slow_items_are_held_where_the_job_is_long_enough(setup_on: Any) -> None:
     setup = setup_on(Slow(VARIANT))
-    choice = settle_data_path(setup, step_seconds=1e-4, steps_left=1000)
+    choice = decided(setup, step_seconds=1e-4, steps_left=1000)
     assert choice.value.resident, choice.reason
     assert loader_of(setup).resident is not None
     setup = setup_on(Slow(VARIANT))
-    choice = settle_data_path(setup, step_seconds=1e-4, steps_left=3)
+    choice = decided(setup, step_seconds=1e-4, steps_left=3)
     assert not choice.value.resident, choice.reason
     assert loader_of(setup).resident is None
     assert loader_of(setup).num_workers == choice.value.num_workers
@@ -85,7 +94,7 @@ def test_slow_items_are_held_where_the_job_is_long_enough(setup_on: Any) -> None
 def test_random_items_are_fetched(setup_on: Any) -> None:
     noisy = Vectors(Variant(global_batch=8, steps=6, num_samples=40, noisy_items=True))
     setup = setup_on(noisy)
-    choice = settle_data_path(setup, step_seconds=1e-6, steps_left=10_000)
+    choice = decided(setup, step_seconds=1e-6, steps_left=10_000)
     assert not choice.value.resident
     assert "not resident: its items draw random numbers" in choice.reason
     assert loader_of(setup).resident is None
@@ -94,7 +103,7 @@ def test_random_items_are_fetched(setup_on: Any) -> None:
 def test_tensors_under_a_sampler(setup_on: Any) -> None:
     tensors = TensorDataset(torch.randn(40, 6), torch.zeros(40, dtype=torch.long))
     setup = setup_on(DataLoader(tensors, 8, sampler=WeightedRandomSampler([1.0] * 40, 40)))
-    choice = settle_data_path(setup, step_seconds=1e-4, steps_left=10_000)
+    choice = decided(setup, step_seconds=1e-4, steps_left=10_000)
     assert choice.value.resident, choice.reason
     assert "to copy it once" in choice.reason
 
@@ -102,10 +111,8 @@ def test_tensors_under_a_sampler(setup_on: Any) -> None:
 @pytest.mark.parametrize("data", [Stream(), Raising(VARIANT)], ids=["iterable", "raising"])
 def test_what_cannot_be_measured_goes_by_rule(setup_on: Any, data: Any) -> None:
     setup = setup_on(data)
-    choice = settle_data_path(setup, step_seconds=1e-4, steps_left=10_000)
-    assert not choice.value.resident
-    assert choice.reason == setup.settings.num_workers.reason
-    assert setup.residency.planned is None
+    assert decided(setup, step_seconds=1e-4, steps_left=10_000) is None
+    assert loader_of(setup).resident is None
 
 
 def test_a_refusal_that_only_shows_when_all_is_read_does_not_stop_the_run(
@@ -122,7 +129,7 @@ def test_a_refusal_that_only_shows_when_all_is_read_does_not_stop_the_run(
 
     def planned(self: Setup, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
-        self.residency.planned = True
+        self.follow(replace(self.planned, data_path=DataPath(resident=True)))
 
     off = run(str(tmp_path / "off"), VARIANT, data=SeldomNoisy(VARIANT), settings={"resident": "off"})
     monkeypatch.setattr(Setup, "__init__", planned)

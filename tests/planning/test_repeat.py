@@ -203,12 +203,16 @@ def test_a_resumed_run_keeps_what_was_found_and_the_kernels(setups: Callable[...
     assert meta["way"]["repeat"] == "fixed"
     assert Repeatability.model_validate(meta["repeatable"]).value is True
     run = setups(job_of(), repeatable="auto")
-    plan = planner.settle(run, run.build(), checkpoint)
-    assert run.way.repeat == "fixed", "nobody asked for something else"
-    assert plan.repeatable.value is True
+    before = run.planned
+    planned = planner.make_plan(run, run.build(), checkpoint)
+    assert planned.way.repeat == "fixed", "nobody asked for something else"
+    assert planned.plan is not None
+    assert planned.plan.repeatable.value is True
+    assert run.planned is before, "planning changes nothing of the run"
     run = setups(job_of(), repeatable="off")
-    plan = planner.settle(run, run.build(), checkpoint)
-    assert (run.way.repeat, plan.repeatable.value) == ("off", None)
+    planned = planner.make_plan(run, run.build(), checkpoint)
+    assert planned.plan is not None
+    assert (planned.way.repeat, planned.plan.repeatable.value) == ("off", None)
 
 
 def test_a_way_of_an_older_checkpoint_loads() -> None:

@@ -88,7 +88,7 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
 
 
 def _measured(setup: Setup, num_iterations: int) -> Performance:
-    setup.follow(setup.way.but(capture=False))  # a CUDA graph would hide the phases of a step
+    setup.follow(setup.planned.but(capture=False))  # a CUDA graph would hide the phases of a step
     job, world, precision = setup.job, setup.world, setup.precision
     device = world.device
     division = Division(job.num_samples or 1, job.global_batch or 1, setup.way.micro_batch, world.size)

@@ -13,6 +13,7 @@ and count together with the gradients, as it does in `train`.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.memory import watch_memory
+from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
@@ -132,7 +134,7 @@ class Drive:
         checkpoint = self._checkpointer.latest()
         recorded = None if checkpoint is None else setup.recorded_way(checkpoint)
         if recorded is not None:
-            setup.follow(recorded)
+            setup.follow(PlannedRun(recorded))
         self._precision = setup.precision
         stack.enter_context(setup.numerics())
         self._division = setup.division(job.model if isinstance(job.model, nn.Module) else None)
@@ -172,7 +174,8 @@ class Drive:
         tell_plain_optimizer(optimizer, self._books)
         tell_sharding(setup, self._books)
         if config.batch.auto:
-            setup.batch_size_found = "not measured: only the loop itself can run its step"
+            why = "not measured: only the loop itself can run its step"
+            setup.follow(replace(setup.planned, batch_size_found=why))
         tell_batch_size(setup, self._books)
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)

@@ -28,7 +28,7 @@ def evaluate(
         setup.weighting = recorded_weighting(checkpoint)
         recorded = setup.recorded_way(checkpoint)
         if recorded is not None:  # what was validated while it was trained is computed alike
-            setup.follow(setup.way.but(precision=recorded.precision, channels_last=recorded.channels_last))
+            setup.follow(setup.planned.but(precision=recorded.precision, channels_last=recorded.channels_last))
         with numerics(setup.precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
             setup.loss_parts.step = max(0, checkpoint.step - 1)  # whose weights the loss had
             model, _, called = setup.model()

@@ -1,9 +1,11 @@
 """`drivetrain plan`: what would be done with a job here and why, by rule or by measuring; nothing is trained."""
 
+from dataclasses import replace
+
 from drivetrain.config import Config
 from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
-from drivetrain.planning.batch_size import settle_global_batch, settle_micro_batch
+from drivetrain.planning.batch_size import settle_global_batch, with_micro_batch
 from drivetrain.planning.planner import OnProbe, described, measured
 from drivetrain.run import Setup
 from drivetrain.run.loss_weighting import settle_weighting
@@ -15,11 +17,12 @@ def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_pr
     try:
         model = (settle_global_batch(run) if measure else None) or run.build()
         if not measure:
-            run.batch_size_found = "not measured: --measure does it" if run.config.batch.auto else ""
-            return described(run, model, None)
+            why = "not measured: --measure does it" if run.config.batch.auto else ""
+            return described(run, model, replace(run.planned, batch_size_found=why), None)
         settle_weighting(run, model, None)
-        settle_micro_batch(run, model)
-        return measured(run, model, on_probe=on_probe)
+        found = measured(run, model, with_micro_batch(run, model, run.planned), on_probe=on_probe).plan
+        assert found is not None
+        return found
     finally:
         run.close_loaders()
         run.close()

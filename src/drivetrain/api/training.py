@@ -30,9 +30,8 @@ from drivetrain.loop.validation import Validation
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import Books, NoBooks
-from drivetrain.plan.plan import Plan
 from drivetrain.planning.batch_size import settle_global_batch
-from drivetrain.planning.planner import PlanningProgress, settle
+from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
@@ -119,7 +118,6 @@ class _Start:
     checkpointer: Checkpointer
     checkpoint: Checkpoint | None  # that the run goes on from
     model: nn.Module  # as the user made it
-    plan: Plan
     changes: Sequence[str]  # in the job, since the checkpoint
 
 
@@ -136,9 +134,9 @@ class _Run(Setup):
             model = built or self.build()
             changes = self.changes_since_start(model, folder, checkpoint.step if checkpoint else None)
             settle_weighting(self, model, checkpoint)
-            plan = self.do_without_compiler(settle(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
+            self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():
-                return self._train(_Start(folder, checkpointer, checkpoint, model, plan, changes))
+                return self._train(_Start(folder, checkpointer, checkpoint, model, changes))
         finally:
             self.close_loaders()
             if folder is not None:
@@ -172,10 +170,9 @@ class _Run(Setup):
             counts_flops=watches,
         )
         self.loss_parts.check_division(-(-self.rank_samples // loader.division.micro_batch))
-        wants_capture, plan = self.way.capture, start.plan
+        wants_capture = self.way.capture
         if wants_capture and parts.why_not_captured:  # known before the first step, so the plan says what is done
-            self.follow(self.way.but(capture=False))
-            plan = plan.not_captured(parts.why_not_captured)
+            self.follow(self.planned.not_captured(parts.why_not_captured))
         resumed_from = resume(self, parts, start.checkpoint)
         clock = make_clock(self.world.device) if watches and self.world.is_main else NoClock()
         if isinstance(loader.feed, (DeviceFeed, ResidentFeed)):
@@ -183,9 +180,9 @@ class _Run(Setup):
         stepper = make_stepper(self, parts, loader=loader, clock=clock)
         if wants_capture and parts.why_not_captured:
             stepper.why_not = parts.why_not_captured
-        with open_books(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample, plan) as recorder:
+        with open_books(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample) as recorder:
             self._tell(start, parts, loader, stepper, resumed_from, recorder)
-            loop = _Loop(self, start, parts, loader, stepper, recorder, plan, resumed_from)
+            loop = _Loop(self, start, parts, loader, stepper, recorder, resumed_from)
             loop.run()
             recorder.finish(
                 loop.finished,
@@ -249,7 +246,6 @@ class _Loop:
         loader: Loader,
         stepper: Stepper,
         recorder: Books | NoBooks,
-        plan: Plan,
         resumed_from: int,
     ) -> None:
         self._run, self._parts, self._loader, self._recorder = run, parts, loader, recorder
@@ -270,7 +266,7 @@ class _Loop:
         self._saver.watch_frozen(parts.strategy.save)
         norms = None
         if job.clip_norm is None and run.spec.norms:
-            norms = self._norm_cadence(stepper, plan, resumed_from)
+            norms = self._norm_cadence(stepper, resumed_from)
         self._trainer = Trainer(
             job,
             run.world,
@@ -369,7 +365,7 @@ class _Loop:
 
         return before_step
 
-    def _norm_cadence(self, stepper: Stepper, plan: Plan, first_step: int) -> NormCadence:
+    def _norm_cadence(self, stepper: Stepper, first_step: int) -> NormCadence:
         """Decide how often the gradient norm is recorded, and report it where that is not every step."""
         world, recorder = self._run.world, self._recorder
 
@@ -381,7 +377,8 @@ class _Loop:
         shares = world.size > 1 and self._run.holds_parts
         norms = NormCadence(self._parts.given, world, first_step, tell, shares=shares)
         if type(stepper) is not Stepper:
-            norms.settle_captured(plan.forecast.step_seconds)
+            plan = self._run.planned.plan
+            norms.settle_captured(None if plan is None else plan.forecast.step_seconds)
         return norms
 
     def _rehearsal(self) -> Rehearsal | None:

@@ -3,14 +3,19 @@
 As text it is YAML, in a run's folder and from `drivetrain plan --out`; `drivetrain train X --plan FILE` pins all of it.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import yaml
 
 from drivetrain.core.value import Value
 from drivetrain.plan.choice import Choice
+from drivetrain.plan.data_path import DataPath
+from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.tune import Tried
+
+NOT_MEASURED = Repeatability(reason="nothing was measured")
 
 
 class MemoryForecast(Value):
@@ -60,7 +65,7 @@ class Plan(Value):
     seconds: float = 0.0  # what planning took
     notes: tuple[str, ...] = ()
     loss: LossPlan | None = None
-    repeatable: Repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
+    repeatable: Repeatability = NOT_MEASURED  # whether steps repeat to the bit
     closed: tuple[str, ...] = ()  # choices to which the other way was measured, or ruled out: not to be advised
 
     def as_plain(self) -> dict[str, Any]:
@@ -116,3 +121,33 @@ class Plan(Value):
         head = f"# The plan for {self.job}. `drivetrain train … --plan` takes this file.\n"
         facts = {"job": self.job, "global_batch": self.global_batch, "num_steps": self.num_steps}
         return head + yaml.safe_dump({**facts, **self.as_plain()}, sort_keys=False, width=120, explicit_end=True)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run follows: how its steps are run, how its samples are fetched, and what was found out about both.
+
+    Until there is a plan it holds what follows by rule. Planning returns another one and changes nothing.
+    """
+
+    way: Way
+    data_path: DataPath | None = None  # by measuring; None: by rule
+    repeatability: Repeatability = NOT_MEASURED  # whether steps repeat to the bit
+    batch_size_found: str = ""  # what --auto-batch-size measured, in words
+    keeps_micro_batch: bool = False  # whether the division of a checkpoint is kept, in another world
+    why_capped: str = ""  # why micro-batches are smaller than planned: an earlier start was out of memory
+    why_not_compiled: str = ""  # why nothing is compiled though it was asked for
+    plan: Plan | None = None  # all of it with the reasons; None before planning, and for loops that plan nothing
+
+    def but(self, **changes: Any) -> "PlannedRun":
+        """Return a copy in which some fields of the way differ."""
+        return replace(self, way=self.way.but(**changes))
+
+    def not_captured(self, why: str) -> "PlannedRun":
+        """Return a copy for steps that turned out not to be capturable."""
+        return replace(self.but(capture=False), plan=None if self.plan is None else self.plan.not_captured(why))
+
+    def not_compiled(self, why: str) -> "PlannedRun":
+        """Return a copy for a machine on which nothing can be compiled."""
+        plan = None if self.plan is None else self.plan.not_compiled(why)
+        return replace(self.but(compile_mode=None), why_not_compiled=why, plan=plan)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.plan.plan import PlannedRun
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.run.memory_needs import needs_of
@@ -61,23 +62,20 @@ def settle_global_batch(run: Setup) -> nn.Module | None:
     if why_not:
         return model  # told with the plan
     found = search_batch_size(run, model, run.config.memory.gpu_fraction)
-    run.job = replace(run.job, global_batch=found.fastest * run.num_devices)
-    run.follow(run.by_rule())
-    run.batch_size_found = f"{found.in_words()}; the number of samples in a step was not given: {run.job.global_batch}"
+    run.set_global_batch(found.fastest * run.num_devices, found.in_words())
     return model
 
 
-def settle_micro_batch(run: Setup, model: nn.Module) -> None:
-    """Follow the fastest micro-batch within a step, with --auto-batch-size. Called by all ranks."""
-    if not run.config.batch.auto or run.batch_size_found:
-        return
+def with_micro_batch(run: Setup, model: nn.Module, planned: PlannedRun) -> PlannedRun:
+    """Return the same with the fastest micro-batch within a step, with --auto-batch-size. Called by all ranks."""
+    if not run.config.batch.auto or planned.batch_size_found:
+        return planned
     why_not = why_not_searched(run)
     if why_not:
-        run.batch_size_found = f"not measured: {why_not}"
-        return
+        return replace(planned, batch_size_found=f"not measured: {why_not}")
     found = search_batch_size(run, model, run.config.memory.gpu_fraction, run.rank_samples, keeps_step=True)
-    run.follow(run.way.but(micro_batch=found.fastest))
-    run.batch_size_found = f"{found.in_words()}; a step stays at {run.job.global_batch} samples"
+    words = f"{found.in_words()}; a step stays at {run.job.global_batch} samples"
+    return replace(planned.but(micro_batch=found.fastest), batch_size_found=words)
 
 
 def why_not_searched(run: Setup) -> str:

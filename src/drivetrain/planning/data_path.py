@@ -19,27 +19,26 @@ from drivetrain.run.setup import Setup
 MOST_BATCHES, ENOUGH_SECONDS = 9, 0.5
 
 
-def settle_data_path(run: Setup, step_seconds: float, steps_left: int | None, step_bytes: int = 0) -> Choice[DataPath]:
-    """Measure how samples are best fetched, decide, and apply the decision to the run's loaders made from now on.
+def measured_data_path(
+    run: Setup, micro_batch: int, step_seconds: float, steps_left: int | None, step_bytes: int = 0
+) -> Choice[DataPath] | None:
+    """Measure how samples are best fetched, and decide. None where that cannot be measured.
 
     `step_seconds` is what a step takes when its data is ready, `step_bytes` what it needs on the device beyond what is
     allocated now.
     """
-    own = measure_data(run, step_seconds, steps_left, step_bytes)
+    own = measure_data(run, micro_batch, step_seconds, steps_left, step_bytes)
     agreed = run.world.agree(None if own is None else own.model_dump(mode="json"))  # one plan for all ranks
     figures = None if agreed is None else DataFigures.model_validate(agreed)
     if figures is None:
-        path = DataPath(num_workers=run.settings.num_workers.value, prefetch_factor=run.settings.prefetch_factor.value)
-        return Choice(value=path, reason=run.settings.num_workers.reason, pinned=run.settings.num_workers.pinned)
+        return None
     workers = run.config.data.num_workers
-    choice = choose_data_path(figures, run.config.data.resident, None if workers < 0 else workers)
-    run.residency.planned = choice.value.resident
-    if not choice.value.resident:
-        run.data_path = choice.value
-    return choice
+    return choose_data_path(figures, run.config.data.resident, None if workers < 0 else workers)
 
 
-def measure_data(run: Setup, step_seconds: float, steps_left: int | None, step_bytes: int = 0) -> DataFigures | None:
+def measure_data(
+    run: Setup, micro_batch: int, step_seconds: float, steps_left: int | None, step_bytes: int = 0
+) -> DataFigures | None:
     """Measure how long reading takes, and what the data takes in memory.
 
     Returns None for data that reading would use up, and for items that raise: the run reports that when it gets there.
@@ -48,7 +47,7 @@ def measure_data(run: Setup, step_seconds: float, steps_left: int | None, step_b
     if source.is_iterable:
         return None
     # A sampler's order is not asked for: what its items take to read does not depend on it.
-    division = Division(len(source.dataset), job.global_batch or 1, run.way.micro_batch, run.world.size)
+    division = Division(len(source.dataset), job.global_batch or 1, micro_batch, run.world.size)
     loader = Loader(source.dataset, division, run.world.rank, job.seed, job.collate)
     known = num_bytes_in_memory(source.dataset)
     try:

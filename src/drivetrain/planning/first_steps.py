@@ -3,8 +3,7 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 
 
 class FirstSteps:
-    """Runs the first steps of a run, way by way, in one process on one device. The run itself is not touched."""
+    """Runs the first steps of a run, way by way, in one process on one device. The run itself is not changed."""
 
     def __init__(self, run: Setup, built: nn.Module) -> None:
         self._run, self._built = run, built
@@ -37,9 +36,10 @@ class FirstSteps:
     def bits(self, way: Way, *, twice: bool = True) -> Bits:
         """Run the first steps of a way and return their results. With `twice`, run them again, already compiled."""
         try:
-            with self._following(way):
-                found = self._once(way)
-                again = self._once(way) if twice else found
+            run = self._run.trying(way)
+            with run.numerics(), run.stream():
+                found = self._once(run)
+                again = self._once(run) if twice else found
         except torch.OutOfMemoryError:
             return Bits(problem="out of memory")
         except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
@@ -54,7 +54,8 @@ class FirstSteps:
         counts: dict[Way, int] = {}
         for _ in range(ROUNDS + 1):
             for way in ways:
-                with self._following(way):
+                run = self._run.trying(way)
+                with run.numerics(), run.stream():
                     step = self._ready[way]
                     step()
                     synchronize(device)
@@ -69,18 +70,8 @@ class FirstSteps:
                     counts[way] = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(seconds, 1e-6))))
         return [statistics.median(times[way]) for way in ways]
 
-    @contextmanager
-    def _following(self, way: Way) -> Iterator[None]:
-        run, before = self._run, self._run.way
-        run.follow(way)
-        try:
-            with run.numerics(), run.stream():
-                yield
-        finally:
-            run.follow(before)
-
-    def _once(self, way: Way) -> Bits:
-        run, job, world = self._run, self._run.job, World(device=self._run.world.device)
+    def _once(self, run: Setup) -> Bits:
+        way, job, world = run.way, run.job, World(device=run.world.device)
         self._ready.pop(way, None)
         division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, 1)
         loader = run.loader(division, job.source, shuffle=job.shuffle)

@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.held import num_bytes
 from drivetrain.plan.knobs import BY_FIELD, KNOBS, KnobFacts, PlanningOutcome, Way, choices_of, others_of
-from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan
+from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
 from drivetrain.plan.repeat import IN_WORDS, Repeatability, find_repeatable
 from drivetrain.plan.tune import (
     NO_TIME,
@@ -43,13 +44,14 @@ from drivetrain.plan.tune import (
     plainest,
     tune,
 )
-from drivetrain.planning.batch_size import settle_micro_batch
-from drivetrain.planning.data_path import settle_data_path
+from drivetrain.planning.batch_size import with_micro_batch
+from drivetrain.planning.data_path import measured_data_path
 from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.planning.repeat import RepeatProbe
 from drivetrain.run.memory_needs import explained
 from drivetrain.run.model_traits import has_convolutions
 from drivetrain.run.setup import Setup
+from drivetrain.strategies.compiling import why_not_compiled
 from drivetrain.strategies.sharding import forecast_local, layout_of
 
 OnProbe = Callable[[Way, Measurement], None]
@@ -94,46 +96,88 @@ class PlanningProgress:
             self._waiting = []
 
 
-def settle(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None = None) -> Plan:
-    """Decide how steps are run, and follow it. Called by all ranks, after the model was built and before it is used."""
+def make_plan(
+    run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None = None
+) -> PlannedRun:
+    """Decide how steps are run and samples are fetched. Called by all ranks, with the model as it was built.
+
+    Nothing of the run or the model is changed: what is tried is tried on copies.
+    """
+    return _compilable(run, _planned(run, model, checkpoint, on_probe))
+
+
+def _planned(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None) -> PlannedRun:
+    planned = run.planned
     if checkpoint is not None:
         recorded = run.recorded_way(checkpoint)
         if recorded is not None:
-            run.follow(recorded)
-            run.follow_data(checkpoint.meta["plan"].get("data"))
-            _remember_repeatability(run, checkpoint, recorded)
-            why = _why_resumed(run, checkpoint)
-            return described(run, model, None, why=why, is_closed=True)
-        run.keep_division(checkpoint)
-    if not run.keeps_micro_batch and "micro_batch" not in run.pinned():
-        settle_micro_batch(run, model)
+            return _resumed(run, model, checkpoint, recorded)
+        planned = _with_division_kept(run, checkpoint, planned)
+    if not planned.keeps_micro_batch and "micro_batch" not in run.pinned():
+        planned = with_micro_batch(run, model, planned)
     steps_done = 0 if checkpoint is None else checkpoint.step
     why_not = _why_not_measured(run, steps_done)
     if why_not:
-        run.repeatability = Repeatability(reason=f"not measured: {why_not}")
+        planned = replace(planned, repeatability=Repeatability(reason=f"not measured: {why_not}"))
         is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
-        return described(run, model, None, why=why_not, is_closed=is_closed)
+        return replace(planned, plan=described(run, model, planned, None, why=why_not, is_closed=is_closed))
     try:
-        return measured(run, model, steps_done, on_probe, is_short_of_time=True)
+        return measured(run, model, planned, steps_done, on_probe, is_short_of_time=True)
     except NotMeasuredError as error:  # if the job itself is at fault, its first step shows where
-        return described(run, model, None, why=f"by rule: {error.message}")
+        return replace(planned, plan=described(run, model, planned, None, why=f"by rule: {error.message}"))
 
 
-def _remember_repeatability(run: Setup, checkpoint: Checkpoint, way: Way) -> None:
-    """Restore the repeatability recorded in the checkpoint, unless another way is followed now."""
+def _resumed(run: Setup, model: nn.Module, checkpoint: Checkpoint, way: Way) -> PlannedRun:
+    """Return what was followed before a checkpoint, with the way that it becomes by what is pinned now."""
     recorded = checkpoint.meta["plan"]
+    data = recorded.get("data")
+    planned = replace(run.planned, way=way, data_path=None if data is None else DataPath.model_validate(data))
     if "repeatable" in recorded and Way.model_validate(recorded["way"]) == way:
-        run.repeatability = Repeatability.model_validate(recorded["repeatable"])
+        planned = replace(planned, repeatability=Repeatability.model_validate(recorded["repeatable"]))
+    why = _why_resumed(run, checkpoint, planned)
+    return replace(planned, plan=described(run, model, planned, None, why=why, is_closed=True))
 
 
-def _why_resumed(run: Setup, checkpoint: Checkpoint) -> str:
+def _with_division_kept(run: Setup, checkpoint: Checkpoint, planned: PlannedRun) -> PlannedRun:
+    """Keep the checkpoint's micro-batch in another world or on another machine if it affects what is learnt."""
+    held = run.weighting.holds_division
+    if not held or "micro_batch" in run.pinned():
+        return planned
+    before = int(checkpoint.meta["plan"]["way"]["micro_batch"])
+    now = min(before, run.rank_samples)
+    if now != before and not run.quiet:
+        print(
+            f"drivetrain: {run.num_devices} devices divide a step into micro-batches of {now} "
+            f"samples, and it was {before} before: {held}, so results will differ. "
+            f"Use at most {max(1, (run.job.global_batch or 0) // before)} devices to go on as before",
+            file=sys.stderr,
+        )
+    return replace(planned.but(micro_batch=now), keeps_micro_batch=True)
+
+
+def _compilable(run: Setup, planned: PlannedRun) -> PlannedRun:
+    """Return the same run eagerly where `--compile` is asked for and no rank can compile.
+
+    A plan that was measured compiles only what was seen to compile.
+    """
+    if planned.way.compile_mode is None or not run.config.compile.enabled:
+        return planned
+    why = next(filter(None, run.world.gather(why_not_compiled(run.world.device))), "")
+    if not why:
+        return planned
+    if not run.quiet:
+        print(f"drivetrain: --compile is not obeyed, steps run eagerly: {why}", file=sys.stderr)
+    return planned.not_compiled(why)
+
+
+def _why_resumed(run: Setup, checkpoint: Checkpoint, planned: PlannedRun) -> str:
     """Return what was kept of the checkpoint's plan, and what this start changed."""
     kept = f"as in the checkpoint of step {checkpoint.step}"
     before = Way.model_validate(checkpoint.meta["plan"]["way"])
-    changed = {name for name in run.pinned() if getattr(before, name) != getattr(run.way, name)}
-    if run.why_capped:
+    changed = {name for name in run.pinned() if getattr(before, name) != getattr(planned.way, name)}
+    if planned.why_capped:
         changed.discard("micro_batch")
-        kept = f"{run.why_capped}; else {kept}"
+        kept = f"{planned.why_capped}; else {kept}"
     if not changed:
         return kept
     file, lines = run.config.plan.file, run.config.plan_pins.lines
@@ -169,12 +213,13 @@ def _has_few_steps(run: Setup, steps_done: int) -> bool:
 def measured(
     run: Setup,
     model: nn.Module,
+    planned: PlannedRun,
     steps_done: int = 0,
     on_probe: OnProbe | None = None,
     *,
     is_short_of_time: bool = False,
-) -> Plan:
-    """Try ways of running a step, and follow the best. With `is_short_of_time` only what the job can pay back."""
+) -> PlannedRun:
+    """Try ways of running a step, and return the best. With `is_short_of_time` only what the job can pay back."""
     job, world = run.job, run.world
     if not run.is_whole:
         raise DrivetrainError(
@@ -198,7 +243,7 @@ def measured(
         Journal(cache.journal),
         cudnn_benchmark=run.config.kernels.cudnn_benchmark,
     )
-    scope = _scope(run, model, steps_done, is_short_of_time=is_short_of_time)
+    scope = _scope(run, model, planned, steps_done, is_short_of_time=is_short_of_time)
     num_measured, aside = 0, SetAside()
 
     def measure(way: Way, seconds: float) -> Measurement:
@@ -219,9 +264,9 @@ def measured(
 
     def search() -> Tuned:
         try:
-            return tune(run.way, scope, measure, clock)
+            return tune(planned.way, scope, measure, clock)
         except DoesNotFitError as error:
-            raise _does_not_fit(run, model, error.tried) from error
+            raise _does_not_fit(run, model, planned.way, error.tried) from error
         except UnusableError as error:
             raise NotMeasuredError(
                 f"a step of this job cannot be run: {error}",
@@ -250,13 +295,15 @@ def measured(
     ]
     if job.hooks:
         notes.append(f"the forecast of the job's time does not count its hooks ({len(job.hooks)})")
-    run.follow(tuned.way)
-    way, run.repeatability = _repeatable(run, model, tuned, steps_done, cache, is_short_of_time=is_short_of_time)
+    way, repeatability = _repeatable(run, model, tuned, steps_done, cache, is_short_of_time=is_short_of_time)
     if way != tuned.way:
-        tuned = _followed_instead(tuned, way, run.repeatability.cost or 0.0)
-        run.follow(way)
-    found = described(run, model, tuned, data=_data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time))
-    return found.model_copy(update={"notes": tuple(notes), "seconds": clock()})
+        tuned = _followed_instead(tuned, way, repeatability.cost or 0.0)
+    data = _data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time)
+    planned = replace(
+        planned, way=way, repeatability=repeatability, data_path=planned.data_path if data is None else data.value
+    )
+    plan = described(run, model, planned, tuned, data=data)
+    return replace(planned, plan=plan.model_copy(update={"notes": tuple(notes), "seconds": clock()}))
 
 
 def _repeatable(
@@ -359,7 +406,7 @@ def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: b
     step_seconds = chosen.sample_seconds * run.rank_samples
     if is_short_of_time and step_seconds * steps_left * BUDGET_SHARE < READING_SECONDS:
         return None
-    return settle_data_path(run, step_seconds, steps_left, chosen.peak_bytes)
+    return measured_data_path(run, tuned.way.micro_batch, step_seconds, steps_left, chosen.peak_bytes)
 
 
 def _why_outdated(probe: StepProbe, tuned: Tuned, scope: Scope) -> str:
@@ -390,7 +437,7 @@ def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
     return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
 
 
-def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: bool) -> Scope:
+def _scope(run: Setup, model: nn.Module, planned: PlannedRun, steps_done: int, *, is_short_of_time: bool) -> Scope:
     config, device = run.config, run.world.device
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
@@ -400,9 +447,9 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
         counts_memory=device.type == "cuda",
         # Of the rank that has the least: all have to try the same ways.
         memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
-        fixed_micro_batch=_why_fixed(run),
+        fixed_micro_batch=_why_fixed(run, planned),
         largest_micro_batch=run.weighting.holds_division,
-        others=others_of(_facts(run, model)),
+        others=others_of(_facts(run, model, planned)),
         compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
         compile_share=COMPILE_SHARE[device.type],
         budget_seconds=config.plan.budget_seconds,
@@ -410,15 +457,15 @@ def _scope(run: Setup, model: nn.Module, steps_done: int, *, is_short_of_time: b
     )
 
 
-def _why_fixed(run: Setup) -> str:
+def _why_fixed(run: Setup, planned: PlannedRun) -> str:
     """Return why the micro-batch is not tuned; empty if it is free to be."""
-    if run.why_capped:
-        return run.why_capped
+    if planned.why_capped:
+        return planned.why_capped
     if "micro_batch" in run.pinned():
         return "asked for"
-    if run.batch_size_found:
-        return run.batch_size_found
-    if run.keeps_micro_batch:
+    if planned.batch_size_found:
+        return planned.batch_size_found
+    if planned.keeps_micro_batch:
         return f"as it was before: {run.weighting.holds_division}"
     if run.world.device.type == "cuda":
         return ""
@@ -426,10 +473,10 @@ def _why_fixed(run: Setup) -> str:
     return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
 
 
-def _facts(run: Setup, model: nn.Module) -> KnobFacts:
+def _facts(run: Setup, model: nn.Module, planned: PlannedRun) -> KnobFacts:
     """Return what the table of planned choices may ask for."""
     return KnobFacts(
-        way=run.way,
+        way=planned.way,
         pinned=frozenset(run.pinned()),
         settings=run.settings,
         rank_samples=run.rank_samples,
@@ -442,7 +489,7 @@ def _facts(run: Setup, model: nn.Module) -> KnobFacts:
         num_threads=torch.get_num_threads(),
         has_convolutions=has_convolutions(model),
         why_not_captured=why_not_here(run.world, asserts=run.config.device.assertions),
-        why_micro_batch=run.why_capped or run.batch_size_found,
+        why_micro_batch=planned.why_capped or planned.batch_size_found,
     )
 
 
@@ -489,23 +536,27 @@ def _sources(things: Iterable[Any]) -> list[str]:
 def described(
     run: Setup,
     model: nn.Module,
+    planned: PlannedRun,
     tuned: Tuned | None,
     why: str = "by rule: nothing was measured",
     data: Choice[DataPath] | None = None,
     *,
     is_closed: bool = False,
 ) -> Plan:
-    """Return the plan that is followed, each choice with its reason.
+    """Return the plan of a run in words, each choice with its reason.
 
     `is_closed`: though nothing was measured now, it is known that nothing else would pay.
     """
-    job, way, share, facts = run.job, run.way, run.rank_samples, _facts(run, model)
+    job, way, share, facts = run.job, planned.way, run.rank_samples, _facts(run, model, planned)
     outcome = PlanningOutcome(
         facts,
         is_measured=tuned is not None,
         why=why,
-        reasons={**tuned.reasons, "repeat": run.repeatability.reason} if tuned else {},
-        alternatives={**{knob.field: _alternatives(tuned, knob.field) for knob in KNOBS}, "repeat": _repeat_costs(run)},
+        reasons={**tuned.reasons, "repeat": planned.repeatability.reason} if tuned else {},
+        alternatives={
+            **{knob.field: _alternatives(tuned, knob.field) for knob in KNOBS},
+            "repeat": _repeat_costs(planned),
+        },
     )
     sharded_rest: Choice[Any] = Choice(value="fsdp", reason="asked for", pinned=True)
     choices = choices_of(
@@ -538,7 +589,7 @@ def described(
         measured=tuned is not None,
         notes=() if tuned else (why,),
         loss=_loss(run),
-        repeatable=run.repeatability,
+        repeatable=planned.repeatability,
         closed=_closed(facts, tuned, is_closed=is_closed),
     )
     is_in_vain = way.capture and facts.why_not_captured
@@ -573,12 +624,12 @@ def _closed(facts: KnobFacts, tuned: Tuned | None, *, is_closed: bool) -> tuple[
     )
 
 
-def _repeat_costs(run: Setup) -> tuple[str, ...]:
+def _repeat_costs(planned: PlannedRun) -> tuple[str, ...]:
     """Return what other kernels would cost, where that was measured."""
     return tuple(
         f"{IN_WORDS[trial.way.repeat]}: {100 * trial.cost:+.1f} %"
-        for trial in run.repeatability.trials
-        if trial.cost is not None and trial.way != run.way
+        for trial in planned.repeatability.trials
+        if trial.cost is not None and trial.way != planned.way
     )
 
 
@@ -690,19 +741,19 @@ def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
     )
 
 
-def _does_not_fit(run: Setup, model: nn.Module, tried: list[Tried]) -> DrivetrainError:
+def _does_not_fit(run: Setup, model: nn.Module, way: Way, tried: list[Tried]) -> DrivetrainError:
     """Return the error for a model that does not fit: what takes how much memory, and the remedies."""
-    failed = [each.way for each in tried if each.measurement.out_of_memory]
+    failed = [one.way for one in tried if one.measurement.out_of_memory]
     return explained(
         run.job,
         model,
-        run.way.precision,
+        way.precision,
         str(run.world.device),
         _free_bytes(run),
         run.config.memory.gpu_fraction,
         num_devices=run.num_devices,
-        micro_batch=min((way.micro_batch for way in failed), default=1),
-        recomputes=any(way.recompute for way in failed),
+        micro_batch=min((each.micro_batch for each in failed), default=1),
+        recomputes=any(each.recompute for each in failed),
     )
 
 

@@ -7,6 +7,7 @@ leaves the others waiting in a collective: all of them have to be started again,
 
 import gc
 import json
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -30,14 +31,15 @@ def heed_cap(run: Setup) -> None:
     """Follow smaller micro-batches if earlier ones ran out of memory. Collective, once the folder is claimed."""
     found = run.world.agree(_read(run) if run.world.is_main else None)
     if found is not None and found["micro_batch"] < run.way.micro_batch:
-        run.why_capped = f"micro-batches of {found['ran_out']} samples or more ran out of memory"
-        run.follow(run.way.but(micro_batch=found["micro_batch"]))
+        why = f"micro-batches of {found['ran_out']} samples or more ran out of memory"
+        run.follow(replace(run.planned.but(micro_batch=found["micro_batch"]), why_capped=why))
 
 
 def tell_cap(run: Setup, books: Books | NoBooks) -> None:
-    if run.why_capped:
-        books.event("micro-batch capped", words=run.why_capped, micro_batch=run.way.micro_batch)
-        books.say(f"  memory     {run.why_capped}: now {run.way.micro_batch}, and a step stays what it was")
+    why = run.planned.why_capped
+    if why:
+        books.event("micro-batch capped", words=why, micro_batch=run.way.micro_batch)
+        books.say(f"  memory     {why}: now {run.way.micro_batch}, and a step stays what it was")
 
 
 def lower_cap(run: Setup, error: BaseException) -> None:

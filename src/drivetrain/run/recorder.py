@@ -16,7 +16,6 @@ from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import Books, NoBooks, RunFacts, RunPlan
-from drivetrain.plan.plan import Plan
 from drivetrain.run.setup import Setup
 
 
@@ -27,14 +26,13 @@ def open_books(
     resumed_from: int,
     clock: PhaseClock | None = None,
     flops_per_sample: float | None = None,
-    planned: Plan | None = None,
 ) -> Books | NoBooks:
     """Open the recorder. Called on every rank: the main one asks the others which GPUs they use."""
     own, gpus, processes_here = _gpus(run)
     supervision.tell("resumed", step=resumed_from)
     if folder is None:
         return NoBooks()
-    job, settings, division = run.job, run.settings, loader.division
+    job, settings, division, planned = run.job, run.settings, loader.division, run.planned.plan
     plan = RunPlan(
         world_size=run.world.size,
         num_devices=run.num_devices,
@@ -123,7 +121,7 @@ def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
 
 def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
     """Report whether steps repeat bit by bit, where that was measured, or is unknown on a device where they may not."""
-    found = run.repeatability
+    found = run.planned.repeatability
     books.event("repeatable", **found.as_plain())
     if found.value is not None or run.world.device.type == "cuda" or run.way.repeat != "off":
         words = {True: "", False: "no: ", None: ""}[found.value]
@@ -132,9 +130,10 @@ def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
 
 def tell_batch_size(run: Setup, books: Books | NoBooks) -> None:
     """Report what --auto-batch-size found, or why it found nothing."""
-    if run.batch_size_found:
-        books.event("auto batch size", words=run.batch_size_found, micro_batch=run.way.micro_batch)
-        books.say(f"  batch size {escape(run.batch_size_found)}")
+    found = run.planned.batch_size_found
+    if found:
+        books.event("auto batch size", words=found, micro_batch=run.way.micro_batch)
+        books.say(f"  batch size {escape(found)}")
 
 
 def tell_sharding(run: Setup, books: Books | NoBooks) -> None:

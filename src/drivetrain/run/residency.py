@@ -20,24 +20,28 @@ class Residency:
     """Decides for each data set of a run, makes its resident form, and collects the notes to report about it.
 
     By itself it takes only data that is made of tensors already, and fits comfortably: that costs no reading, and
-    cannot lose. The rest is for the planner (`planned`), which knows what reading costs and what a step takes.
+    cannot lose. The rest is for the planner, which knows what reading costs and what a step takes.
     """
 
     def __init__(self, config: Config, device: torch.device, free_host_bytes: int, *, quiet: bool) -> None:
         self._wanted, self._num_workers = config.data.resident, config.data.num_workers
         self._device, self._free_host_bytes, self._quiet = device, free_host_bytes, quiet
-        self.planned: bool | None = None  # for `auto`: whether what has to be read first is made resident as well
         self._made: dict[int, tuple[Any, Resident]] = {}  # by id, with the data set itself: the id is then its alone
         self._notes: list[str] = []
 
-    def of(self, source: Source, collate: Collate, channels_last: bool, num_workers: int) -> Resident | None:
-        """Return the resident form of a data set; None if its items are fetched batch by batch."""
+    def of(
+        self, source: Source, collate: Collate, *, channels_last: bool, num_workers: int, planned: bool | None
+    ) -> Resident | None:
+        """Return the resident form of a data set; None if its items are fetched batch by batch.
+
+        `planned` is the planner's decision for `auto`: whether data that has to be read first is made resident as well.
+        """
         key = id(source.dataset)
         if key in self._made:
             resident = self._made[key][1]
             resident.turn(channels_last)  # a plan may settle on the other format after the first look
             return resident
-        limit = self._limit(source, channels_last)
+        limit = self._limit(source, channels_last, planned)
         if limit is None:
             return None
         try:
@@ -74,14 +78,14 @@ class Residency:
             return torch.cuda.mem_get_info(self._device)[0]
         return self._free_host_bytes
 
-    def _limit(self, source: Source, channels_last: bool) -> float | None:
+    def _limit(self, source: Source, channels_last: bool, planned: bool | None) -> float | None:
         """Return how much memory a data set may take; None if it is not to be resident."""
         if self._wanted == "off" or (self._wanted == "auto" and self._num_workers > 0):
             return None  # workers that were asked for are used
-        if self._wanted == "on" or self.planned:
+        if self._wanted == "on" or planned:
             return self.free_bytes() * MOST
         known = None if source.is_iterable else num_bytes_in_memory(source.dataset)
-        if known is None or self.planned is False:
+        if known is None or planned is False:
             return None
         if self._device.type == "cpu" and not channels_last:
             return float(known)  # it is there already, and stays where it is

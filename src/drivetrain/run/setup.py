@@ -1,5 +1,6 @@
 """The setup that `train` and `drive` share: the world, the settled job, the claimed folder, the parts of the run."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,7 @@ from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import Asked, Way, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
-from drivetrain.plan.plan import Plan
-from drivetrain.plan.repeat import Repeatability
+from drivetrain.plan.plan import PlannedRun
 from drivetrain.run.changes import FILE as FINGERPRINT
 from drivetrain.run.changes import Fingerprint, as_text, read_fingerprint
 from drivetrain.run.debugging import debugged
@@ -61,7 +61,7 @@ from drivetrain.strategies import (
 )
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compile_named, compile_options, compiled, num_graphs, why_not_compiled
+from drivetrain.strategies.compiling import compile_named, compile_options, compiled, num_graphs
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
@@ -152,13 +152,9 @@ class Setup:
     _made_strategy: Strategy | None = None
     _num_weights: int | None = None  # once the model is made
     _fingerprint = ""  # of the job, once it was taken
-    keeps_micro_batch = False  # whether the division of a checkpoint is kept, in another world
     weighs_first_batch = False  # whether that is found out on the first batch, which has to be read first
     batch_by_rule = False  # whether the samples of a step are not given
-    batch_size_found = ""  # what --auto-batch-size measured, in words
-    why_capped = ""  # why micro-batches are smaller than planned: an earlier start was out of memory
     description: Description | None = None  # what the strategy adds to the record, once it is made
-    repeatability = Repeatability(reason="nothing was measured")  # whether steps repeat to the bit
 
     @classmethod
     def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
@@ -205,7 +201,6 @@ class Setup:
     ) -> None:
         self.config, self.hardware, self.world, self.quiet = config, hardware, world, quiet
         self._told_no_blocks = False
-        self._why_not_compiled = ""
         refuse_strategy(config, world, devices)
         asked = config.distributed.strategy
         self.strategy_choice = given_strategy(asked, world.size)
@@ -216,10 +211,9 @@ class Setup:
         self.job = self._settled(job)
         self._rule = LossRule(Weighting())
         self.loss_parts = LossParts(job.loss_weights, job.count, world)
-        self.data_path: DataPath | None = None  # by measuring; None: by rule
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self._loaders: list[Loader] = []
-        self.follow(self.by_rule())
+        self.follow(PlannedRun(self.by_rule()))
         if asked != "auto":
             self.spec.check(self._strategy_context())
 
@@ -227,27 +221,22 @@ class Setup:
         """Return how a step is run where nothing was measured."""
         return way_by_rule(Asked(self.config.value, self.settings, self.rank_samples, len(self.devices)))
 
-    def follow(self, way: Way) -> None:
-        """Run steps this way. Called before the parts are built that depend on it."""
-        self.way = way
-        self.precision = Precision(way.precision, self.world.device.type)
+    def follow(self, planned: PlannedRun) -> None:
+        """Work as planned from now on. Called before the parts are built that depend on it."""
+        self.planned = planned
+        self.precision = Precision(planned.way.precision, self.world.device.type)
 
-    def do_without_compiler(self, plan: Plan) -> Plan:
-        """Run eagerly where `--compile` is asked for and no rank can compile; the plan says so.
+    @property
+    def way(self) -> Way:
+        """How steps are run."""
+        return self.planned.way
 
-        A plan that was measured compiles only what was seen to compile.
-        """
-        if self.way.compile_mode is None or not self.config.compile.enabled:
-            return plan
-        problems = self.world.gather(why_not_compiled(self.world.device))
-        why = next(filter(None, problems), "")
-        if not why:
-            return plan
-        self.follow(self.way.but(compile_mode=None))
-        self._why_not_compiled = why
-        if not self.quiet:
-            print(f"drivetrain: --compile is not obeyed, steps run eagerly: {why}", file=sys.stderr)
-        return plan.not_compiled(why)
+    def trying(self, way: Way) -> Self:
+        """Return this run with steps run another way, to try it. It says nothing, and leaves this one as it is."""
+        trial = copy.copy(self)
+        trial.quiet = True
+        trial.follow(replace(self.planned, way=way))
+        return trial
 
     def recorded_way(self, checkpoint: Checkpoint) -> Way | None:
         """Return how steps before a checkpoint were run, except what is pinned now; None if world or machine differ."""
@@ -257,37 +246,16 @@ class Setup:
         pinned = {name: getattr(self.way, name) for name in self.pinned()}
         return Way.model_validate(recorded["way"] | pinned)
 
-    def keep_division(self, checkpoint: Checkpoint) -> None:
-        """Keep the checkpoint's micro-batch in another world or on another machine if it affects what is learnt."""
-        if not self.weighting.holds_division or "micro_batch" in self.pinned():
-            return
-        before = int(checkpoint.meta["plan"]["way"]["micro_batch"])
-        self.keeps_micro_batch = True
-        self.follow(self.way.but(micro_batch=min(before, self.rank_samples)))
-        if self.way.micro_batch != before and not self.quiet:
-            print(
-                f"drivetrain: {self.num_devices} devices divide a step into micro-batches of {self.way.micro_batch} "
-                f"samples, and it was {before} before: {self.weighting.holds_division}, so results will differ. "
-                f"Use at most {max(1, (self.job.global_batch or 0) // before)} devices to go on as before",
-                file=sys.stderr,
-            )
-
     def _data_followed(self) -> dict[str, Any] | None:
         """Return how samples reach the device, where that was measured."""
-        if self.residency.planned is None:
+        path = self.planned.data_path
+        if path is None:
             return None
-        return (self.data_path or DataPath(resident=True)).model_dump(mode="json")
-
-    def follow_data(self, recorded: dict[str, Any] | None) -> None:
-        """Use the data path that was measured before a checkpoint. Samples are the same with any."""
-        if recorded is not None:
-            path = DataPath.model_validate(recorded)
-            self.residency.planned = path.resident
-            self.data_path = None if path.resident else path
+        return (DataPath(resident=True) if path.resident else path).model_dump(mode="json")
 
     def pinned(self) -> set[str]:
         """Return the names of the fields of a way that the user fixed."""
-        return pinned_fields(self.config.value) | ({"micro_batch"} if self.why_capped else set())
+        return pinned_fields(self.config.value) | ({"micro_batch"} if self.planned.why_capped else set())
 
     def machine(self) -> str:
         """Return the name of the machine that a plan is made for; the number of ranks comes beside it."""
@@ -428,12 +396,18 @@ class Setup:
 
     def compilation(self) -> str:
         """Return what was compiled, asked of the compiler itself: `torch.compile` can do nothing without a message."""
-        if self._why_not_compiled:
-            return f"asked for, but nothing can be compiled here: {self._why_not_compiled}"
+        if self.planned.why_not_compiled:
+            return f"asked for, but nothing can be compiled here: {self.planned.why_not_compiled}"
         if self.way.compile_mode is None:
             return "not asked for" if self.config.compile.enabled is not None else "not used"
         graphs = num_graphs()
         return f"{graphs} graphs in mode {self.way.compile_mode}" if graphs else "asked for, but nothing was compiled"
+
+    def set_global_batch(self, global_batch: int, why: str) -> None:
+        """Give the job a number of samples per step that it did not have, measured before the run folder is claimed."""
+        self.job = replace(self.job, global_batch=global_batch)
+        words = f"{why}; the number of samples in a step was not given: {global_batch}"
+        self.follow(PlannedRun(self.by_rule(), batch_size_found=words))
 
     @property
     def rank_samples(self) -> int:
@@ -455,6 +429,7 @@ class Setup:
         source = source_of(data)
         wishes, device = source.wishes, self.world.device
         pins_memory = wishes.pin_memory if self.config.data.pin_memory is None else None
+        fetched = self._path_fetched()
         loader = Loader(
             source,
             division,
@@ -466,13 +441,19 @@ class Setup:
             pin_memory=(pins_memory or self.settings.pin_memory.value) and device.type == "cuda",
             prefetch_factor=self.config.data.prefetch_factor
             or wishes.prefetch_factor
-            or (self.data_path and self.data_path.prefetch_factor)
+            or (fetched and fetched.prefetch_factor)
             or self.settings.prefetch_factor.value
             or 2,
             start=start,
             feed=feed_for(device, channels_last=self.channels_last),
             may_do_without_workers=self.config.data.num_workers < 0,
-            resident=self.residency.of(source, self.job.collate, self.channels_last, self._num_workers(source)),
+            resident=self.residency.of(
+                source,
+                self.job.collate,
+                channels_last=self.channels_last,
+                num_workers=self._num_workers(source),
+                planned=None if self.planned.data_path is None else self.planned.data_path.resident,
+            ),
         )
         loader.notes += self.residency.take_notes()
         self._loaders.append(loader)
@@ -534,10 +515,16 @@ class Setup:
             return self.config.data.num_workers
         if source.wishes.num_workers is not None:
             return source.wishes.num_workers
-        if self.data_path is not None:
-            return self.data_path.num_workers
+        fetched = self._path_fetched()
+        if fetched is not None:
+            return fetched.num_workers
         in_memory = isinstance(source.dataset, (TensorDataset, Columns, list, tuple, torch.Tensor))
         return 0 if in_memory else self.settings.num_workers.value
+
+    def _path_fetched(self) -> DataPath | None:
+        """Return the measured data path of samples that are fetched batch by batch."""
+        path = self.planned.data_path
+        return None if path is None or path.resident else path
 
     @property
     def channels_last(self) -> bool:
@@ -705,7 +692,7 @@ class Setup:
                 "machine": self.machine(),
                 "way": self.way.but(micro_batch=division.micro_batch).model_dump(mode="json"),
                 "data": self._data_followed(),
-                "repeatable": self.repeatability.model_dump(mode="json", exclude={"trials"}),
+                "repeatable": self.planned.repeatability.model_dump(mode="json", exclude={"trials"}),
             },
             "job": self.job.identity(),
             "loss": self.weighting.model_dump(mode="json"),
