@@ -19,7 +19,7 @@ from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.data.stream import SampleStream
-from drivetrain.run import Setup, loss_weighting
+from drivetrain.run import Session, loss_weighting
 from tests.gloo_pool import GlooPool
 
 VOCABULARY, LENGTH, SAMPLES, BATCH, STEPS, SEED = 13, 9, 60, 16, 6, 5
@@ -309,8 +309,8 @@ def test_a_resumed_run_keeps_its_rule(tmp_path: Path) -> None:
 
 def test_a_run_that_was_begun_before_goes_on_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(cross_entropy, checkpoint_every=1)
-    meta = Setup.meta
-    monkeypatch.setattr(Setup, "meta", lambda self, division: {**meta(self, division), "loss": None})
+    meta = Session.meta
+    monkeypatch.setattr(Session, "meta", lambda self, division: {**meta(self, division), "loss": None})
     with pytest.raises(KeyboardInterrupt):
         trained(str(tmp_path), replace(job, hooks=(StopAt(3),)), 4, loss_weighting="samples")
     monkeypatch.undo()

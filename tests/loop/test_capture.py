@@ -22,7 +22,7 @@ from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.records import Noted, TableRow, _Sent
 from drivetrain.loop import CapturedStepper, capture, in_flight, trainer
 from drivetrain.moe import Balance, MixtureOfExperts
-from drivetrain.run import Setup, assemble
+from drivetrain.run import Session, assemble
 from drivetrain.strategies import SingleStrategy
 from tests.api.jobs import Trained, Variant, Vectors, make_model, run, vector_loss
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
@@ -40,7 +40,7 @@ class Captures:
         self.recorder: Callable[..., Any] = Rerun
         self.recorders: list[Any] = []
         monkeypatch.setattr(trainer, "are_rounded", lambda optimizer: True)  # as on a GPU
-        monkeypatch.setattr(Setup, "why_not_captured", lambda run, *rest: "" if run.way.capture else "not asked for")
+        monkeypatch.setattr(Session, "why_not_captured", lambda run, *rest: "" if run.way.capture else "not asked for")
         monkeypatch.setattr(assemble, "CapturedStepper", self._make)
 
     def _make(self, strategy: SingleStrategy, *rest: Any, **options: Any) -> CapturedStepper:

@@ -15,7 +15,8 @@ from drivetrain.config import configure
 from drivetrain.data.division import Division
 from drivetrain.plan.data_path import DataPath
 from drivetrain.planning.data_path import measure_data, measured_data_path
-from drivetrain.run import Setup
+from drivetrain.run import Session
+from drivetrain.run.data_loading import make_loader
 from tests.api.jobs import Variant, Vectors, make_job, run
 from tests.data.test_resident_training import events
 from tests.data.test_training import Stream
@@ -39,11 +40,11 @@ class Raising(Vectors):
 
 @pytest.fixture
 def setup_on(tmp_path: Path) -> Iterator[Any]:
-    made: list[Setup] = []
+    made: list[Session] = []
 
-    def make(data: Any, **settings: Any) -> Setup:
+    def make(data: Any, **settings: Any) -> Session:
         job = make_job(VARIANT, data=data, **({"global_batch": None} if isinstance(data, DataLoader) else {}))
-        made.append(Setup.join(job, configure(output_dir=tmp_path, gpu_mode="cpu", **settings), quiet=True))
+        made.append(Session.join(job, configure(output_dir=tmp_path, gpu_mode="cpu", **settings), quiet=True))
         return made[-1]
 
     yield make
@@ -52,12 +53,12 @@ def setup_on(tmp_path: Path) -> Iterator[Any]:
         setup.world.close()
 
 
-def loader_of(setup: Setup) -> Any:
+def loader_of(setup: Session) -> Any:
     job = setup.job
-    return setup.loader(Division(job.num_samples or 0, 8, 8, 1), job.source, shuffle=True)
+    return make_loader(setup, Division(job.num_samples or 0, 8, 8, 1), job.source, shuffle=True)
 
 
-def decided(setup: Setup, **figures: Any) -> Any:
+def decided(setup: Session, **figures: Any) -> Any:
     """Return what is decided for a run, which then follows it."""
     choice = measured_data_path(setup, setup.way.micro_batch, **figures)
     setup.follow(replace(setup.planned, data_path=None if choice is None else choice.value))
@@ -125,14 +126,14 @@ def test_a_refusal_that_only_shows_when_all_is_read_does_not_stop_the_run(
             inputs, label = super().__getitem__(index)
             return (inputs + torch.rand(6) if index == 4 else inputs), label
 
-    original = Setup.__init__
+    original = Session.__init__
 
-    def planned(self: Setup, *args: Any, **options: Any) -> None:
+    def planned(self: Session, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         self.follow(replace(self.planned, data_path=DataPath(resident=True)))
 
     off = run(str(tmp_path / "off"), VARIANT, data=SeldomNoisy(VARIANT), settings={"resident": "off"})
-    monkeypatch.setattr(Setup, "__init__", planned)
+    monkeypatch.setattr(Session, "__init__", planned)
     on = run(str(tmp_path / "planned"), VARIANT, data=SeldomNoisy(VARIANT))
     assert off is not None
     assert on is not None

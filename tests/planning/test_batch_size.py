@@ -15,7 +15,8 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning import batch_size
 from drivetrain.planning.batch_size import search_batch_size
-from drivetrain.run import Setup
+from drivetrain.run import Session
+from drivetrain.run.model_factory import build_model
 
 INPUTS = torch.randn(96, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(INPUTS, torch.arange(96) % 3)
@@ -41,16 +42,16 @@ def found_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[in
     """The search over made-up measurements: seconds per sample by size; no entry is out of memory."""
     asked: list[int] = []
 
-    def measured(run: Setup, model: Any, size: int, *, keeps_step: bool) -> Measurement:
+    def measured(run: Session, model: Any, size: int, *, keeps_step: bool) -> Measurement:
         asked.append(size)
         if size not in seconds:
             return Measurement(problem="out of memory", out_of_memory=True)
         return Measurement(sample_seconds=seconds[size])
 
     monkeypatch.setattr(batch_size, "_measured", measured)
-    setup = Setup.join(job(global_batch=64), config(tmp_path), quiet=True)
+    setup = Session.join(job(global_batch=64), config(tmp_path), quiet=True)
     try:
-        return search_batch_size(setup, setup.build(), 0.8, **search), asked
+        return search_batch_size(setup, build_model(setup), 0.8, **search), asked
     finally:
         setup.close_loaders()
         setup.close()

@@ -21,7 +21,9 @@ from drivetrain.plan.knobs import Way
 from drivetrain.plan.tune import Scope, tune
 from drivetrain.planning import planner
 from drivetrain.planning.probe import Journal, StepProbe
-from drivetrain.run import Setup
+from drivetrain.run import Session
+from drivetrain.run.data_loading import make_loader
+from drivetrain.run.model_factory import build_model
 from tests.planning.test_planner import plan_of, rows
 
 pytestmark = pytest.mark.gpu
@@ -78,14 +80,14 @@ def little_memory() -> Iterator[float]:
 
 
 def test_a_probe_that_runs_out_of_memory_leaves_everything_as_it_was(tmp_path: Path, little_memory: float) -> None:
-    run = Setup.join(job_of(), configure(output_dir=tmp_path), quiet=True)
+    run = Session.join(job_of(), configure(output_dir=tmp_path), quiet=True)
     try:
-        model = run.build()
+        model = build_model(run)
         probe = StepProbe(
             run.job,
             model,
             run.world,
-            lambda division: run.loader(division, run.job.source, shuffle=True),
+            lambda division: make_loader(run, division, run.job.source, shuffle=True),
             Journal(None),
         )
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -115,14 +117,14 @@ def test_memory_is_forecast_and_not_run_into(
     """
     monkeypatch.setattr(tuning, "SMALLER_GAIN", 0.9)
     monkeypatch.setattr(tuning, "SMALLER_GAIN_OF_SHORT", 0.9)
-    run = Setup.join(job_of(), configure(output_dir=tmp_path, precision="fp32"), quiet=True)
+    run = Session.join(job_of(), configure(output_dir=tmp_path, precision="fp32"), quiet=True)
     try:
-        model = run.build()
+        model = build_model(run)
         probe = StepProbe(
             run.job,
             model,
             run.world,
-            lambda division: run.loader(division, run.job.source, shuffle=True),
+            lambda division: make_loader(run, division, run.job.source, shuffle=True),
             Journal(None),
         )
         scope = Scope(rank_samples=256, remaining_samples=10**6, memory_limit_bytes=little_memory * 0.5)

@@ -25,7 +25,8 @@ from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability, RepeatTrial
 from drivetrain.planning import planner, repeat
 from drivetrain.planning.first_steps import FirstSteps, _digest
-from drivetrain.run import CHECKPOINTS, Setup
+from drivetrain.run import CHECKPOINTS, Session
+from drivetrain.run.model_factory import build_model
 
 # A script whose loss is off by what differs between two processes, or not at all.
 SCRIPT = """
@@ -105,12 +106,12 @@ def short_jobs_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def setups(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
-    made: list[Setup] = []
+def setups(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    made: list[Session] = []
 
-    def make(job: Job, **settings: Any) -> Setup:
+    def make(job: Job, **settings: Any) -> Session:
         settings = {"gpu_mode": "cpu", "num_workers": 0, **settings}
-        made.append(Setup.join(job, configure(output_dir=tmp_path, **settings), quiet=True))
+        made.append(Session.join(job, configure(output_dir=tmp_path, **settings), quiet=True))
         return made[-1]
 
     yield make
@@ -152,10 +153,10 @@ def test_trying_leaves_no_trace(tmp_path: Path, short_jobs_are_tried: None) -> N
     assert losses("tried") == losses("plain")
 
 
-def test_the_first_steps_are_those_of_the_run(setups: Callable[..., Setup], tmp_path: Path) -> None:
+def test_the_first_steps_are_those_of_the_run(setups: Callable[..., Session], tmp_path: Path) -> None:
     """Their losses are those that `train` writes down: the same batches, the same dropout, the same updates."""
     run = setups(job_of())
-    bits = FirstSteps(run, run.build()).bits(run.way)
+    bits = FirstSteps(run, build_model(run)).bits(run.way)
     assert bits.problem == ""
     assert bits.repeats_here
     folder = train(job_of(), configure(output_dir=tmp_path / "run", gpu_mode="cpu", report=False), quiet=True).folder
@@ -194,7 +195,7 @@ def test_a_short_job_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("short_jobs_are_tried")
-def test_a_resumed_run_keeps_what_was_found_and_the_kernels(setups: Callable[..., Setup], tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_what_was_found_and_the_kernels(setups: Callable[..., Session], tmp_path: Path) -> None:
     trained(tmp_path, job_of(max_steps=8), repeatable="fixed")
     folder = tmp_path / "job"
     checkpoint = Checkpointer(folder / CHECKPOINTS, World()).latest()
@@ -204,13 +205,13 @@ def test_a_resumed_run_keeps_what_was_found_and_the_kernels(setups: Callable[...
     assert Repeatability.model_validate(meta["repeatable"]).value is True
     run = setups(job_of(), repeatable="auto")
     before = run.planned
-    planned = planner.make_plan(run, run.build(), checkpoint)
+    planned = planner.make_plan(run, build_model(run), checkpoint)
     assert planned.way.repeat == "fixed", "nobody asked for something else"
     assert planned.plan is not None
     assert planned.plan.repeatable.value is True
     assert run.planned is before, "planning changes nothing of the run"
     run = setups(job_of(), repeatable="off")
-    planned = planner.make_plan(run, run.build(), checkpoint)
+    planned = planner.make_plan(run, build_model(run), checkpoint)
     assert planned.plan is not None
     assert (planned.way.repeat, planned.plan.repeatable.value) == ("off", None)
 
@@ -233,7 +234,7 @@ def test_a_digest_tells_one_bit(dtype: torch.dtype) -> None:
     assert int(_digest(torch.tensor([0.0]))) != int(_digest(torch.tensor([-0.0]))), "bits, not values"
 
 
-def test_a_cpu_repeats_with_the_fastest_kernels(setups: Callable[..., Setup]) -> None:
+def test_a_cpu_repeats_with_the_fastest_kernels(setups: Callable[..., Session]) -> None:
     """So that nothing has to be tried there: convolutions, attention, embeddings and recurrent dropout, all threads."""
 
     class Model(nn.Module):
@@ -252,7 +253,7 @@ def test_a_cpu_repeats_with_the_fastest_kernels(setups: Callable[..., Setup]) ->
             return result
 
     run = setups(job_of(model=Model))
-    built = run.build()
+    built = build_model(run)
     first, second = (FirstSteps(run, built).bits(run.way) for _ in range(2))
     assert first.problem == ""
     assert first.repeats_here

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain import Job, configure, train
 from drivetrain.core.errors import ConfigError
-from drivetrain.run.pinned import of_asked_length
+from drivetrain.run.job_settings import of_asked_length
 
 
 def job() -> Job:

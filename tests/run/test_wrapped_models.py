@@ -123,7 +123,7 @@ def test_checkpoints_of_before_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     config = dt.configure(output_dir=tmp_path, report=False)
     expected = load_file(dt.export(dt.train(job(Net, "plain"), config, quiet=True)))
     with monkeypatch.context() as patch:
-        patch.setattr("drivetrain.run.setup.unwrapped", lambda model: (model, []))
+        patch.setattr("drivetrain.run.model_factory.unwrapped", lambda model: (model, []))
         with pytest.raises(RuntimeError, match="planted"):
             dt.train(job(compiled, stop_at=5), config, quiet=True)
         assert set(load_file(dt.export(tmp_path / "wrapped"))) == NAMES

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.moe import MixtureOfExperts
-from drivetrain.run import Setup
+from drivetrain.run import Session
 from tests.api.jobs import Trained, Variant, make_job, plain_loop, run
 from tests.api.test_equivalence import difference
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
@@ -74,7 +74,7 @@ def train_with(folder: str, settings: dict[str, Any], variant: Variant, mixed: b
     with ExitStack() as stack:
         if strategy_facts(settings["parallel_strategy"]).devices == "several":
             # Configuration refuses it here, for want of GPUs; copies that share their weights stand in for them.
-            stack.enter_context(mock.patch.object(Setup, "make_strategy", two_copies))
+            stack.enter_context(mock.patch.object(Session, "make_strategy", two_copies))
             settings = {key: value for key, value in settings.items() if key != "parallel_strategy"}
         try:
             return run(folder, variant, MICRO_BATCH, settings=settings, **changes)

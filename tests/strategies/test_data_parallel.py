@@ -19,7 +19,7 @@ from drivetrain import Job, LossSum
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.world import World
-from drivetrain.run import Setup
+from drivetrain.run import Session
 from drivetrain.run.sharing import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.kinds.data_parallel import part_of
@@ -37,7 +37,7 @@ def shared_copies(module: nn.Module, devices: Sequence[torch.device]) -> list[nn
     return [module] * len(devices)
 
 
-def two_copies(self: Setup, **changes: Any) -> DataParallelStrategy:
+def two_copies(self: Session, **changes: Any) -> DataParallelStrategy:
     self.strategy = DataParallelStrategy.name
     return DataParallelStrategy(self.world, [CPU] * 2, shared_copies)
 
@@ -46,12 +46,12 @@ def two_copies(self: Setup, **changes: Any) -> DataParallelStrategy:
 def several_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every run in this process uses the strategy, with so many copies."""
 
-    def made(self: Setup, **changes: Any) -> DataParallelStrategy:
+    def made(self: Session, **changes: Any) -> DataParallelStrategy:
         self.strategy = DataParallelStrategy.name
         return DataParallelStrategy(self.world, [CPU] * request.param, shared_copies)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Setup, "make_strategy", made)
+        patch.setattr(Session, "make_strategy", made)
         yield
 
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_it_loads_under_single_and_ddp(
     for world in (1, 2):
         folder = str(tmp_path / f"{world}")
         with monkeypatch.context() as patch:
-            patch.setattr(Setup, "make_strategy", two_copies)
+            patch.setattr(Session, "make_strategy", two_copies)
             # The user's function is called twice per micro-step, once for each part.
             assert run_until_crash(folder, variant, 0, 2 * call_in(5, 0, 1))
         moved: Trained = gloo_pool.run(run, folder, variant, MICRO_BATCH, world=world)[0]
@@ -308,7 +308,7 @@ def test_a_pinned_batch_size_is_per_device(tmp_path: Path) -> None:
     )
     gpus = [torch.device("cuda", index) for index in range(4)]
     config = configure(output_dir=tmp_path, parallel_strategy="data_parallel", batch_size=3, accumulation_steps=2)
-    setup = Setup(job, config, load("4x-l4"), World(), gpus, quiet=True)
+    setup = Session(job, config, load("4x-l4"), World(), gpus, quiet=True)
     assert setup.job.global_batch == 24
     assert setup.way.micro_batch == 12
     assert setup.make_strategy().name == "data_parallel"

@@ -13,7 +13,7 @@ from torch.nn.parallel import replicate
 
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.run import Setup
+from drivetrain.run import Session
 from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
 from tests.api.jobs import Variant, make_job, plain_loop, run
 from tests.api.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical
@@ -39,11 +39,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Every run uses the strategy on them."""
     found = two_devices()
 
-    def made(self: Setup, **changes: Any) -> DataParallelStrategy:
+    def made(self: Session, **changes: Any) -> DataParallelStrategy:
         self.strategy = DataParallelStrategy.name
         return DataParallelStrategy(self.world, found)
 
-    monkeypatch.setattr(Setup, "make_strategy", made)
+    monkeypatch.setattr(Session, "make_strategy", made)
     return found
 
 
@@ -84,8 +84,8 @@ def test_a_checkpoint_of_it_loads_under_single(tmp_path: Path, monkeypatch: pyte
     found, variant = two_devices(), replace(BASE, dtype=torch.float64, dropout=0.0)
     whole = run(str(tmp_path / "whole"), variant, MICRO_BATCH, 0, "single_gpu", FP32)
     with monkeypatch.context() as patch:
-        patch.setattr(Setup, "strategy", "data_parallel", raising=False)
-        patch.setattr(Setup, "make_strategy", lambda self, **_: DataParallelStrategy(self.world, found))
+        patch.setattr(Session, "strategy", "data_parallel", raising=False)
+        patch.setattr(Session, "make_strategy", lambda self, **_: DataParallelStrategy(self.world, found))
         loss = CrashingLoss(make_job(variant).loss, 100)
         with pytest.raises(PlantedError):
             run(str(tmp_path / "moved"), variant, MICRO_BATCH, 0, "single_gpu", FP32, loss=loss)

@@ -23,8 +23,10 @@ from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import make_clock
-from drivetrain.run import Setup
-from drivetrain.run.assemble import Prepared, assemble, make_stepper
+from drivetrain.run import Session
+from drivetrain.run.assemble import assemble, make_stepper
+from drivetrain.run.data_loading import make_loader
+from drivetrain.run.model_factory import build_model, prepare_model
 from drivetrain.run.peak_memory import peak_meter
 from drivetrain.strategies import Trial
 from drivetrain.strategies.loss_parts import LossParts
@@ -72,34 +74,34 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
         raise DrivetrainError(f"num_iterations is {num_iterations}", remedy="measure one step at least")
     if isinstance(job.model, nn.Module):
         job = replace(job, model=copy.deepcopy(job.model))
-    setup = Setup.join(job, config, quiet=True)
+    session = Session.join(job, config, quiet=True)
     try:
         if job.num_samples is None:
             raise DrivetrainError(
                 "data that can only be iterated cannot be measured: its items would be used up",
                 remedy="give the job a few of its items as a list",
             )
-        with untouched(setup.world.device), setup.numerics():
-            found = _measured(setup, num_iterations)
-        return Performance.model_validate(setup.world.agree(found.model_dump(mode="json")))
+        with untouched(session.world.device), session.numerics():
+            found = _measured(session, num_iterations)
+        return Performance.model_validate(session.world.agree(found.model_dump(mode="json")))
     finally:
-        setup.close_loaders()
-        setup.close()
+        session.close_loaders()
+        session.close()
 
 
-def _measured(setup: Setup, num_iterations: int) -> Performance:
-    setup.follow(setup.planned.but(capture=False))  # a CUDA graph would hide the phases of a step
-    job, world, precision = setup.job, setup.world, setup.precision
+def _measured(session: Session, num_iterations: int) -> Performance:
+    session.follow(session.planned.but(capture=False))  # a CUDA graph would hide the phases of a step
+    job, world, precision = session.job, session.world, session.precision
     device = world.device
-    division = Division(job.num_samples or 1, job.global_batch or 1, setup.way.micro_batch, world.size)
-    loader = setup.loader(division, job.source, shuffle=job.shuffle)
+    division = Division(job.num_samples or 1, job.global_batch or 1, session.way.micro_batch, world.size)
+    loader = make_loader(session, division, job.source, shuffle=job.shuffle)
     place = division.place(0)
-    batches = list(_on_device(setup, loader, place))
+    batches = list(_on_device(session, loader, place))
     meter = peak_meter(device)
     meter.reset()
     parts = assemble(
-        setup,
-        Prepared(*setup.dressed(setup.build())),
+        session,
+        prepare_model(session, build_model(session)),
         Trial(batches[0].batch, batches[0].num_samples),
         division,
         loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
@@ -107,7 +109,7 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     )
     flops = parts.flops_per_sample
     clock = make_clock(device)
-    stepper = make_stepper(setup, parts, clock=clock)
+    stepper = make_stepper(session, parts, clock=clock)
 
     def run(num_steps: int) -> float:
         """Run steps as the loop does, reading each outcome while the next step is in flight.
@@ -135,13 +137,13 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
     phases = clock.take().per_step()
     peak_bytes = meter.peak_bytes()
     parts.strategy.close()
-    rate = peak_rate(setup.hardware, device, precision.name)
+    rate = peak_rate(session.hardware, device, precision.name)
     samples_per_second = place.num_samples / seconds
     return Performance(
-        job=setup.name,
+        job=session.name,
         device=str(device),
         precision=precision.name,
-        num_devices=setup.num_devices,
+        num_devices=session.num_devices,
         global_batch=division.global_batch,
         micro_batch=division.micro_batch,
         accumulation=len(batches),
@@ -156,22 +158,24 @@ def _measured(setup: Setup, num_iterations: int) -> Performance:
         items_per_second=items / seconds,
         peak_memory_bytes=peak_bytes or None,
         flops_per_sample=flops or None,
-        mfu=None if rate is None or not flops else flops * samples_per_second / (rate.value * 1e12 * setup.num_devices),
+        mfu=None
+        if rate is None or not flops
+        else flops * samples_per_second / (rate.value * 1e12 * session.num_devices),
         peak_source="" if rate is None else f"{rate.origin}: {rate.source}",
     )
 
 
-def _on_device(setup: Setup, loader: Loader, place: Place) -> Iterator[MicroBatch]:
+def _on_device(session: Session, loader: Loader, place: Place) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of a step.
 
     Only the last may differ from the first in size: no others are fetched.
     """
     count = len(loader.division.micro_steps(place, loader.rank))
-    first = _moved(loader.micro_batch(place, 0), setup)
+    first = _moved(loader.micro_batch(place, 0), session)
     for number in range(count - 1):
         yield first._replace(number=number)
-    yield first if count == 1 else _moved(loader.micro_batch(place, count - 1), setup)
+    yield first if count == 1 else _moved(loader.micro_batch(place, count - 1), session)
 
 
-def _moved(micro: MicroBatch, setup: Setup) -> MicroBatch:
-    return micro._replace(batch=to_device(micro.batch, setup.world.device, channels_last=setup.channels_last))
+def _moved(micro: MicroBatch, session: Session) -> MicroBatch:
+    return micro._replace(batch=to_device(micro.batch, session.world.device, channels_last=session.channels_last))

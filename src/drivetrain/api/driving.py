@@ -47,7 +47,7 @@ from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
-    Setup,
+    Session,
     checkpoint_of,
     done_instead,
     note_end,
@@ -60,6 +60,9 @@ from drivetrain.run import (
     write_down,
 )
 from drivetrain.run.assemble import Prepared, assemble, make_stepper, resume
+from drivetrain.run.changes import changes_since_start, keep_fingerprint
+from drivetrain.run.data_loading import division_of, make_loader
+from drivetrain.run.model_factory import callable_model
 from drivetrain.run.saver import Saves
 from drivetrain.strategies import Trial
 from drivetrain.strategies.base import around_forward, check_objective
@@ -113,70 +116,70 @@ def drive(
         keep_last=keep_last,
     )
     done_instead(job)
-    setup = Setup.join(job, config, quiet=quiet)
+    session = Session.join(job, config, quiet=quiet)
     with ExitStack() as stack:
-        stack.callback(setup.close)
-        _refuse(setup)
-        return Drive(setup, stack)
+        stack.callback(session.close)
+        _refuse(session)
+        return Drive(session, stack)
 
 
 class Drive:
     """The run that `dt.drive` returns. It is iterated over once; call `backward` and `step` once for each batch."""
 
-    def __init__(self, setup: Setup, stack: ExitStack) -> None:
-        config, job, world = setup.config, setup.job, setup.world
-        self._setup, self.world = setup, world
+    def __init__(self, session: Session, stack: ExitStack) -> None:
+        config, job, world = session.config, session.job, session.world
+        self._session, self.world = session, world
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
-        folder = setup.claim()
+        folder = session.claim()
         if folder is not None:
             stack.callback(folder.close)
-        self._checkpointer = Checkpointer(setup.path / CHECKPOINTS, world, job.keep_last)
+        self._checkpointer = Checkpointer(session.path / CHECKPOINTS, world, job.keep_last)
         checkpoint = self._checkpointer.latest()
-        recorded = None if checkpoint is None else setup.recorded_way(checkpoint)
+        recorded = None if checkpoint is None else session.recorded_way(checkpoint)
         if recorded is not None:
-            setup.follow(PlannedRun(recorded))
-        self._precision = setup.precision
-        stack.enter_context(setup.numerics())
-        self._division = setup.division(job.model if isinstance(job.model, nn.Module) else None)
+            session.follow(PlannedRun(recorded))
+        self._precision = session.precision
+        stack.enter_context(session.numerics())
+        self._division = division_of(session, job.model if isinstance(job.model, nn.Module) else None)
         start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
-        self._loader = setup.loader(self._division, job.source, shuffle=job.shuffle, start=start)
-        stack.callback(setup.close_loaders)
+        self._loader = make_loader(session, self._division, job.source, shuffle=job.shuffle, start=start)
+        stack.callback(session.close_loaders)
         self._loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(self._loader.fingerprint, world)
 
         given = job.model if isinstance(job.model, nn.Module) else nn.Module()
-        changes = setup.changes_since_start(given, folder, checkpoint.step if checkpoint else None)
-        prepared = _as_they_are(setup)
+        changes = changes_since_start(session, given, folder, checkpoint.step if checkpoint else None)
+        prepared = _as_they_are(session)
         model, optimizer, called = prepared
         parts = assemble(
-            setup,
+            session,
             prepared,
-            Trial(None if setup.sharded else partial(_touching_all, model), 1),
+            Trial(None if session.sharded else partial(_touching_all, model), 1),
             self._division,
             loss=_as_computed,
             # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
-            make_strategy=partial(setup.make_strategy, broadcast_buffers=False),
+            make_strategy=partial(session.make_strategy, broadcast_buffers=False),
             takes_weights=checkpoint is None,
             is_own_loop=True,
         )
         self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
         self._strategy, self._watch, average = parts.strategy, parts.watch, parts.average
-        self.resumed_from = resume(setup, parts, checkpoint)
-        self._stepper = make_stepper(setup, parts)
-        self._books = stack.enter_context(open_books(setup, folder, self._loader, self.resumed_from))
+        self.resumed_from = resume(session, parts, checkpoint)
+        self._stepper = make_stepper(session, parts)
+        self._books = stack.enter_context(open_books(session, folder, self._loader, self.resumed_from))
         if world.size == 1:
             self._watch.note = self._note
         if parts.weights_taken is not None:
             write_down(parts.weights_taken, self._books)
-        setup.keep_fingerprint(folder)
+        keep_fingerprint(session, folder)
         tell_changes(changes, self.resumed_from, self._books)
         tell_notes(self._loader, self._books)
         tell_plain_optimizer(optimizer, self._books)
-        tell_sharding(setup, self._books)
+        tell_sharding(session, self._books)
         if config.batch.auto:
             why = "not measured: only the loop itself can run its step"
-            setup.follow(replace(setup.planned, batch_size_found=why))
-        tell_batch_size(setup, self._books)
+            session.follow(replace(session.planned, batch_size_found=why))
+        tell_batch_size(session, self._books)
         beside = config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
         stack.callback(self._saves.close)
@@ -189,7 +192,7 @@ class Drive:
             optimizer,
             self._stepper,
             self._loader,
-            setup.path,
+            session.path,
             self._saves,
             self._books,
             first_step=self.resumed_from,
@@ -202,7 +205,7 @@ class Drive:
 
         self.model: Any = model if called is None else called
         self._plain, self._optimizer, self._average = model, optimizer, average
-        self._trained = [] if setup.sharded else parts.given.trained  # shards get their gradients at the end of a step
+        self._trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
         self._buffers = list(model.buffers())
         self._around_forward = around_forward(parts.given)
         self._iterator: weakref.ref[Any] | None = None
@@ -221,7 +224,7 @@ class Drive:
 
     @property
     def folder(self) -> Path:
-        return self._setup.path
+        return self._session.path
 
     @property
     def epoch(self) -> int:
@@ -349,7 +352,7 @@ class Drive:
     @property
     def _holds_parts(self) -> bool:
         """Whether a process holds only some of the weights, so that one alone cannot write them."""
-        return self._setup.holds_parts
+        return self._session.holds_parts
 
     # The loop
 
@@ -360,13 +363,13 @@ class Drive:
                     yield from self._handed_out()
                 self._saves.finish()
                 self._memory.close()
-                job = self._setup.job
+                job = self._session.job
                 is_done = self._loader.position.is_over(job.max_steps, job.epochs)
                 finished = is_done or self._trainer.ended_by_hook
                 if finished:
                     self._trainer.refuse_unmoved(self.steps)
                 self.finished = finished
-                self._books.finish(self.finished, self.steps, compilation=self._setup.compilation())
+                self._books.finish(self.finished, self.steps, compilation=self._session.compilation())
                 note_end(self.finished)
             except BaseException as error:
                 self._left_early(error)
@@ -375,7 +378,7 @@ class Drive:
                     raise
             finally:
                 self._is_over = True
-        if self.finished and self.world.is_main and self._setup.config.watch.report:
+        if self.finished and self.world.is_main and self._session.config.watch.report:
             with written_first(self._books.say):
                 for problem in write_report(self.folder):
                     self._books.say(problem)
@@ -457,8 +460,8 @@ class Drive:
     def _state(self) -> tuple[list[Shard], dict[str, Any]]:
         self._watch.check()
         shards, meta = self._strategy.save()
-        is_keyed = self._setup.job.source.is_keyed
-        meta |= {**self._setup.meta(self._division), "validation": None, "has_moved": self._trainer.has_moved}
+        is_keyed = self._session.job.source.is_keyed
+        meta |= {**self._session.meta(self._division), "validation": None, "has_moved": self._trainer.has_moved}
         return shards, meta | {"data": None if is_keyed else self._position.to_json()}
 
     def _left_early(self, error: BaseException) -> None:
@@ -483,7 +486,7 @@ class Drive:
         if not self.world.is_main or not self._is_whole or self.steps == self.resumed_from:
             return
         saved = self._checkpointer.steps()
-        strategy = self._setup.strategy
+        strategy = self._session.strategy
         if self._holds_parts and self.world.size > 1 and self.steps not in saved:
             self._books.say(
                 f"the loop was left after step {self.steps}; with {strategy} a checkpoint takes all processes, and "
@@ -508,12 +511,12 @@ def _as_computed(model: Any, loss: Any) -> Any:
     return loss() if callable(loss) else loss
 
 
-def _refuse(setup: Setup) -> None:
-    config, problems = setup.config, []
-    if setup.spec.own_loop:
+def _refuse(session: Session) -> None:
+    config, problems = session.config, []
+    if session.spec.own_loop:
         allowed = ", ".join(["auto", *(name for name in STRATEGIES.names() if not strategy_facts(name).own_loop)])
         remedy = "use one of these, or dt.train"
-        problems.append(Problem("--parallel-strategy", setup.spec.own_loop, allowed=allowed, remedy=remedy))
+        problems.append(Problem("--parallel-strategy", session.spec.own_loop, allowed=allowed, remedy=remedy))
     if config.distributed.static_graph:
         message = "DDP records a static graph in a forward of its own, and dt.drive leaves the forward to the loop"
         problems.append(Problem("--static-graph", message, remedy="leave it out"))
@@ -524,15 +527,15 @@ def _refuse(setup: Setup) -> None:
         raise ConfigError(problems)
 
 
-def _as_they_are(setup: Setup) -> Prepared:
+def _as_they_are(session: Session) -> Prepared:
     """Return the user's model and optimizer on the device. Parameters stay the same objects, modules in their mode."""
-    given = setup.job.model
+    given = session.job.model
     modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
-    model, optimizer, called = setup.model()
+    model, optimizer, called = callable_model(session)
     for module, training in modes:
         module.training = training
     parameter_names(
-        model, optimizer, setup.sharded.owners if setup.sharded else {}
+        model, optimizer, session.sharded.owners if session.sharded else {}
     )  # refuses the optimizer of another model
     move_to_parameters(optimizer)
     return Prepared(model, optimizer, called)

@@ -12,8 +12,10 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import numerics
 from drivetrain.core.state import TensorSource, local_part, read_for
 from drivetrain.job import Job
-from drivetrain.run import Result, Setup, Which, checkpoint_of
+from drivetrain.run import Result, Session, Which, checkpoint_of
+from drivetrain.run.data_loading import make_validator
 from drivetrain.run.loss_weighting import recorded_weighting
+from drivetrain.run.model_factory import callable_model
 
 
 def evaluate(
@@ -23,21 +25,21 @@ def evaluate(
     if job.valid is None:
         raise DrivetrainError("the job has no validation set", remedy="give it one: Job(valid=…)")
     checkpoint = checkpoint_of(run, which)
-    setup = Setup.join(job, config, quiet=True)
+    session = Session.join(job, config, quiet=True)
     try:
-        setup.weighting = recorded_weighting(checkpoint)
-        recorded = setup.recorded_way(checkpoint)
+        session.weighting = recorded_weighting(checkpoint)
+        recorded = session.recorded_way(checkpoint)
         if recorded is not None:  # what was validated while it was trained is computed alike
-            setup.follow(setup.planned.but(precision=recorded.precision, channels_last=recorded.channels_last))
-        with numerics(setup.precision, deterministic=setup.config.kernels.deterministic, cudnn_benchmark=False):
-            setup.loss_parts.step = max(0, checkpoint.step - 1)  # whose weights the loss had
-            model, _, called = setup.model()
-            source = checkpoint if setup.experts is None else setup.experts.seen(checkpoint)
+            session.follow(session.planned.but(precision=recorded.precision, channels_last=recorded.channels_last))
+        with numerics(session.precision, deterministic=session.config.kernels.deterministic, cudnn_benchmark=False):
+            session.loss_parts.step = max(0, checkpoint.step - 1)  # whose weights the loss had
+            model, _, called = callable_model(session)
+            source = checkpoint if session.experts is None else session.experts.seen(checkpoint)
             _load(model, plainly_named(source, model.state_dict()), checkpoint.path)
-            return setup.validator(setup.way.micro_batch).measure(model, called)
+            return make_validator(session, session.way.micro_batch).measure(model, called)
     finally:
-        setup.close_loaders()
-        setup.close()
+        session.close_loaders()
+        session.close()
 
 
 def _load(model: nn.Module, checkpoint: TensorSource, path: Path) -> None:

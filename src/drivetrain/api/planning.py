@@ -7,15 +7,16 @@ from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
 from drivetrain.planning.batch_size import settle_global_batch, with_micro_batch
 from drivetrain.planning.planner import OnProbe, described, measured
-from drivetrain.run import Setup
+from drivetrain.run import Session
 from drivetrain.run.loss_weighting import settle_weighting
+from drivetrain.run.model_factory import build_model
 
 
 def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_probe: OnProbe | None = None) -> Plan:
     """The plan for a job. With `measure`, ways of running its step are tried on a throw-away copy of the model."""
-    run = Setup.join(job, config, quiet=True)
+    run = Session.join(job, config, quiet=True)
     try:
-        model = (settle_global_batch(run) if measure else None) or run.build()
+        model = (settle_global_batch(run) if measure else None) or build_model(run)
         if not measure:
             why = "not measured: --measure does it" if run.config.batch.auto else ""
             return described(run, model, replace(run.planned, batch_size_found=why), None)

@@ -37,7 +37,7 @@ from drivetrain.run import (
     CHECKPOINTS,
     Result,
     Saves,
-    Setup,
+    Session,
     State,
     Which,
     checkpoint_of,
@@ -56,7 +56,9 @@ from drivetrain.run import (
     tell_strategy,
     write_down,
 )
-from drivetrain.run.assemble import Prepared, RunParts, assemble, make_stepper, resume, trial_of
+from drivetrain.run.assemble import RunParts, assemble, make_stepper, resume, trial_of
+from drivetrain.run.changes import changes_since_start, keep_fingerprint
+from drivetrain.run.data_loading import division_of, make_loader, make_validator
 from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.memory_cap import (
@@ -68,6 +70,7 @@ from drivetrain.run.memory_cap import (
     lower_cap,
     tell_cap,
 )
+from drivetrain.run.model_factory import build_model, prepare_model
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
@@ -121,7 +124,7 @@ class _Start:
     changes: Sequence[str]  # in the job, since the checkpoint
 
 
-class _Run(Setup):
+class _Run(Session):
     """One call of `train` on one rank: builds the parts, runs the loop."""
 
     def train(self) -> Result:
@@ -131,8 +134,8 @@ class _Run(Setup):
             heed_cap(self)
             checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
             checkpoint = checkpointer.latest()
-            model = built or self.build()
-            changes = self.changes_since_start(model, folder, checkpoint.step if checkpoint else None)
+            model = built or build_model(self)
+            changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
             settle_weighting(self, model, checkpoint)
             self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():
@@ -163,7 +166,7 @@ class _Run(Setup):
         watches = self.config.watch.log_every != 0
         parts = assemble(
             self,
-            Prepared(*self.dressed(start.model)),
+            prepare_model(self, start.model),
             trial,
             loader.division,
             takes_weights=start.checkpoint is None,
@@ -203,7 +206,7 @@ class _Run(Setup):
         """Open the data and read the first batch, on which the weighting of the loss may depend."""
         job, checkpoint = self.job, start.checkpoint
         position = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
-        loader = self.loader(self.division(start.model), job.source, shuffle=job.shuffle, start=position)
+        loader = make_loader(self, division_of(self, start.model), job.source, shuffle=job.shuffle, start=position)
         first = loader.first(job.max_steps, job.epochs)
         refuse_unequal_orders(loader.fingerprint, self.world)
         settle_by_batch(self, start.model, first.batch, first.num_samples)
@@ -220,7 +223,7 @@ class _Run(Setup):
         recorder: Books | NoBooks,
     ) -> None:
         """Report what the run found out and decided."""
-        self.keep_fingerprint(start.folder)
+        keep_fingerprint(self, start.folder)
         tell_changes(start.changes, resumed_from, recorder)
         tell_notes(loader, recorder)
         tell_plain_optimizer(parts.optimizer, recorder)
@@ -342,7 +345,7 @@ class _Loop:
         job = self._run.job
         if job.valid is None:
             return None
-        validator = self._run.validator(self._loader.division.micro_batch)
+        validator = make_validator(self._run, self._loader.division.micro_batch)
         return Validation(
             validator, job.validate_every, job.best, job.early_stopping, self._parts.average, self._report_validation
         )

@@ -15,7 +15,8 @@ from drivetrain.plan.knobs import Way
 from drivetrain.plan.loss_weighting import Weighting
 from drivetrain.planning.first_steps import FirstSteps
 from drivetrain.recipes import with_job
-from drivetrain.run import Setup
+from drivetrain.run import Session
+from drivetrain.run.model_factory import build_model
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def _serve(job: Job, config: Config, request: dict[str, Any], questions: Iterator[Any], answers: int) -> None:
-    run = Setup.join(job, config, quiet=True)
+    run = Session.join(job, config, quiet=True)
     try:
         identity = request["identity"]
         mine = json.loads(json.dumps(run.job.identity()))
@@ -41,7 +42,7 @@ def _serve(job: Job, config: Config, request: dict[str, Any], questions: Iterato
             _tell(answers, {"error": f"a fresh process made another job of it: {', '.join(changed)} differ"})
             return
         run.weighting = Weighting.model_validate(request["weighting"])
-        steps = FirstSteps(run, run.build())
+        steps = FirstSteps(run, build_model(run))
         _tell(answers, {"ready": True})
         for question in questions:
             _tell(answers, _answer(steps, question))

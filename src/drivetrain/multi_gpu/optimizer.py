@@ -16,7 +16,8 @@ from drivetrain.multi_gpu.trainer import MultiGPUTrainer
 from drivetrain.multi_gpu.training_run import TrainingSpec
 from drivetrain.planning.batch_size import search_batch_size
 from drivetrain.report import write_report
-from drivetrain.run import Setup
+from drivetrain.run import Session
+from drivetrain.run.model_factory import build_model
 
 DEFAULT_PATIENCE = 10
 
@@ -84,13 +85,13 @@ class OptimizedTrainingOptimizer:
                 f"target_memory_usage is {target_memory_usage}", remedy="give a number above 0, up to 1, such as 0.8"
             )
         job, config, _ = self.multi_gpu_trainer.prepared(replace(self.spec, quiet=True))
-        setup = Setup.join(replace(job, model=copy.deepcopy(self.model)), config, quiet=True)
+        session = Session.join(replace(job, model=copy.deepcopy(self.model)), config, quiet=True)
         try:
-            found = search_batch_size(setup, setup.build(), target_memory_usage)
+            found = search_batch_size(session, build_model(session), target_memory_usage)
         finally:
-            setup.close_loaders()
-            setup.close()
-        if not self.spec.quiet and setup.world.is_main:
+            session.close_loaders()
+            session.close()
+        if not self.spec.quiet and session.world.is_main:
             say(f"batch size: {found.in_words()}")
         return found.fastest
 

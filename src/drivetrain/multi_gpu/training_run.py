@@ -21,7 +21,7 @@ from drivetrain.data.source import Source, source_of
 from drivetrain.job import EarlyStopping, Job, WarmupCosine
 from drivetrain.multi_gpu.notes import say
 from drivetrain.report import RunData
-from drivetrain.run.setup import given_on_command_line
+from drivetrain.run.command_context import given_on_command_line
 from drivetrain.strategies.activations import repeated_blocks
 
 MOST_WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1

@@ -11,9 +11,10 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning.probe import Journal, StepProbe
+from drivetrain.run.data_loading import make_loader
 from drivetrain.run.memory_needs import needs_of
-from drivetrain.run.model_traits import couples_samples
-from drivetrain.run.setup import Setup
+from drivetrain.run.model_factory import build_model, couples_samples
+from drivetrain.run.session import Session
 
 SECONDS_PER_SIZE, BUDGET_SECONDS = 0.15, 20.0
 EQUALLY_FAST = 0.03  # of such sizes the smallest is taken for a step, and the largest to divide one
@@ -49,7 +50,7 @@ class BatchSearch:
         return f"{self.fastest} is fastest (samples/s by size: {rates}; larger ones not tried: {self.ended})"
 
 
-def settle_global_batch(run: Setup) -> nn.Module | None:
+def settle_global_batch(run: Session) -> nn.Module | None:
     """Take the fastest batch as a device's part of a step, with --auto-batch-size where the batch size is not given.
 
     Returns the model that was built for it; None where there was nothing to find. Called by all ranks, before the run
@@ -57,7 +58,7 @@ def settle_global_batch(run: Setup) -> nn.Module | None:
     """
     if not run.config.batch.auto or not run.batch_by_rule or not run.config.plan.auto_optimize:
         return None
-    model = run.build()
+    model = build_model(run)
     why_not = why_not_searched(run)
     if why_not:
         return model  # told with the plan
@@ -66,7 +67,7 @@ def settle_global_batch(run: Setup) -> nn.Module | None:
     return model
 
 
-def with_micro_batch(run: Setup, model: nn.Module, planned: PlannedRun) -> PlannedRun:
+def with_micro_batch(run: Session, model: nn.Module, planned: PlannedRun) -> PlannedRun:
     """Return the same with the fastest micro-batch within a step, with --auto-batch-size. Called by all ranks."""
     if not run.config.batch.auto or planned.batch_size_found:
         return planned
@@ -78,7 +79,7 @@ def with_micro_batch(run: Setup, model: nn.Module, planned: PlannedRun) -> Plann
     return replace(planned.but(micro_batch=found.fastest), batch_size_found=words)
 
 
-def why_not_searched(run: Setup) -> str:
+def why_not_searched(run: Session) -> str:
     """Say why the batch size of a run cannot be measured; empty if it can. Known once the model is built."""
     if not run.config.plan.auto_optimize:
         return "measuring is switched off (--no-auto-optimize)"
@@ -94,7 +95,7 @@ def why_not_searched(run: Setup) -> str:
 
 
 def search_batch_size(
-    run: Setup, model: nn.Module, fraction: float, at_most: int | None = None, *, keeps_step: bool = False
+    run: Session, model: nn.Module, fraction: float, at_most: int | None = None, *, keeps_step: bool = False
 ) -> BatchSearch:
     """Measure forward, backward and optimizer step of batches that double in size. Called by all ranks together.
 
@@ -146,13 +147,13 @@ def search_batch_size(
     return BatchSearch(tuple(tried), ended, prefers_large=keeps_step)
 
 
-def _measured(run: Setup, model: nn.Module, size: int, *, keeps_step: bool) -> Measurement:
+def _measured(run: Session, model: nn.Module, size: int, *, keeps_step: bool) -> Measurement:
     job = run.job if keeps_step else replace(run.job, global_batch=size * run.world.size)
     probe = StepProbe(
         job,
         model,
         run.world,
-        lambda division: run.loader(division, job.source, shuffle=job.shuffle),
+        lambda division: make_loader(run, division, job.source, shuffle=job.shuffle),
         Journal(None),
         cudnn_benchmark=run.config.kernels.cudnn_benchmark,
     )
@@ -167,7 +168,7 @@ def _sizes(least: int, most: int) -> Iterator[int]:
     yield most
 
 
-def _forecast(run: Setup, model: nn.Module, most: int, limit: float) -> int:
+def _forecast(run: Session, model: nn.Module, most: int, limit: float) -> int:
     """Return the largest size that is forecast to fit; on a GPU the allocator counts, and nothing is forecast."""
     if run.world.device.type == "cuda":
         return most
@@ -178,6 +179,6 @@ def _forecast(run: Setup, model: nn.Module, most: int, limit: float) -> int:
     return max((size for size in _sizes(1, most) if line.peak_bytes(size) <= limit), default=0)
 
 
-def _free_bytes(run: Setup) -> int:
+def _free_bytes(run: Session) -> int:
     device = run.world.device
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

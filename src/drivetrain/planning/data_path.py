@@ -14,13 +14,13 @@ from drivetrain.data.resident import num_bytes_in_memory
 from drivetrain.data.resident_copy import probed
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path
-from drivetrain.run.setup import Setup
+from drivetrain.run.session import Session
 
 MOST_BATCHES, ENOUGH_SECONDS = 9, 0.5
 
 
 def measured_data_path(
-    run: Setup, micro_batch: int, step_seconds: float, steps_left: int | None, step_bytes: int = 0
+    run: Session, micro_batch: int, step_seconds: float, steps_left: int | None, step_bytes: int = 0
 ) -> Choice[DataPath] | None:
     """Measure how samples are best fetched, and decide. None where that cannot be measured.
 
@@ -37,7 +37,7 @@ def measured_data_path(
 
 
 def measure_data(
-    run: Setup, micro_batch: int, step_seconds: float, steps_left: int | None, step_bytes: int = 0
+    run: Session, micro_batch: int, step_seconds: float, steps_left: int | None, step_bytes: int = 0
 ) -> DataFigures | None:
     """Measure how long reading takes, and what the data takes in memory.
 
@@ -73,7 +73,7 @@ def measure_data(
     )
 
 
-def _spare_cores(run: Setup) -> int:
+def _spare_cores(run: Session) -> int:
     """Return the CPU cores that this rank can spare for loader processes.
 
     One stays for the training process; on a CPU most of them are for the model.

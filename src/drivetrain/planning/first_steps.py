@@ -15,8 +15,10 @@ from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits
-from drivetrain.run.assemble import Prepared, assemble, make_stepper, trial_of
-from drivetrain.run.setup import Setup
+from drivetrain.run.assemble import assemble, make_stepper, trial_of
+from drivetrain.run.data_loading import make_loader
+from drivetrain.run.model_factory import prepare_model
+from drivetrain.run.session import Session
 from drivetrain.strategies import SingleStrategy
 from drivetrain.strategies.loss_parts import LossParts
 
@@ -29,7 +31,7 @@ _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 class FirstSteps:
     """Runs the first steps of a run, way by way, in one process on one device. The run itself is not changed."""
 
-    def __init__(self, run: Setup, built: nn.Module) -> None:
+    def __init__(self, run: Session, built: nn.Module) -> None:
         self._run, self._built = run, built
         self._ready: dict[Way, Callable[[], object]] = {}  # runs one more step, for its time
 
@@ -70,15 +72,15 @@ class FirstSteps:
                     counts[way] = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(seconds, 1e-6))))
         return [statistics.median(times[way]) for way in ways]
 
-    def _once(self, run: Setup) -> Bits:
+    def _once(self, run: Session) -> Bits:
         way, job, world = run.way, run.job, World(device=run.world.device)
         self._ready.pop(way, None)
         division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, 1)
-        loader = run.loader(division, job.source, shuffle=job.shuffle)
+        loader = make_loader(run, division, job.source, shuffle=job.shuffle)
         first = loader.first(job.max_steps, job.epochs)
         parts = assemble(
             run,
-            Prepared(*run.dressed(copy.deepcopy(self._built))),
+            prepare_model(run, copy.deepcopy(self._built)),
             trial_of(run, first.batch, first.num_samples),
             division,
             make_strategy=lambda: SingleStrategy(world),

@@ -17,10 +17,9 @@ from drivetrain.plan import Choice, Pins, Settings, choose_settings
 from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, layouts
 from drivetrain.plan.pace import LEAST_OF_PEAK, MOST_OF_PEAK, sample_seconds
 from drivetrain.plan.plan import Forecast, Plan
+from drivetrain.run.job_settings import of_asked_length, refuse_other_batch
 from drivetrain.run.memory_needs import needs_of
-from drivetrain.run.model_factory import checked, make_model, refuse_lazy
-from drivetrain.run.model_traits import couples_samples
-from drivetrain.run.pinned import of_asked_length, refuse_other_batch
+from drivetrain.run.model_factory import checked, couples_samples, make_model, refuse_lazy
 
 ACCURACY = (
     "memory is that of an eager step, by counting its tensors on shapes alone; compiled steps take less, and what "

@@ -48,9 +48,10 @@ from drivetrain.planning.batch_size import with_micro_batch
 from drivetrain.planning.data_path import measured_data_path
 from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.planning.repeat import RepeatProbe
+from drivetrain.run.data_loading import make_loader
 from drivetrain.run.memory_needs import explained
-from drivetrain.run.model_traits import has_convolutions
-from drivetrain.run.setup import Setup
+from drivetrain.run.model_factory import has_convolutions
+from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled
 from drivetrain.strategies.sharding import forecast_local, layout_of
 
@@ -97,7 +98,7 @@ class PlanningProgress:
 
 
 def make_plan(
-    run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None = None
+    run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None = None
 ) -> PlannedRun:
     """Decide how steps are run and samples are fetched. Called by all ranks, with the model as it was built.
 
@@ -106,7 +107,7 @@ def make_plan(
     return _compilable(run, _planned(run, model, checkpoint, on_probe))
 
 
-def _planned(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None) -> PlannedRun:
+def _planned(run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_probe: OnProbe | None) -> PlannedRun:
     planned = run.planned
     if checkpoint is not None:
         recorded = run.recorded_way(checkpoint)
@@ -127,7 +128,7 @@ def _planned(run: Setup, model: nn.Module, checkpoint: Checkpoint | None, on_pro
         return replace(planned, plan=described(run, model, planned, None, why=f"by rule: {error.message}"))
 
 
-def _resumed(run: Setup, model: nn.Module, checkpoint: Checkpoint, way: Way) -> PlannedRun:
+def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: Way) -> PlannedRun:
     """Return what was followed before a checkpoint, with the way that it becomes by what is pinned now."""
     recorded = checkpoint.meta["plan"]
     data = recorded.get("data")
@@ -138,7 +139,7 @@ def _resumed(run: Setup, model: nn.Module, checkpoint: Checkpoint, way: Way) -> 
     return replace(planned, plan=described(run, model, planned, None, why=why, is_closed=True))
 
 
-def _with_division_kept(run: Setup, checkpoint: Checkpoint, planned: PlannedRun) -> PlannedRun:
+def _with_division_kept(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> PlannedRun:
     """Keep the checkpoint's micro-batch in another world or on another machine if it affects what is learnt."""
     held = run.weighting.holds_division
     if not held or "micro_batch" in run.pinned():
@@ -155,7 +156,7 @@ def _with_division_kept(run: Setup, checkpoint: Checkpoint, planned: PlannedRun)
     return replace(planned.but(micro_batch=now), keeps_micro_batch=True)
 
 
-def _compilable(run: Setup, planned: PlannedRun) -> PlannedRun:
+def _compilable(run: Session, planned: PlannedRun) -> PlannedRun:
     """Return the same run eagerly where `--compile` is asked for and no rank can compile.
 
     A plan that was measured compiles only what was seen to compile.
@@ -170,7 +171,7 @@ def _compilable(run: Setup, planned: PlannedRun) -> PlannedRun:
     return planned.not_compiled(why)
 
 
-def _why_resumed(run: Setup, checkpoint: Checkpoint, planned: PlannedRun) -> str:
+def _why_resumed(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> str:
     """Return what was kept of the checkpoint's plan, and what this start changed."""
     kept = f"as in the checkpoint of step {checkpoint.step}"
     before = Way.model_validate(checkpoint.meta["plan"]["way"])
@@ -189,7 +190,7 @@ def _why_resumed(run: Setup, checkpoint: Checkpoint, planned: PlannedRun) -> str
     return f"{'; '.join(told)}; else {kept}"
 
 
-def _why_not_measured(run: Setup, steps_done: int) -> str:
+def _why_not_measured(run: Session, steps_done: int) -> str:
     config, job = run.config, run.job
     if config.plan.file is not None:
         return f"pinned by {config.plan.file.name}"
@@ -206,12 +207,12 @@ def _why_not_measured(run: Setup, steps_done: int) -> str:
     return ""
 
 
-def _has_few_steps(run: Setup, steps_done: int) -> bool:
+def _has_few_steps(run: Session, steps_done: int) -> bool:
     return run.job.num_steps is not None and run.job.num_steps - steps_done < LEAST_STEPS
 
 
 def measured(
-    run: Setup,
+    run: Session,
     model: nn.Module,
     planned: PlannedRun,
     steps_done: int = 0,
@@ -239,7 +240,7 @@ def measured(
         job,
         model,
         world,
-        lambda division: run.loader(division, job.source, shuffle=job.shuffle),
+        lambda division: make_loader(run, division, job.source, shuffle=job.shuffle),
         Journal(cache.journal),
         cudnn_benchmark=run.config.kernels.cudnn_benchmark,
     )
@@ -307,7 +308,7 @@ def measured(
 
 
 def _repeatable(
-    run: Setup, model: nn.Module, tuned: Tuned, steps_done: int, cache: PlanCache, *, is_short_of_time: bool
+    run: Session, model: nn.Module, tuned: Tuned, steps_done: int, cache: PlanCache, *, is_short_of_time: bool
 ) -> tuple[Way, Repeatability]:
     """Return the way to follow, and whether it repeats bit by bit: tried, or as an earlier start found."""
     way, chosen, began = tuned.way, tuned.chosen, time.monotonic()
@@ -363,7 +364,7 @@ def _repeatable(
     return followed, found
 
 
-def _why_not_repeated(run: Setup, way: Way) -> str:
+def _why_not_repeated(run: Session, way: Way) -> str:
     """Return why it is not measured whether steps repeat; empty if it is."""
     if "repeat" in run.pinned() and way.repeat == "off":
         return "not measured: --repeatable off asks for the fastest kernels"
@@ -374,7 +375,7 @@ def _why_not_repeated(run: Setup, way: Way) -> str:
     return ""
 
 
-def _micro_batch_of_copies(run: Setup, way: Way, chosen: Measurement) -> int:
+def _micro_batch_of_copies(run: Session, way: Way, chosen: Measurement) -> int:
     """Return the largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
     if run.world.device.type != "cuda":
         return way.micro_batch
@@ -397,7 +398,7 @@ def _followed_instead(tuned: Tuned, way: Way, cost: float) -> Tuned:
     return tuned.model_copy(update={"way": way, "tried": (*tuned.tried, Tried(way=way, measurement=measured))})
 
 
-def _data_path(run: Setup, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
+def _data_path(run: Session, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
     """Measure the data path where reading matters; None leaves it as it is: in memory already, or by rule."""
     chosen = tuned.chosen
     if chosen is None or chosen.problem or run.residency.num_bytes or run.job.num_steps is None:
@@ -431,13 +432,13 @@ def _why_outdated(probe: StepProbe, tuned: Tuned, scope: Scope) -> str:
     return f"a step takes {remembered_rate / rate:.1f} times as long: {rate:,.0f} samples/s, not {remembered_rate:,.0f}"
 
 
-def _known(run: Setup, cache: PlanCache) -> dict[Way, Measurement]:
+def _known(run: Session, cache: PlanCache) -> dict[Way, Measurement]:
     """Return rank 0's cached measurements on all ranks: they measure the same ways or none."""
     found = [tried.model_dump(mode="json") for tried in cache.read()] if run.config.plan.cache else []
     return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
 
 
-def _scope(run: Setup, model: nn.Module, planned: PlannedRun, steps_done: int, *, is_short_of_time: bool) -> Scope:
+def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int, *, is_short_of_time: bool) -> Scope:
     config, device = run.config, run.world.device
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
@@ -457,7 +458,7 @@ def _scope(run: Setup, model: nn.Module, planned: PlannedRun, steps_done: int, *
     )
 
 
-def _why_fixed(run: Setup, planned: PlannedRun) -> str:
+def _why_fixed(run: Session, planned: PlannedRun) -> str:
     """Return why the micro-batch is not tuned; empty if it is free to be."""
     if planned.why_capped:
         return planned.why_capped
@@ -473,7 +474,7 @@ def _why_fixed(run: Setup, planned: PlannedRun) -> str:
     return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
 
 
-def _facts(run: Setup, model: nn.Module, planned: PlannedRun) -> KnobFacts:
+def _facts(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:
     """Return what the table of planned choices may ask for."""
     return KnobFacts(
         way=planned.way,
@@ -496,10 +497,10 @@ def _facts(run: Setup, model: nn.Module, planned: PlannedRun) -> KnobFacts:
 # What figures depend on
 
 
-def _key(run: Setup, model: nn.Module) -> str:
+def _key(run: Session, model: nn.Module) -> str:
     job, config = run.job, run.config
     division = Division(job.num_samples or 1, job.global_batch or 1, 1, run.world.size)
-    first = run.loader(division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
+    first = make_loader(run, division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
     sections = ("precision", "kernels", "memory", "batch", "data", "compile", "distributed")
     return key_of_facts({
         "modules": [(name, type(module).__qualname__) for name, module in model.named_modules()],
@@ -534,7 +535,7 @@ def _sources(things: Iterable[Any]) -> list[str]:
 
 
 def described(
-    run: Setup,
+    run: Session,
     model: nn.Module,
     planned: PlannedRun,
     tuned: Tuned | None,
@@ -596,7 +597,7 @@ def described(
     return plan.not_captured(facts.why_not_captured) if is_in_vain else plan
 
 
-def _loss(run: Setup) -> LossPlan | None:
+def _loss(run: Session) -> LossPlan | None:
     """Return how losses are weighted, where that was examined."""
     found = run.weighting
     if not found.reason:
@@ -633,7 +634,7 @@ def _repeat_costs(planned: PlannedRun) -> tuple[str, ...]:
     )
 
 
-def _validation_seconds(run: Setup, tuned: Tuned | None) -> float | None:
+def _validation_seconds(run: Session, tuned: Tuned | None) -> float | None:
     """Estimate the seconds of all validations of the job: they are neither compiled nor captured, as steps may be."""
     job = run.job
     every = job.steps_per_epoch if job.validate_every == "epoch" else job.validate_every
@@ -648,7 +649,7 @@ def _validation_seconds(run: Setup, tuned: Tuned | None) -> float | None:
     return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
 
 
-def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
+def _data_choices(run: Session, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
     """Return how samples reach the device: as measured, else as it is now, else by rule."""
     if data is not None and data.value.resident:
         return {"data.resident": Choice(value="on", reason=data.reason, alternatives=data.alternatives)}
@@ -664,7 +665,7 @@ def _data_choices(run: Setup, data: Choice[DataPath] | None) -> dict[str, Choice
     }
 
 
-def _strategy(run: Setup, model: nn.Module) -> Choice[str]:
+def _strategy(run: Session, model: nn.Module) -> Choice[str]:
     if run.shards:
         layout = layout_of(model, shares_experts=run.experts is not None)
         reason = f"{run.strategy_choice.reason}; {layout.in_words()}"
@@ -691,7 +692,7 @@ def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
     )
 
 
-def _memory_of_shards(run: Setup, model: nn.Module) -> MemoryForecast:
+def _memory_of_shards(run: Session, model: nn.Module) -> MemoryForecast:
     """Forecast the memory of rank 0, whose shard is never the smaller one, with as many experts as any rank has.
 
     Blocks that are gathered in turn count as workspace.
@@ -711,7 +712,7 @@ def _verified(tuned: Tuned | None) -> int | None:
     return None if plain is None else plain.peak_bytes or None
 
 
-def _run_peak(run: Setup, chosen: Measurement | None) -> int | None:
+def _run_peak(run: Session, chosen: Measurement | None) -> int | None:
     """Return the peak of the run, with the copy that background saves make of the state if there is room for it."""
     if chosen is None or not chosen.peak_bytes:
         return None
@@ -741,7 +742,7 @@ def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
     )
 
 
-def _does_not_fit(run: Setup, model: nn.Module, way: Way, tried: list[Tried]) -> DrivetrainError:
+def _does_not_fit(run: Session, model: nn.Module, way: Way, tried: list[Tried]) -> DrivetrainError:
     """Return the error for a model that does not fit: what takes how much memory, and the remedies."""
     failed = [one.way for one in tried if one.measurement.out_of_memory]
     return explained(
@@ -757,6 +758,6 @@ def _does_not_fit(run: Setup, model: nn.Module, way: Way, tried: list[Tried]) ->
     )
 
 
-def _free_bytes(run: Setup) -> int:
+def _free_bytes(run: Session) -> int:
     device = run.world.device
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

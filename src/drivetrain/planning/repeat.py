@@ -27,7 +27,8 @@ from drivetrain.core.untouched import untouched
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits, RepeatTrial
 from drivetrain.planning.first_steps import FirstSteps
-from drivetrain.run.setup import Setup, target_to_rerun
+from drivetrain.run.command_context import target_to_rerun
+from drivetrain.run.session import Session
 
 CHILD = "drivetrain.commands.repeat_child"
 LONGEST_SECONDS = 600.0  # that a process may take for one answer
@@ -41,7 +42,7 @@ class ChildError(Exception):
 class Child:
     """A fresh process that makes the job again, and answers questions about its first steps."""
 
-    def __init__(self, run: Setup, target: str, folder: Path) -> None:
+    def __init__(self, run: Session, target: str, folder: Path) -> None:
         folder.mkdir()
         self._log = folder / "output.txt"
         theirs_in, self._to = os.pipe()
@@ -113,7 +114,7 @@ class Child:
 class RepeatProbe:
     """Provides `attempt` and `cost_of` for `plan.repeat`."""
 
-    def __init__(self, run: Setup, model: nn.Module, micro_batch: int) -> None:
+    def __init__(self, run: Session, model: nn.Module, micro_batch: int) -> None:
         """Prepare the probe. `micro_batch` samples fit several times: two processes run at the same time."""
         self._run, self._model, self._micro_batch = run, model, micro_batch
         self._target = target_to_rerun()

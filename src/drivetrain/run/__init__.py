@@ -1,5 +1,6 @@
 """One run on one rank, for every kind of training loop: its setup, and the records that are written about it."""
 
+from drivetrain.run.command_context import configured, done_instead, last_one_finished, note_end, num_trained
 from drivetrain.run.init_from import take_weights, write_down
 from drivetrain.run.recorder import (
     open_books,
@@ -14,14 +15,14 @@ from drivetrain.run.recorder import (
 )
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
 from drivetrain.run.saver import Saves, State
-from drivetrain.run.setup import SOURCE, Setup, configured, done_instead, last_one_finished, note_end, num_trained
+from drivetrain.run.session import SOURCE, Session
 
 __all__ = [
     "CHECKPOINTS",
     "SOURCE",
     "Result",
     "Saves",
-    "Setup",
+    "Session",
     "State",
     "Which",
     "checkpoint_of",

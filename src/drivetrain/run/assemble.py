@@ -6,7 +6,7 @@ is what is trained.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,18 +25,11 @@ from drivetrain.loop import CapturedStepper, Stepper, make_capturable
 from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.phases import NoClock, PhaseClock
 from drivetrain.run.init_from import take_weights
-from drivetrain.run.setup import Setup
+from drivetrain.run.model_factory import Prepared, called_loss_of
+from drivetrain.run.session import Session
 from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyParts, Trial
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.loss_parts import LossParts
-
-
-class Prepared(NamedTuple):
-    """A model as it is run, and its optimizer."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    called_model: Callable[..., Any] | None = None  # what the loss function gets instead: the model compiled
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class RunParts:
 
 
 def assemble(
-    run: Setup,
+    run: Session,
     prepared: Prepared,
     trial: Trial,
     division: Division,
@@ -89,7 +82,7 @@ def assemble(
     job, world = run.job, world or run.world
     model, optimizer, called_model = prepared
     watch = ParameterWatch(model)
-    called_loss = run.called_loss() if loss is None else None
+    called_loss = called_loss_of(run) if loss is None else None
     taken = None
     if takes_weights and job.init_from is not None:
         taken = take_weights(job.init_from, model, world, run.experts)
@@ -141,12 +134,12 @@ def assemble(
     )
 
 
-def trial_of(run: Setup, batch: Any, num_samples: int) -> Trial:
+def trial_of(run: Session, batch: Any, num_samples: int) -> Trial:
     """Return a batch from the loader as a trial on the run's device."""
     return Trial(to_device(batch, run.world.device, channels_last=run.channels_last), num_samples)
 
 
-def resume(run: Setup, parts: RunParts, checkpoint: Checkpoint | None) -> int:
+def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:
     """Load a checkpoint, if there is one. Return how many steps were done before."""
     if checkpoint is None:
         return 0
@@ -157,7 +150,7 @@ def resume(run: Setup, parts: RunParts, checkpoint: Checkpoint | None) -> int:
 
 
 def make_stepper(
-    run: Setup,
+    run: Session,
     parts: RunParts,
     *,
     world: World | None = None,

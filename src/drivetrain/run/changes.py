@@ -20,12 +20,14 @@ from drivetrain.core.code_fingerprint import (
     is_own,
     module_fingerprints,
 )
-from drivetrain.core.run_folder import as_row
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import RunFolder, as_row
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.same_samples import Glance, are_steady, difference, glance
 from drivetrain.data.source import Source, source_of
 from drivetrain.data.stream import key_of
 from drivetrain.job import Constant, Job, WarmupCosine
+from drivetrain.run.session import Session
 
 FILE = "fingerprint.json"
 NUM_SAMPLES, SECONDS = 8, 0.25  # of each data set
@@ -155,3 +157,32 @@ def _some(names: list[str]) -> str:
     if len(names) > _MOST_NAMED:
         return f"{', '.join(shown)} and {len(names) - _MOST_NAMED} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
+def changes_since_start(run: Session, model: nn.Module, folder: RunFolder | None, step: int | None) -> list[str]:
+    """Return what has changed in the job since the run was begun; refused on all ranks with `--strict`.
+
+    `step`: that of the checkpoint it goes on from; None for a new run. The model: as the user made it.
+    """
+    found = list[str]()
+    if folder is not None:
+        with torch.random.fork_rng(devices=[]):
+            now = Fingerprint(run.job, model)
+        before = None if step is None else read_fingerprint(run.path)
+        found = [] if before is None else now.changes_since(before)
+        run.fingerprint = as_text(now)
+    if step is None or not run.config.run.strict:
+        return found
+    found = list(run.world.agree(found))
+    if found:
+        raise DrivetrainError(
+            f"the job has changed since step {step} of {run.path} was saved, and --strict is set: {'; '.join(found)}",
+            remedy="use the code and data it was begun with, another --name for a new run, or leave --strict out",
+        )
+    return found
+
+
+def keep_fingerprint(run: Session, folder: RunFolder | None) -> None:
+    """Record the job as it is now, once its checkpoint was loaded: a job that cannot go on leaves no trace."""
+    if folder is not None:
+        folder.write(FILE, run.fingerprint)

@@ -30,8 +30,8 @@ from drivetrain.monitor.recorder import Books, NoBooks
 from drivetrain.plan.loss_kind import Finding
 from drivetrain.plan.loss_weighting import Weighting, weighting_of
 from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
-from drivetrain.run.model_traits import couples_samples
-from drivetrain.run.setup import Setup
+from drivetrain.run.model_factory import couples_samples
+from drivetrain.run.session import Session
 from drivetrain.strategies.kinds.data_parallel import part_of
 
 FEWEST_SAMPLES, MOST_SAMPLES = 10, 16
@@ -45,7 +45,7 @@ BATCH_NORM = "batch normalisation couples the samples of a batch"
 BEFORE = "the run was begun by a version that weighted every scalar loss by samples"
 
 
-def settle_weighting(run: Setup, model: nn.Module, checkpoint: Checkpoint | None) -> None:
+def settle_weighting(run: Session, model: nn.Module, checkpoint: Checkpoint | None) -> None:
     """Set `run.weighting`: recorded, asked for, or measured where samples can be had by number. All ranks call it."""
     asked = run.config.batch.loss_weighting
     if checkpoint is not None:
@@ -74,7 +74,7 @@ def recorded_weighting(checkpoint: Checkpoint) -> Weighting:
     return Weighting.model_validate(recorded) if recorded else Weighting(reason=BEFORE)
 
 
-def settle_by_batch(run: Setup, model: nn.Module, batch: Any, num_samples: int) -> None:
+def settle_by_batch(run: Session, model: nn.Module, batch: Any, num_samples: int) -> None:
     """Set `run.weighting` from the first batch of data that has no numbers. All ranks call it."""
     if run.weighs_first_batch:
         run.weighs_first_batch = False
@@ -82,7 +82,7 @@ def settle_by_batch(run: Setup, model: nn.Module, batch: Any, num_samples: int) 
         _refuse_unfound(run)
 
 
-def _refuse_unfound(run: Setup) -> None:
+def _refuse_unfound(run: Session) -> None:
     if run.config.batch.loss_weighting == "tokens" and run.weighting.by != "tokens":
         raise DrivetrainError(
             f"--loss-weighting tokens: the loss is not a mean over a count of the batch ({run.weighting.reason})",
@@ -90,13 +90,13 @@ def _refuse_unfound(run: Setup) -> None:
         )
 
 
-def _measured_by_rank_0(run: Setup, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
+def _measured_by_rank_0(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
     """Measure on rank 0 and agree."""
     found = _measured(run, model, parts) if run.world.is_main else None
     return Weighting.model_validate(run.world.agree(None if found is None else found.model_dump(mode="json")))
 
 
-def _measured(run: Setup, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
+def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
     couples = BATCH_NORM if couples_samples(model) else ""
     device = next((parameter.device for parameter in model.parameters()), run.world.device)
     why_not = _why_not_here(run, model, device)
@@ -126,7 +126,7 @@ def _measured(run: Setup, model: nn.Module, parts: Callable[[], Parts]) -> Weigh
     return found.model_copy(update={"reason": words, "holds_division": couples or words})
 
 
-def _why_not_here(run: Setup, model: nn.Module, device: torch.device) -> str:
+def _why_not_here(run: Session, model: nn.Module, device: torch.device) -> str:
     if device.type == "meta":
         return "rank 0 does not hold the whole model"
     num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -162,7 +162,7 @@ class _UncountedLoss:
 # Samples
 
 
-def _first_samples(run: Setup) -> list[int]:
+def _first_samples(run: Session) -> list[int]:
     """Return the first samples of the global order: the same on any number of ranks."""
     job = run.job
     order = job.source.order(job.global_batch or 1, job.seed, shuffle=job.shuffle)
@@ -171,7 +171,7 @@ def _first_samples(run: Setup) -> list[int]:
     return found
 
 
-def _parts_by_number(run: Setup, numbers: Sequence[int]) -> Parts:
+def _parts_by_number(run: Session, numbers: Sequence[int]) -> Parts:
     """Make a batch and its parts with the job's own collate function, from samples that count differently."""
     job = run.job
     source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
@@ -236,7 +236,7 @@ class LossWatch:
     """
 
     def __init__(
-        self, run: Setup, loader: Loader, model: nn.Module, stepper: Stepper, tell: Callable[[], None]
+        self, run: Session, loader: Loader, model: nn.Module, stepper: Stepper, tell: Callable[[], None]
     ) -> None:
         self._run, self._loader, self._model, self._stepper, self._tell = run, loader, model, stepper, tell
         self._host = _host_world(run.world)
@@ -317,7 +317,7 @@ def _host_world(world: World) -> World:
 
 
 def watched(
-    run: Setup, loader: Loader, model: nn.Module, stepper: Stepper, books: Books | NoBooks
+    run: Session, loader: Loader, model: nn.Module, stepper: Stepper, books: Books | NoBooks
 ) -> Callable[[int], None] | None:
     """Return the function called before each step: the loss watch, where one is needed, and the recorder's."""
     weighting, others = run.weighting, books.before_step
@@ -333,7 +333,7 @@ def watched(
     return before_step
 
 
-def look_at_all(run: Setup, loader: Loader, model: nn.Module) -> None:
+def look_at_all(run: Session, loader: Loader, model: nn.Module) -> None:
     """Look for samples that tell open explanations apart in data that is in memory, and decide by them."""
     fetch = loader.from_memory
     if not run.weighting.others or fetch is None:
@@ -362,7 +362,7 @@ def _telling_samples(weighting: Weighting, fetch: Callable[[Tensor], Any], num_s
     return found[:MOST_SAMPLES]
 
 
-def tell_weighting(run: Setup, books: Books | NoBooks) -> None:
+def tell_weighting(run: Session, books: Books | NoBooks) -> None:
     """Report a loss that is not a plain mean over samples, and what that means for the run."""
     weighting, job, lines = run.weighting, run.job, list[str]()
     if weighting.by != "samples" and weighting.reason != "asked for":

@@ -16,7 +16,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.monitor.recorder import Books, NoBooks
 from drivetrain.run.result import CHECKPOINTS
-from drivetrain.run.setup import Setup
+from drivetrain.run.session import Session
 
 FILE = "memory.json"
 _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or _OF_THE_HOST in str(error)
 
 
-def heed_cap(run: Setup) -> None:
+def heed_cap(run: Session) -> None:
     """Follow smaller micro-batches if earlier ones ran out of memory. Collective, once the folder is claimed."""
     found = run.world.agree(_read(run) if run.world.is_main else None)
     if found is not None and found["micro_batch"] < run.way.micro_batch:
@@ -35,14 +35,14 @@ def heed_cap(run: Setup) -> None:
         run.follow(replace(run.planned.but(micro_batch=found["micro_batch"]), why_capped=why))
 
 
-def tell_cap(run: Setup, books: Books | NoBooks) -> None:
+def tell_cap(run: Session, books: Books | NoBooks) -> None:
     why = run.planned.why_capped
     if why:
         books.event("micro-batch capped", words=why, micro_batch=run.way.micro_batch)
         books.say(f"  memory     {why}: now {run.way.micro_batch}, and a step stays what it was")
 
 
-def lower_cap(run: Setup, error: BaseException) -> None:
+def lower_cap(run: Session, error: BaseException) -> None:
     """Have the next start take half the micro-batch; an error where there is nothing to halve."""
     before, held = run.way.micro_batch, run.weighting.holds_division
     if held:
@@ -58,7 +58,7 @@ def lower_cap(run: Setup, error: BaseException) -> None:
     write_atomically(run.path / FILE, json.dumps(facts) + "\n", f".{run.world.rank}")
 
 
-def can_go_on_here(run: Setup) -> bool:
+def can_go_on_here(run: Session) -> bool:
     """Return whether this process can start over: every changed state is in a checkpoint, or can be made again."""
     job = run.job
     if run.world.size > 1 or not job.source.is_keyed:
@@ -66,7 +66,7 @@ def can_go_on_here(run: Setup) -> bool:
     return has_checkpoint(run) or not (isinstance(job.model, nn.Module) or job.hooks)
 
 
-def has_checkpoint(run: Setup) -> bool:
+def has_checkpoint(run: Session) -> bool:
     return any((run.path / CHECKPOINTS).glob("step-*/manifest.json"))
 
 
@@ -77,7 +77,7 @@ def give_memory_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _read(run: Setup) -> dict[str, int] | None:
+def _read(run: Session) -> dict[str, int] | None:
     """Return the cap that was found with this device and world; None if there is none."""
     try:
         found = json.loads((run.path / FILE).read_text(encoding="utf-8"))

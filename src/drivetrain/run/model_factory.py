@@ -1,21 +1,171 @@
-"""Builds the user's model under a host-memory limit, to fail with an error instead of being OOM-killed."""
+"""Makes the model of a run: builds it under a host-memory limit, and prepares it for the way its steps are run.
+
+The limit makes a model that cannot fit fail with an error, instead of the process being OOM-killed.
+"""
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.units import format_bytes
 from drivetrain.plan.held import num_bytes
+from drivetrain.run.memory_needs import explained
+from drivetrain.run.session import Session
+from drivetrain.run.sharing import strategy_for
+from drivetrain.strategies import ShardOptions, SharedExperts
+from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.base import LossFunction
+from drivetrain.strategies.compiling import compile_named, compile_options, compiled
+from drivetrain.strategies.recurrent import split_recurrent_dropout
+from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 
 MOST = 0.95  # of the memory: the process itself needs some, too
+
+
+class Prepared(NamedTuple):
+    """A model as it is run, and its optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    called_model: Callable[..., Any] | None = None  # what the loss function gets instead: the model compiled
+
+
+def build_model(run: Session) -> nn.Module:
+    """Make the model as the user defines it, on its device unless it is going to be sharded."""
+    torch.manual_seed(run.job.seed)  # the same weights on every rank, and in every run of this seed
+    made, notes = unwrapped(_made(run))
+    for note in () if run.quiet else notes:
+        print(f"drivetrain: {note}", file=sys.stderr)
+    refuse_lazy(made)
+    _refuse_meta(run, made)
+    num_weights = sum(parameter.numel() for parameter in made.parameters())
+    run.choose_strategy(strategy_for(run.config.distributed.strategy, made, run.job, run.world), num_weights)
+    if run.shards:
+        refuse_uncuttable(made)
+        if run.spec.shares_experts:
+            run.experts = SharedExperts(made, run.world, run.peak_tflops())
+        return made.train()  # where it was made: no more than a block at a time comes to the device
+    if run.spec.keeps_on_host(run.config):
+        return made.train()  # likewise: weight by weight
+    try:
+        return made.to(run.world.device).train()
+    except torch.OutOfMemoryError as error:
+        free, fraction = torch.cuda.mem_get_info(run.world.device)[0], run.config.memory.gpu_fraction
+        raise explained(
+            run.job, made, run.way.precision, str(run.world.device), free, fraction, num_devices=run.num_devices
+        ) from error
+
+
+def prepare_model(run: Session, model: nn.Module) -> Prepared:
+    """Prepare a model that was built for the way that is followed."""
+    if run.channels_last and not run.shards:  # shards are rows, one after the other
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if run.config.distributed.sync_batchnorm and run.world.size > 1:
+        if run.world.device.type != "cuda":
+            raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    fixed = run.way.repeat != "off"
+    if run.config.compile.only and run.way.compile_mode is not None:
+        compile_named(model, run.config.compile.only, run.way.compile_mode, fixed=fixed)
+    elif run.shards and run.way.compile_mode is not None:
+        compile_blocks(model, run.way.compile_mode, shares_experts=run.experts is not None, fixed=fixed)
+    if run.way.splits_recurrent_dropout:
+        split_recurrent_dropout(model)
+    if run.way.recompute:
+        blocks = recompute(model)
+        if not blocks and "memory.activations" in run.config.foreign:
+            if not run.quiet:
+                words = "gradient checkpointing: the model has no repeated blocks to recompute; none is"
+                print(f"drivetrain: {words}", file=sys.stderr)
+        elif not blocks and run.settings.activations.pinned:
+            raise DrivetrainError(
+                "no repeated blocks were found in the model, so there is nothing to recompute block by block",
+                remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
+            )
+    if run.shards:
+        run.sharded = shard(model, run.world, _shard_options(run.config), run.precision, run.experts)
+    optimizer = run.job.make_optimizer(model)
+    if run.sharded is not None:
+        run.sharded.take_over(optimizer)
+    if run.experts is not None:
+        run.experts.cut_state(optimizer)
+    return Prepared(model, optimizer)
+
+
+def callable_model(run: Session) -> Prepared:
+    """Return the model as it is run, its optimizer, and what the loss function calls instead if it is compiled."""
+    model, optimizer, _ = prepare_model(run, build_model(run))
+    if not run.shards:
+        model = model.to(run.world.device)
+    if run.way.compile_mode is None or run.shards:
+        return Prepared(model, optimizer)
+    how = compile_options(run.way.compile_mode, fixed=run.way.repeat != "off")
+    return Prepared(model, optimizer, torch.compile(model, **how))
+
+
+def called_loss_of(run: Session) -> LossFunction | None:
+    """Return what is called in place of the loss function where it is compiled, with the model inside."""
+    # Of a sharded model, blocks are compiled.
+    is_whole = run.way.compile_mode is not None and not run.shards and not run.config.compile.only
+    if not is_whole:
+        return None
+    return compiled(run.job.loss, run.way.compile_mode or "default", fixed=run.way.repeat != "off")
+
+
+def couples_samples(model: nn.Module) -> bool:
+    """Return whether samples of a batch influence each other: then the micro-batch decides what is learnt."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)) for module in model.modules())
+
+
+def _made(run: Session) -> nn.Module:
+    given = run.job.model
+    if isinstance(given, nn.Module):
+        return given
+    if run.cuts(run.config.distributed.strategy):
+        return checked(build(given, run.world))
+    return make_model(given, run.hardware.memory.total_bytes)
+
+
+def _refuse_meta(run: Session, made: nn.Module) -> None:
+    """Refuse meta tensors, except on other ranks than the main one of a sharded model: they get values later."""
+    if isinstance(run.job.model, nn.Module) or not run.cuts(run.config.distributed.strategy):
+        refuse_meta(made)
+        return
+    problem = None
+    try:
+        if run.world.is_main:
+            refuse_meta(made)
+    except DrivetrainError as error:
+        problem = {"message": error.message, "remedy": error.remedy}
+    problem = run.world.agree(problem)
+    if problem is not None:
+        raise DrivetrainError(problem["message"], remedy=problem["remedy"])
+
+
+def _shard_options(config: Config) -> ShardOptions:
+    return ShardOptions(
+        offload=config.distributed.fsdp_offload,
+        cast=config.distributed.fsdp_cast,
+        accumulate=config.distributed.fsdp_accumulate,
+        broadcast_buffers=config.distributed.broadcast_buffers,
+        reduces_unused=config.distributed.find_unused_parameters,
+    )
 
 
 def make_model(factory: Callable[[], Any], total_bytes: int) -> nn.Module:

@@ -25,7 +25,9 @@ from drivetrain.core.units import GIB
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.same_samples import READING_SECONDS, Glance, are_steady, difference, glance
+from drivetrain.data.source import source_of
 from drivetrain.hardware import Hardware
+from drivetrain.job import Job
 
 SKIP = "DRIVETRAIN_SKIP_PREFLIGHT"
 TIMEOUT_SECONDS = 60.0
@@ -46,6 +48,20 @@ class Preflight:
 
 def is_wanted(config: Config, world: World) -> bool:
     return world.size > 1 and not config.distributed.skip_preflight and not os.environ.get(SKIP)
+
+
+def run_preflight(job: Job, config: Config, hardware: Hardware, world: World, script: str) -> Preflight | None:
+    """Check before anything large is made that the ranks mean the same run and reach each other.
+
+    Returns None where that is not wanted.
+    """
+    if not is_wanted(config, world):
+        return None
+    sources = {"training": job.source}
+    if job.valid is not None:
+        sources["validation"] = source_of(job.valid)
+    data = {name: KeyedItems(source.dataset, job.seed) for name, source in sources.items() if not source.is_iterable}
+    return preflight(world, config, hardware, job.identity(), script, config.distributed.timeout_seconds, data)
 
 
 def preflight(

@@ -16,11 +16,11 @@ from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import Books, NoBooks, RunFacts, RunPlan
-from drivetrain.run.setup import Setup
+from drivetrain.run.session import Session
 
 
 def open_books(
-    run: Setup,
+    run: Session,
     folder: RunFolder | None,
     loader: Loader,
     resumed_from: int,
@@ -119,7 +119,7 @@ def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
     tell_plain_steps(optimizer, tell)
 
 
-def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
+def tell_repeatable(run: Session, books: Books | NoBooks) -> None:
     """Report whether steps repeat bit by bit, where that was measured, or is unknown on a device where they may not."""
     found = run.planned.repeatability
     books.event("repeatable", **found.as_plain())
@@ -128,7 +128,7 @@ def tell_repeatable(run: Setup, books: Books | NoBooks) -> None:
         books.say(f"  repeats    {words}{escape(found.reason)}")
 
 
-def tell_batch_size(run: Setup, books: Books | NoBooks) -> None:
+def tell_batch_size(run: Session, books: Books | NoBooks) -> None:
     """Report what --auto-batch-size found, or why it found nothing."""
     found = run.planned.batch_size_found
     if found:
@@ -136,7 +136,7 @@ def tell_batch_size(run: Setup, books: Books | NoBooks) -> None:
         books.say(f"  batch size {escape(found)}")
 
 
-def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
+def tell_sharding(run: Session, books: Books | NoBooks) -> None:
     """Report how the model was sharded, and why."""
     sharded = run.sharded
     if sharded is not None:
@@ -152,7 +152,7 @@ def tell_sharding(run: Setup, books: Books | NoBooks) -> None:
         books.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
 
 
-def tell_strategy(run: Setup, books: Books | NoBooks) -> None:
+def tell_strategy(run: Session, books: Books | NoBooks) -> None:
     """Report what the strategy itself has to say."""
     description = run.description
     if description is not None:
@@ -160,7 +160,7 @@ def tell_strategy(run: Setup, books: Books | NoBooks) -> None:
         books.say(description.line)
 
 
-def _gpus(run: Setup) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
+def _gpus(run: Session) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
     """Return this rank's GPU; those of all ranks on this machine; and how many ranks those are.
 
     Ranks may count GPUs differently; UUIDs are the same.

@@ -16,7 +16,7 @@ from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.held import Held, forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
-from drivetrain.run.pinned import plan_anew
+from drivetrain.run.job_settings import plan_anew
 from drivetrain.strategies.registry import strategy_spec
 from drivetrain.strategies.spec import refuse_without_package
 

@@ -1,0 +1,123 @@
+"""Settles a job by what the configuration says: its global batch, its length, when it saves, validates and stops."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from drivetrain.config import Config
+from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.run_folder import is_finished, read_job
+from drivetrain.core.world import World
+from drivetrain.job import EarlyStopping, Job
+from drivetrain.plan import Settings
+
+
+def settled_job(
+    job: Job, config: Config, settings: Settings, world: World, num_devices: int, folder: Path
+) -> tuple[Job, bool]:
+    """Return the job with its global batch and what the configuration says of its length, of saving and validating.
+
+    Args:
+        job: The job as the user gave it.
+        config: The configuration of the run.
+        settings: What the rules chose for this machine.
+        world: The ranks, which agree on the global batch.
+        num_devices: The devices of the whole run.
+        folder: The run's folder, where an earlier start recorded the global batch.
+
+    Returns:
+        The job, and whether the samples of a step are by rule: neither given, asked for, nor recorded.
+    """
+    recorded = read_job(folder).get("global_batch")
+    is_new = not recorded or is_finished(folder)
+    is_asked = config.batch_asked.is_set or config.plan_pins.global_batch is not None
+    by_rule = bool(world.agree(job.global_batch is None and is_new and not is_asked))
+    global_batch = job.global_batch or world.agree(
+        _global_batch(job, config, settings, num_devices, folder) if world.is_main else None
+    )
+    job = replace(
+        of_asked_length(job, config),
+        global_batch=global_batch,
+        checkpoint_every=config.checkpoint.every or job.checkpoint_every,
+        keep_last=config.checkpoint.keep_last or job.keep_last,
+        init_from=config.checkpoint.init_from or job.init_from,
+        ema=config.optimizer.ema or job.ema,
+        valid_every=config.validation.every or job.valid_every,
+        valid_batch=config.validation.batch_size or job.valid_batch,
+        early_stopping=_early_stopping(job, config),
+    )
+    refuse_other_batch(config, job.global_batch or 0)
+    _refuse_small_product(config, job.global_batch or 0, num_devices)
+    return job, by_rule
+
+
+def _refuse_small_product(config: Config, global_batch: int, num_devices: int) -> None:
+    """Raise where micro-batch × accumulation × devices is less than a step of the job has."""
+    size, accumulation = config.batch.size, config.batch.accumulation
+    if config.batch.auto or not size or not accumulation or size * accumulation * num_devices >= global_batch:
+        return
+    source = config.plan_pins.lines.get("batch.size", "")
+    remedy = "leave --accumulation-steps out: it follows from the others"
+    if source:
+        remedy = f"take batch.accumulation out: it follows from the others; or {plan_anew(config)}"
+    raise ConfigError([
+        Problem(
+            "batch.size" if source else "--batch-size",
+            f"{size} × {accumulation} × {num_devices} devices do not hold the {global_batch} samples "
+            "that a step of this job has",
+            size,
+            source,
+            remedy=remedy,
+        )
+    ])  # fmt: skip
+
+
+def _early_stopping(job: Job, config: Config) -> EarlyStopping | None:
+    patience = config.validation.patience
+    if patience is None:
+        return job.early_stopping
+    return replace(job.early_stopping or EarlyStopping(metric=job.best.metric, mode=job.best.mode), patience=patience)
+
+
+def _global_batch(job: Job, config: Config, settings: Settings, num_devices: int, folder: Path) -> int:
+    """Return the global batch recorded at the first start; else as asked for, as planned in a file, or by rule.
+
+    Asked for and by rule, it is micro-batch × accumulation × devices.
+    """
+    recorded = read_job(folder).get("global_batch")
+    if recorded and not is_finished(folder):
+        return int(recorded)
+    asked, planned = config.batch_asked, config.plan_pins.global_batch
+    if planned is not None and not asked.is_set:
+        return planned
+    size, accumulation = asked.size or (job.default_batch if asked.is_set else None), asked.accumulation
+    micro = size or settings.micro_batch.value
+    product = micro * (accumulation or (1 if size else settings.accumulation.value)) * num_devices
+    return min(product, job.num_samples or product) if size is None and accumulation is None else product
+
+
+def of_asked_length(job: Job, config: Config) -> Job:
+    """Return the job with the length of `epochs` and `max_steps`; where they are not set, the job's own."""
+    budget = config.budget
+    if job.length_is_read or not (budget.epochs or budget.max_steps):
+        return job
+    try:
+        return replace(job, epochs=budget.epochs or job.epochs, max_steps=budget.max_steps or job.max_steps)
+    except ConfigError as error:  # the job itself was all right
+        names = {"Job.epochs": "budget.epochs", "Job.max_steps": "budget.max_steps"}
+        raise ConfigError([
+            replace(problem, key=names.get(problem.key, problem.key), source="the configuration of this run")
+            for problem in error.problems
+        ]) from None  # fmt: skip
+
+
+def refuse_other_batch(config: Config, global_batch: int) -> None:
+    """Raise where the plan was made for steps of another size: its choices say nothing of this job then."""
+    planned, file = config.plan_pins.global_batch, config.plan.file
+    if planned is not None and planned != global_batch:
+        message = f"{file}: it is a plan for steps of {planned} samples, and a step of this job has {global_batch}"
+        raise ConfigError([Problem("--plan", message, str(file), remedy=plan_anew(config))])
+
+
+def plan_anew(config: Config) -> str:
+    """Return a remedy that always helps."""
+    return f"plan anew, with the flags of this run: `drivetrain plan TARGET --out {config.plan.file}`"
