@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.core.records import Reading
 from drivetrain.loop import Stepper
+from drivetrain.loop.read_back import Reading
 
 Place = tuple[type, str]  # a class, and the name of its method
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from drivetrain import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.core.records import Noted, TableRow, _Sent
 from drivetrain.loop import CapturedStepper, capture, in_flight, trainer
+from drivetrain.loop.read_back import DeviceResultTable, TableRow, _Sent
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import Session, assemble
 from drivetrain.strategies import SingleStrategy
@@ -244,8 +244,8 @@ def test_the_host_does_little_for_most_steps(
     def reading(self: trainer.Trainer, count: int) -> Any:
         entries = [*self._in_flight._entries]
         read, left = entries[:count], entries[count:]
-        notes = [enqueued.reading.note for enqueued in read]  # none of the first, which were not replayed
-        assert all(note is None or note.sent is not left[-1].reading.note.sent for note in notes)
+        notes = [enqueued.reading.rows for enqueued in read]  # none of the first, which were not replayed
+        assert all(note is None or note.sent is not left[-1].reading.rows.sent for note in notes)
         assert sum(enqueued.num_steps for enqueued in left) >= 50 - 20
         assert not any(enqueued.travels_with(read[-1]) for enqueued in left), "what travels together is read together"
         num_at_once.extend(enqueued.num_steps for enqueued in read)
@@ -297,7 +297,7 @@ class Simulated:
     def __init__(self, captures: Captures, monkeypatch: pytest.MonkeyPatch, step_seconds: float) -> None:
         self.now = time.perf_counter()
         self.done = 0.0  # when it is done with all that it was given
-        send, take = Noted.send, _Sent.take
+        send, take = DeviceResultTable.send, _Sent.take
         arrives: dict[_Sent, float] = {}
         device = self
 
@@ -306,7 +306,7 @@ class Simulated:
                 super().__call__(body)
                 return device.give
 
-        def sending(noted: Noted) -> None:
+        def sending(noted: DeviceResultTable) -> None:
             notes = [*noted._unsent]
             send(noted)
             for note in notes:
@@ -327,7 +327,7 @@ class Simulated:
         monkeypatch.setattr(CapturedStepper, "_warm_up", warming_up)
         monkeypatch.setattr(time, "perf_counter", self.look)
         captures.recorder = Given
-        monkeypatch.setattr(Noted, "send", sending)
+        monkeypatch.setattr(DeviceResultTable, "send", sending)
         monkeypatch.setattr(_Sent, "take", taking)
 
     def look(self) -> float:

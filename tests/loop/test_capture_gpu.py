@@ -15,9 +15,10 @@ from torch.utils.data import TensorDataset
 
 from drivetrain import LossSum
 from drivetrain.core.precision import Precision
-from drivetrain.core.records import PinnedSlots, Reading, StepOutcome
+from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.loop import CapturedStep, CapturedStepper, CudaRecorder, capture, make_capturable, own_stream
+from drivetrain.loop.read_back import PinnedSlots, Reading
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.lr_on_device import put_rates_on_device
 from tests.api.jobs import Mlp, Trained, Variant, run, vector_loss

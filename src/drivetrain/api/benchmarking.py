@@ -13,7 +13,6 @@ from torch import nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.records import Reading
 from drivetrain.core.synchronize import synchronize
 from drivetrain.core.untouched import untouched
 from drivetrain.core.value import Value
@@ -21,6 +20,7 @@ from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Division, Place
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
+from drivetrain.loop.read_back import Reading
 from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import make_clock
 from drivetrain.run import Session

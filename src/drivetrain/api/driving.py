@@ -59,10 +59,10 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
-from drivetrain.run.assemble import Prepared, assemble, make_stepper, resume
+from drivetrain.run.assemble import assemble, make_stepper, resume
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.data_loading import division_of, make_loader
-from drivetrain.run.model_factory import callable_model
+from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.saver import Saves
 from drivetrain.strategies import Trial
 from drivetrain.strategies.base import around_forward, check_objective

@@ -9,7 +9,7 @@ All of it is on one stream that is not CUDA's default (`own_stream`): that one c
 step to step reaches a replay through memory: the batch is copied into place, or is gathered by the replay itself from
 resident data, whose `Window` says which samples are next; the learning rate is on the device (`strategies.rates`); the
 generators' seeds are read when a replay begins. A step on resident data enqueues nothing but the replay: it writes its
-results into a table on the device, and the host copies many rows at once (`core.records.Noted`).
+results into a table on the device, and the host copies many rows at once (`core.records.DeviceResultTable`).
 """
 
 import threading
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import Noted, StepOutcome, TableRow
+from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.resident import Resident, Rows, Window
 from drivetrain.loop.python_state import State, changes, generators_state, python_state
+from drivetrain.loop.read_back import DeviceResultTable, TableRow
 from drivetrain.loop.static_inputs import NotStaticError, signature, with_tensors
 from drivetrain.loop.stepper import Stepper
 from drivetrain.monitor.phases import DATA, STEP
@@ -53,24 +54,24 @@ class _Passage(NamedTuple):
     resident: Resident
     window: Window
     offsets: Tensor  # of its samples, from the window's place
-    noted: Noted
+    results: DeviceResultTable
     num_samples: int
 
     def record(self, learn: Callable[[Any], StepOutcome]) -> StepOutcome:
         outcome = learn(self.resident.gather(self.window.chosen(self.offsets)))
-        self.noted.keep(self.window.place, outcome)
+        self.results.keep(self.window.place, outcome)
         self.window.place.add_(self.num_samples)
         return outcome
 
     def begin(self, start: int, most: int) -> TableRow:
         """Prepare for up to `most` replays from sample `start` on, each on the samples after the previous one's."""
-        note = self.noted.expect(start, most, self.num_samples)
+        rows = self.results.expect(start, most, self.num_samples)
         self.window.go_to(start)
-        return note
+        return rows
 
-    def end(self, note: TableRow, count: int) -> None:
+    def end(self, rows: TableRow, count: int) -> None:
         """Record that `count` of the replays were enqueued."""
-        self.noted.cut(note, count)
+        self.results.cut(rows, count)
         self.window.passed(count * self.num_samples)
 
 
@@ -79,7 +80,9 @@ def _passage_of(batch: Any, num_part_values: int) -> _Passage | None:
         return None
     window, device = batch.window, batch.window.place.device
     offsets = torch.arange(batch.count, device=device)
-    return _Passage(batch.resident, window, offsets, Noted(len(window.numbers), device, num_part_values), batch.count)
+    return _Passage(
+        batch.resident, window, offsets, DeviceResultTable(len(window.numbers), device, num_part_values), batch.count
+    )
 
 
 class CapturedStep:
@@ -145,13 +148,13 @@ class CapturedStep:
         passage, replay, follow, count = self._passage, self._replay, self._strategy.follow, 0
         assert passage is not None
         assert self._outcome is not None
-        note = passage.begin(start, most)
+        rows = passage.begin(start, most)
         for _ in begins:
             replay()
             follow()
             count += 1
-        passage.end(note, count)
-        return self._outcome._replace(note=note)
+        passage.end(rows, count)
+        return self._outcome._replace(rows=rows)
 
     def show_gradients(self) -> None:
         for parameter, gradient in self._gradients:
@@ -340,9 +343,9 @@ class CapturedStepper(Stepper):
     def go_on(self, stretch: Stretch, begins: Iterable[int]) -> StepOutcome:
         assert self._last is not None
         outcome = self._last.step.go_on(stretch.start, stretch.num_steps, self._seeded(begins))
-        assert outcome.note is not None
-        self._num_replays += outcome.note.count
-        self._num_steps += outcome.note.count
+        assert outcome.rows is not None
+        self._num_replays += outcome.rows.count
+        self._num_steps += outcome.rows.count
         self.clock.lap(STEP)
         return outcome
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain.core.records import PinnedSlots, Reading, StepOutcome, Values
+from drivetrain.core.records import StepOutcome
 from drivetrain.data.division import Place
+from drivetrain.loop.read_back import PinnedSlots, Reading, Values
 from drivetrain.monitor.phases import PhaseClock
 
 # The read-back batch and the in-flight window of steps with a result table, in seconds and in steps at most. The host
@@ -34,8 +35,8 @@ class Enqueued:
 
     def travels_with(self, other: "Enqueued") -> bool:
         """Return whether both results reach the host in one copy: reading one then waits for the other, too."""
-        note, beside = self.reading.note, other.reading.note
-        return note is not None and beside is not None and note.sent is not None and note.sent is beside.sent
+        rows, beside = self.reading.rows, other.reading.rows
+        return rows is not None and beside is not None and rows.sent is not None and rows.sent is beside.sent
 
 
 class ReadStep(NamedTuple):
@@ -86,22 +87,22 @@ class InFlight:
         row there, or in another table, such as an epoch's last, changes nothing.
         """
         entries = self._entries
-        note, before = entries[-1].reading.note, entries[-2].reading.note if len(entries) > 1 else None
-        if before is not None and note is not None and before.noted is not note.noted:
-            before.noted.send()  # now, right after that step: later, reading it would wait for all steps after it, too
-        note = note or before
-        if note is None:
+        rows, before = entries[-1].reading.rows, entries[-2].reading.rows if len(entries) > 1 else None
+        if before is not None and rows is not None and before.table is not rows.table:
+            before.table.send()  # now, right after that step: later, reading it would wait for all steps after it, too
+        rows = rows or before
+        if rows is None:
             return len(entries) - 1
         together, window = self.num_read_back, _num_within(IN_FLIGHT_SECONDS, self._seconds, MOST_IN_FLIGHT)
-        if note.noted.num_unsent >= together:
-            note.noted.send()
+        if rows.table.num_unsent >= together:
+            rows.table.send()
         num_due, left = 0, self._num_steps
         if left < window + together:
             return 0
         for enqueued in entries:
             left -= enqueued.num_steps
             # Results in the same copy as the last one arrive together with it.
-            if left < window or (enqueued.reading.note is not None and enqueued.reading.note.sent is note.sent):
+            if left < window or (enqueued.reading.rows is not None and enqueued.reading.rows.sent is rows.sent):
                 break
             num_due += 1
         while 0 < num_due < len(entries) - 1 and entries[num_due].travels_with(entries[num_due - 1]):
@@ -111,23 +112,23 @@ class InFlight:
     def read(self, count: int) -> Iterator[ReadStep]:
         """Yield the steps of the oldest `count` entries; blocks until the device has finished them."""
         # Plain loops: this runs in every step, and each call costs a microsecond, as the step evicts it from cache.
-        entries, taken, found, num_steps, are_noted = self._entries, [], [], 0, False
+        entries, taken, found, num_steps, are_replays = self._entries, [], [], 0, False
         asked = time.perf_counter()
         for _ in range(count):
             enqueued = entries.popleft()
             taken.append(enqueued)
             found.append(enqueued.reading.all_values())  # the host waits until the device has done them
             num_steps += enqueued.num_steps
-            are_noted |= enqueued.reading.note is not None
+            are_replays |= enqueued.reading.rows is not None
         now = time.perf_counter()
         self._clock.waited(now - asked)
         self._num_steps -= num_steps
         # Where the host is far ahead, the time when it enqueued a step says nothing about how long the step took.
         began, ended = max(taken[0].began, self._read_until), taken[-1].ended
-        if are_noted or not ended > began:
+        if are_replays or not ended > began:
             ended = now
         # Some remaining entries are done, too; their share of the time is attributed now, not when they are read.
-        num_done = sum(left.num_steps for left in entries if left.travels_with(taken[-1])) if are_noted else 0
+        num_done = sum(left.num_steps for left in entries if left.travels_with(taken[-1])) if are_replays else 0
         num_timed = num_steps + num_done - self._num_done
         self._num_done = num_done
         if num_timed > 0:

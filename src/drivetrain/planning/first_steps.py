@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.records import Reading
 from drivetrain.core.synchronize import synchronize
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
+from drivetrain.loop.read_back import Reading
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits
 from drivetrain.run.assemble import assemble, make_stepper, trial_of

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain.core.records import Noted, PartLoss, PartTotals, Reading, StepOutcome, StepRecord
+from drivetrain.core.records import PartLoss, PartTotals, StepOutcome, StepRecord
+from drivetrain.loop.read_back import DeviceResultTable, Reading
 
 CPU = torch.device("cpu")
 NUMBERS = st.floats() | st.integers(-(10**6), 10**6)
@@ -43,7 +44,7 @@ def outcome(value: Tensor, norm: Tensor | None = None, num_items: Any = 4.0) -> 
 )
 def test_what_is_noted_is_what_is_read(windows: list[list[int]], together: int, norms: bool) -> None:
     """Windows of steps of any sizes: places grow within one, and begin anew with the next."""
-    noted, readings, expected = Noted(64, CPU), [], []
+    table, readings, expected = DeviceResultTable(64, CPU), [], []
     number = 0
     for sizes in windows:
         place = 0
@@ -51,12 +52,12 @@ def test_what_is_noted_is_what_is_read(windows: list[list[int]], together: int, 
             number += 1
             norm = torch.tensor(float(-number)) if norms else None
             found = outcome(torch.tensor(float(number)), norm)
-            readings.append(Reading(found._replace(note=noted.expect(place)), CPU))
-            noted.keep(torch.tensor([place]), found)
+            readings.append(Reading(found._replace(rows=table.expect(place)), CPU))
+            table.keep(torch.tensor([place]), found)
             expected.append((2.0 * number, 4.0, 0.0, -number if norms else None, 0.0, None))
             place += size
-            if noted.num_unsent >= together:
-                noted.send()
+            if table.num_unsent >= together:
+                table.send()
     assert [reading.values() for reading in readings] == expected
     assert [reading.values() for reading in readings] == expected, "they can be asked again"
 
@@ -71,45 +72,45 @@ def test_of_a_stretch_each_step_is_read(
     stretches: list[tuple[int, int]], size: int, together: int, length: int
 ) -> None:
     """Steps alone and several in a row, of which only some are begun; over the ends of windows."""
-    noted, readings, expected = Noted(length, CPU), [], []
+    table, readings, expected = DeviceResultTable(length, CPU), [], []
     place = number = 0
     for most, fewer in stretches:
         if place + most * size > length:
             place = 0
-        note, count = noted.expect(place, most, size), max(0, most - fewer)
+        note, count = table.expect(place, most, size), max(0, most - fewer)
         if not count:  # a wish to stop came first; the note is nobody's
-            noted.cut(note, 0)
-            assert note not in noted._unsent
+            table.cut(note, 0)
+            assert note not in table._unsent
             continue
         found = outcome(torch.tensor(0.0))
         for begun in range(count):
             number += 1
             found = outcome(torch.tensor(float(number)))
-            noted.keep(torch.tensor([place + begun * size]), found)
-        noted.cut(note, count)
+            table.keep(torch.tensor([place + begun * size]), found)
+        table.cut(note, count)
         expected.append([(2.0 * n, 4.0, 0.0, None, 0.0, None) for n in range(number - count + 1, number + 1)])
-        readings.append(Reading(found._replace(note=note), CPU))
+        readings.append(Reading(found._replace(rows=note), CPU))
         place += count * size
-        if noted.num_unsent >= together:
-            noted.send()
-            assert noted.num_unsent == 0
+        if table.num_unsent >= together:
+            table.send()
+            assert table.num_unsent == 0
     assert [reading.all_values() for reading in readings] == expected
 
 
 def test_a_count_that_only_the_device_knows_is_noted_too() -> None:
-    noted = Noted(8, CPU)
+    table = DeviceResultTable(8, CPU)
     found = outcome(torch.tensor(3.0, dtype=torch.float64), num_items=torch.tensor(5))
-    noted.keep(torch.tensor([2]), found)
-    reading = Reading(found._replace(note=noted.expect(2)), CPU)
+    table.keep(torch.tensor([2]), found)
+    reading = Reading(found._replace(rows=table.expect(2)), CPU)
     assert reading.is_there(0.0)
     assert reading.values() == (6.0, 5.0, 0.0, None, 0.0, None)
 
 
 def test_a_single_number_keeps_its_bits() -> None:
-    noted = Noted(4, CPU)
+    table = DeviceResultTable(4, CPU)
     value = torch.tensor(1 / 3)
-    noted.keep(torch.tensor([0]), outcome(value))
-    assert noted.expect(0).take() == [[float(value)]]
+    table.keep(torch.tensor([0]), outcome(value))
+    assert table.expect(0).take() == [[float(value)]]
 
 
 def test_named_parts_are_noted_however_many_there_are() -> None:
@@ -117,8 +118,8 @@ def test_named_parts_are_noted_however_many_there_are() -> None:
     named = PartTotals(torch.arange(20, dtype=torch.float64), reader)
     for norm in (None, torch.tensor(2.5)):
         found = StepOutcome([], 4.0, 0.0, norm, named=named)
-        noted = Noted(8, CPU, num_part_values=20)
-        noted.keep(torch.tensor([3]), found)
+        table = DeviceResultTable(8, CPU, num_part_values=20)
+        table.keep(torch.tensor([3]), found)
         expected = (0.0, 4.0, 0.0, None if norm is None else 2.5, 0.0, (reader, [float(n) for n in range(20)]))
-        assert Reading(found._replace(note=noted.expect(3)), CPU).values() == expected
+        assert Reading(found._replace(rows=table.expect(3)), CPU).values() == expected
         assert Reading(found, CPU).values() == expected
