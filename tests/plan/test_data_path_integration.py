@@ -113,7 +113,7 @@ def test_tensors_under_a_sampler(setup_on: Any) -> None:
 def test_what_cannot_be_measured_goes_by_rule(setup_on: Any, data: Any) -> None:
     setup = setup_on(data)
     assert decided(setup, step_seconds=1e-4, steps_left=10_000) is None
-    assert loader_of(setup).resident is None
+    assert setup.planned.data_path is None
 
 
 def test_a_refusal_that_only_shows_when_all_is_read_does_not_stop_the_run(
