@@ -7,10 +7,10 @@ JOBS ?= 3
 HERE := not gpu and not soak and not slurm and not deepspeed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slurm test-deepspeed lint bench soak clean
+.PHONY: help install demo test test-slurm test-deepspeed lint docs docs-serve bench soak clean
 
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP)  ## the virtual environment in .venv, with the tested versions
 
@@ -36,6 +36,13 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or reference fails (make test builds it, too)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: $(STAMP)  ## the same on http://127.0.0.1:8000, built again whenever a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+
 bench: $(STAMP)  ## measure, and write JSON with machine and versions to benchmarks/results
 	@$(BIN)/python -m benchmarks
 
@@ -51,4 +58,4 @@ test-deepspeed: $(STAMP)  ## training with DeepSpeed, which is installed for it 
 	@$(BIN)/python -m pytest -m deepspeed
 
 clean:  ## remove the virtual environment and caches (never the runs)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

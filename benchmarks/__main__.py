@@ -1,6 +1,6 @@
 """`make bench`, or `python -m benchmarks [NAME ...]`: run the benchmarks, print and keep their results.
 
-`python -m benchmarks table` writes the kept results to docs/benchmarks.md.
+`python -m benchmarks table` writes the kept results to docs/benchmarks/index.md.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from drivetrain.recipes.darkroom.scores import SCORES, DarkroomScores, draw, rea
 
 SEEDS = 3
 FOLDER = Path("runs") / "benchmarks" / "recipes" / "darkroom"
-DOCS = Path(__file__).parents[1] / "docs"
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
 
 
 def measure_plain() -> dict[str, list[float]]:
@@ -41,7 +41,7 @@ def _measure(context: str) -> dict[str, list[float]]:
     name = "_".join(
         ["darkroom", *(["two_region"] if context != "plain" else []), *(["full"] if size == "full" else [])]
     )
-    draw(DOCS / f"{name}.png", runs, f"darkroom, {size} size, {context} context, {SEEDS} seeds")
+    draw(PICTURES / f"{name}.png", runs, f"darkroom, {size} size, {context} context, {SEEDS} seeds")
     every = [run.summary() for run in runs]
     return {
         f"{size} size: part of the optimum, last sixth of the episodes (%)": [

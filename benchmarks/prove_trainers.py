@@ -2,7 +2,7 @@
 
 `python -m benchmarks prove-trainers [--only accelerate,hf]` runs every trainer in a process of its own and keeps the
 verdicts; `python -m benchmarks.prove_trainers NAME` runs one and prints them. What it found is on
-docs/prove-trainers.md; `benchmarks/prove_trainers_by_hand.py` shows the same without the prover.
+docs/benchmarks/prove-trainers.md; `benchmarks/prove_trainers_by_hand.py` shows the same without the prover.
 """
 
 import json

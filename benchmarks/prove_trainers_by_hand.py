@@ -1,4 +1,4 @@
-"""What docs/prove-trainers.md says of other trainers, shown without the prover: only torch and the trainer itself.
+"""Shows what docs/benchmarks/prove-trainers.md claims without the prover: only torch and the trainer itself.
 
 `python -m benchmarks.prove_trainers_by_hand [NAME ...]` runs each claim in a process of its own (two with torchrun) and
 prints what it saw. The model has one weight, and SGD with a learning rate of 1 makes the step its gradient.

@@ -11,7 +11,7 @@ from drivetrain.recipes.chest_xray_data import HEADS
 
 SEEDS = 3
 FOLDER = Path("runs") / "benchmarks" / "recipes"
-DOCS = Path(__file__).parents[1] / "docs"
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
 ANSWERS = {f"valid_accuracy_{head}": f"{head} accuracy" for head in HEADS} | {
     "valid_auroc_chexpert_macro": "chexpert AUROC"
 }
@@ -24,7 +24,7 @@ def measure_email_sequence() -> dict[str, list[float]]:
     }
     ceilings = {"ceiling": generated_emails.ceiling(), "bag-of-words ceiling": generated_emails.bag_of_words_ceiling()}
     _draw(
-        DOCS / "email_sequence.png",
+        PICTURES / "email_sequence.png",
         {name: [[100 * row["valid_accuracy"] for row in rows] for rows, _ in runs] for name, runs in curves.items()},
         {name: 100 * value for name, value in ceilings.items()},
         "held-out emails classified correctly (%)",
@@ -53,7 +53,7 @@ def measure_image_pairs() -> dict[str, list[float]]:
     for key, words in (("swap_consistency", "same answer in both orders (%)"), ("accuracy", "accuracy (%)")):
         values = {name: [[100 * row[f"valid_{key}"] for row in rows] for rows in runs] for name, runs in curves.items()}
         limits = {"ceiling": limit} if key == "accuracy" else {}
-        _draw(DOCS / f"image_pairs_{key}.png", values, limits, f"held-out pairs: {words}")
+        _draw(PICTURES / f"image_pairs_{key}.png", values, limits, f"held-out pairs: {words}")
         samples |= {f"{name}: {words}": [run[-1] for run in runs] for name, runs in values.items()}
     return samples
 
@@ -82,7 +82,7 @@ def measure_chest_xray_vqa() -> dict[str, list[float]]:
         if name == "sees-both":
             curves = {names[head]: [[100 * row[key] for row in rows]] for head, key in keys.items()}
             limit = {"ceiling of the accuracy": 100 * ceilings[name]["binary"]}
-            _draw(DOCS / "chest_xray_vqa.png", curves, limit, "held-out questions and labels (%)")
+            _draw(PICTURES / "chest_xray_vqa.png", curves, limit, "held-out questions and labels (%)")
     return samples
 
 
@@ -112,7 +112,7 @@ def _draw_full(runs: dict[str, list[dict[str, Any]]]) -> None:
     def draw(picture: str, curves: dict[str, tuple[str, str]], limits: dict[str, float], label: str) -> None:
         values = {shown: [[100 * row[key] for row in runs[name]]] for shown, (name, key) in curves.items()}
         shown_limits = {shown: 100 * limit for shown, limit in limits.items()}
-        _draw(DOCS / f"{picture}_full.png", values, shown_limits, label)
+        _draw(PICTURES / f"{picture}_full.png", values, shown_limits, label)
 
     curves = {"bilstm": ("email-sequence", "valid_accuracy")}
     curves["bag-of-words"] = ("email-sequence, bag-of-words", "valid_accuracy")

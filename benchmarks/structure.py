@@ -1,6 +1,6 @@
 """Prints how the source code is built: `python -m benchmarks.structure`.
 
-The figures are those that docs/decisions.md compares before and after a change of structure: how long functions and
+docs/how-it-works/decisions.md compares these figures before and after a change of structure: how long functions and
 classes are, which public class names stand for two things, which docstrings have no subject, how many files there are.
 """
 

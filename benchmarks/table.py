@@ -1,11 +1,11 @@
-"""docs/benchmarks.md, as far as it is figures: written from the kept results, never by hand."""
+"""docs/benchmarks/index.md, as far as it is figures: written from the kept results, never by hand."""
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "index.md"
 RESULTS = Path(__file__).parent / "results"
 BEGIN = "<!-- begin: written by `python -m benchmarks table` -->"
 END = "<!-- end -->"
@@ -22,7 +22,7 @@ def filled(text: str, results: Path = RESULTS) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"docs/benchmarks.md has no lines {BEGIN} and {END}")
+        raise SystemExit(f"docs/benchmarks/index.md has no lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{tables(results)}\n{END}{after}"
 
 

@@ -31,7 +31,8 @@ LAYERS = (
 ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
 
 # The only places that may load modules late: the root, the command table, plugins and studies; and the processes of
-# `verify`, whose parent must stay free of torch (docs/decisions.md); and `prove`, which imports what its processes did.
+# `verify`, whose parent must stay free of torch (docs/how-it-works/decisions.md); and `prove`, which imports what its
+# processes did.
 MAY_LOAD_LATE = {
     "__init__.py", "cli.py", "launch/worker.py", "core/plugins.py", "core/studies.py", "proving/processes.py",
     "verify/child.py", "verify/zygote.py",

@@ -1,5 +1,6 @@
 """What the documents show is true: Python blocks run, commands and flags exist, links lead somewhere."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,7 @@ from drivetrain.config import SETTINGS
 from tests import warm_python
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -71,17 +72,37 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_table_of_settings_is_whole() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     rows = {row[0]: row for row in re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", text, re.MULTILINE)}
     assert set(rows) == {setting.name for setting in SETTINGS}
     for setting in SETTINGS:
         assert all(f"`{alias}`" in rows[setting.name][1] for alias in setting.aliases), setting.name
 
 
-def test_the_wrong_input_of_the_readme_is_what_is_printed() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_wrong_input_that_is_shown_is_what_is_printed() -> None:
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     command, _, expected = next(body for kind, body in BLOCK.findall(text) if kind == "text").partition("\n")
     words = shlex.split(command.removeprefix("$ "))[1:]
     done = warm_python.run(["-m", "drivetrain", *words])
     assert done.returncode == 2
     assert done.stderr == expected
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_figures_of_the_first_screen_are_the_kept_results(page: str) -> None:
+    rows = re.findall(
+        r"^\| .*?, ((?:1,000 )?)\w+/s \|(.*)\| `python -m benchmarks ([\w-]+)` \|$",
+        (ROOT / page).read_text("utf-8"),
+        re.M,
+    )
+    assert len(rows) == 3
+    for thousands, cells, benchmark in rows:
+        kept = json.loads((ROOT / f"benchmarks/results/{benchmark}-h200.json").read_text("utf-8"))["competitors"]
+        rates = {name: each["rate"]["median"] / (1000 if thousands else 1) for name, each in kept.items()}
+        by_hand = max(rate for name, rate in rates.items() if kept[name]["what"].startswith("by hand"))
+        expected = [rates["ours"], by_hand, rates.get("lightning-default"), rates.get("accelerate-default")]
+        for cell, rate in zip(cells.split("|"), expected, strict=True):
+            assert (cell.strip() == "") == (rate is None), (benchmark, cell)
+            if rate is not None:
+                digits = len(cell.strip().partition(".")[2])
+                assert cell.strip() == f"{rate:,.{digits}f}", (benchmark, cell, rate)

@@ -1,4 +1,4 @@
-"""What docs/from-the-guides.md promises: every command of its tables exists, and those that need no GPU run."""
+"""What docs/guide/from-the-guides.md promises: every command of its tables exists, and those that need no GPU run."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from tests.config.test_dialects import ACCELERATE, BLOCK, GPU_CONFIG, MULTI_GPU
 from tests.launch.test_launchers_integration import SCRIPT
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/from-the-guides.md").read_text("utf-8")
+PAGE = (ROOT / "docs/guide/from-the-guides.md").read_text("utf-8")
 ROW = re.compile(r"^\|(?P<there>[^|]+)\| `(?P<here>[^`]+)` \|$", re.MULTILINE)
 ROWS = [(row["there"].strip(), row["here"]) for row in ROW.finditer(PAGE)]
 SHORT = ("drivetrain check", "drivetrain train image-pairs --max_steps 2")

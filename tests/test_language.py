@@ -16,7 +16,7 @@ QUAINT = re.compile(r"\b(mend(s|ed)?|is said|one's own|nobody|whoever)\b", re.IG
 
 def test_no_page_or_message_has_quaint_words() -> None:
     root = SOURCE.parents[1]
-    pages = [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "examples").iterdir(), *SOURCE.rglob("*.py")]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").iterdir(), *SOURCE.rglob("*.py")]
     found = [
         f"{path.relative_to(root)}:{number}: {match[0]}"
         for path in pages

@@ -480,7 +480,7 @@ def test_two_lines_of_data_and_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def scripts_of_the_page() -> tuple[str, str]:
     """The plain script, and the changes to it."""
-    text = (Path(__file__).parents[2] / "docs" / "drive.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "own-loop.md").read_text(encoding="utf-8")
     return tuple(re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)[0] for kind in ("python", "diff"))  # type: ignore[return-value]
 
 

@@ -84,7 +84,7 @@ def ragged_loop(seed: int, epochs: int) -> tuple[list[float], dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for epoch in range(epochs):
-        seed_all(key_of(seed, epoch))  # as docs/data.md says of samplers: what they draw is keyed by (seed, epoch)
+        seed_all(key_of(seed, epoch))  # docs/guide/data.md: what samplers draw is keyed by (seed, epoch)
         for batch in list(Ragged()):
             optimizer.zero_grad()
             columns = (torch.stack(column) for column in zip(*(vectors[index] for index in batch), strict=True))

@@ -173,7 +173,7 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     (kept,) = (tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb")
     assert (tmp_path / "suite" / "wandb.id").read_text().strip() in kept.name
 
-    # Each part of the loss is a curve in both, under the names of docs/training.md.
+    # Each part of the loss is a curve in both, under the names of docs/guide/training.md.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "suite" / "tensorboard")).Reload()

@@ -19,7 +19,7 @@ EXAMPLES = (
     "drivetrain prove train.py --full   three processes, every division, six kills",
     "drivetrain prove mine:job --json   the certificate for a program to read",
     "drivetrain prove train.py --trainer accelerate   the same job, trained by Accelerate",
-    "exit code 0: nothing failed; 1: something did. How to read it: docs/prove.md",
+    "exit code 0: nothing failed; 1: something did. How to read it: docs/guide/prove.md",
 )
 
 

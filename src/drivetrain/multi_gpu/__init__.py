@@ -1,6 +1,7 @@
 """Several GPUs with explicit control: the interface of common multi-GPU training scripts, over drivetrain's own parts.
 
-`drivetrain.train` needs none of it. It is for scripts that are written against these names; see docs/multi-gpu.md.
+`drivetrain.train` needs none of it. It is for scripts that are written against these names
+(docs/guide/multi-gpu-trainer.md).
 """
 
 from drivetrain.multi_gpu.config import MultiGPUConfig

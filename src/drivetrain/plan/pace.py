@@ -1,6 +1,6 @@
 """Estimates how fast a machine that is not here may train: by FLOPs and data sheets, as a range."""
 
-# The part of the data sheet's rate that training reaches: ResNet-50 and GPT-2 on an H200 (docs/benchmarks.md).
+# The part of the data sheet's rate that training reaches: ResNet-50 and GPT-2 on an H200 (docs/benchmarks/index.md).
 LEAST_OF_PEAK, MOST_OF_PEAK = 0.15, 0.45
 SLOWEST_LINK = 10e9  # bytes per second between GPUs without NVLink, nothing overlapped
 RECOMPUTING = 4 / 3  # forward once more

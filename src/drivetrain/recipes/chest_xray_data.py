@@ -97,7 +97,7 @@ def read_questions(root: Path) -> XraySet:
     if not root.is_dir():
         raise ConfigError([Problem("--data", f"{root} is no folder", str(root), remedy="give the folder above files/")])
     _check_layout(root, bad)
-    remedy = "--data takes the folder of MIMIC-CXR-JPG that holds files/; docs/chest-xray-vqa.md shows the layout"
+    remedy = "--data takes the folder of MIMIC-CXR-JPG that holds files/: docs/guide/recipes/chest-xray-vqa.md"
     bad.raise_if_any(remedy)
     entries = _entries(root / QUESTIONS, bad)
     labels, num_uncertain, num_missing = _labels(root / CHEXPERT, bad)
@@ -127,7 +127,7 @@ def read_questions(root: Path) -> XraySet:
             sides[side].append(Question(image, text, list(HEADS).index(head), answer, grade, known))
     if not bad.count and not sides["train"]:
         bad.add(root / QUESTIONS, f"none of its {len(entries):,} questions can be trained on")
-    bad.raise_if_any("correct these entries, or remove them; docs/chest-xray-vqa.md shows what is read")
+    bad.raise_if_any("correct these entries, or remove them; docs/guide/recipes/chest-xray-vqa.md shows what is read")
     without_labels = sum(study not in labels for study, image in images.items() if image)
     lines = _in_words(types, no_image, num_uncertain, num_missing, without_labels, len(sides["test"]))
     counts = {
