@@ -17,6 +17,10 @@ from tests.gloo_pool import gloo_pool
 
 __all__ = ["gloo_pool"]
 
+# Rewriting the asserts of all tests takes longer than importing torch: even where bytecode is not wanted
+# (PYTHONDONTWRITEBYTECODE), it is kept here, in `__pycache__`; child processes write none.
+sys.dont_write_bytecode = False
+
 # Checkpoints are flushed to disk, and a slow disk takes most of the time of a test: where there is room in memory, the
 # tests write there.
 IN_MEMORY = Path("/dev/shm")

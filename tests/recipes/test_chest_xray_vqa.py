@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch.nn import functional
-from torchmetrics.functional.classification import binary_auroc, multiclass_f1_score
 
 from drivetrain.cli import main
 from drivetrain.config import configure
@@ -108,6 +107,9 @@ def test_the_loss_is_that_of_single_questions() -> None:
 
 
 def test_scores_are_those_of_torchmetrics() -> None:
+    # Imports matplotlib, scipy and transformers: seconds that every worker of the suite would spend on its collection.
+    from torchmetrics.functional.classification import binary_auroc, multiclass_f1_score
+
     batch = batch_of(200)
     torch.manual_seed(2)
     logits = {head: torch.randn(200, len(answers)) for head, answers in data.HEADS.items()}
