@@ -2,7 +2,7 @@
 
 import json
 import random
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from drivetrain.api.benchmarking import Performance
 from drivetrain.cli import main
 from drivetrain.config import configure
 from tests.gloo_pool import GlooPool
+from tests.simulated_clock import SimulatedClock
 
 SECONDS = 0.02
 PHASES = ("forward", "backward", "optimizer")
+spend: Callable[[float], None] = [].append  # of the simulated clock, where there is one
 
 
 class _SlowBackward(torch.autograd.Function):
@@ -30,7 +32,7 @@ class _SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(SECONDS)
+        spend(SECONDS)
         return gradient
 
 
@@ -46,14 +48,14 @@ class Planted(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
         if self.where == "forward":
-            time.sleep(SECONDS)
+            spend(SECONDS)
         result: Tensor = self.dropout(self.layer(inputs))
         return _SlowBackward.apply(result) if self.where == "backward" else result
 
 
 class SlowSgd(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        time.sleep(SECONDS)
+        spend(SECONDS)
         return super().step(closure)
 
 
@@ -76,17 +78,19 @@ def measured(folder: Path, wanted: Job, num_iterations: int = 8, **settings: Any
     return dt.benchmark_performance(wanted, config, num_iterations=num_iterations)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("where", PHASES)
 @pytest.mark.parametrize("micro_batch", [16, 6])
-def test_the_time_is_where_it_was_planted(tmp_path: Path, where: str, micro_batch: int) -> None:
+def test_the_time_is_where_it_was_planted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated_clock: SimulatedClock, where: str, micro_batch: int
+) -> None:
+    monkeypatch.setattr("tests.commands.test_benchmark.spend", simulated_clock.spend)
     found = measured(tmp_path, job(where), batch_size=micro_batch)
     times = 1 if where == "optimizer" else -(-16 // micro_batch)
     assert found.accumulation == -(-16 // micro_batch)
-    assert getattr(found, f"{where}_seconds") >= times * SECONDS
-    assert all(getattr(found, f"{other}_seconds") < times * SECONDS for other in PHASES if other != where)
+    assert getattr(found, f"{where}_seconds") == pytest.approx(times * SECONDS, rel=0.01)
+    assert all(getattr(found, f"{other}_seconds") < 1e-3 for other in PHASES if other != where)
     phases = sum(getattr(found, f"{name}_seconds") for name in PHASES)
-    assert phases == pytest.approx(found.step_seconds, rel=0.2)
+    assert phases == pytest.approx(found.step_seconds, rel=0.01)
     assert phases <= found.step_seconds
     assert found.samples_per_second == pytest.approx(16 / found.step_seconds)
 

@@ -58,11 +58,11 @@ def test_an_unknown_key_is_an_error() -> None:
         Hardware.from_json(text)
 
 
-@pytest.mark.alone
 def test_takes_well_below_a_second() -> None:
+    """Of this process and of those it starts: what the machine does besides is not counted."""
     code = (
-        "import time; from drivetrain.hardware import detect; start = time.perf_counter(); detect(); "
-        "print(time.perf_counter() - start)"
+        "import os; from drivetrain.hardware import detect; start = sum(os.times()[:4]); detect(); "
+        "print(sum(os.times()[:4]) - start)"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], env=child_environ(), capture_output=True, text=True, check=True, timeout=240

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.doctor import Diagnosis, Observed, Symptom, diagnose
 from drivetrain.monitor.phases import PHASES, Laps
 from tests.gloo_pool import GlooPool
-
-pytestmark = pytest.mark.alone
+from tests.simulated_clock import SimulatedClock
 
 HEALTHY = {"data": 0.0002, "forward": 0.003, "backward": 0.006, "optimizer": 0.0008}
 
@@ -293,15 +293,15 @@ class Slow(Dataset[Any]):
 
     SECONDS = 0.002
 
-    def __init__(self) -> None:
-        self.spent = 0.0
+    def __init__(self, spend: Callable[[float], None] = time.sleep) -> None:
+        self.spend, self.spent = spend, 0.0
 
     def __len__(self) -> int:
         return 800
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         began = time.perf_counter()
-        time.sleep(self.SECONDS)
+        self.spend(self.SECONDS)
         item = torch.full((6,), index / 800), torch.tensor(index % 4)
         self.spent += time.perf_counter() - began
         return item
@@ -338,9 +338,9 @@ def findings_in(folder: Path) -> list[Symptom]:
     return [Symptom(**finding) for finding in final["findings"]]
 
 
-def test_slow_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated_clock: SimulatedClock) -> None:
     """The share against the data set's own clock and one around the loop."""
-    data, times = Slow(), [0.0, 0.0]
+    data, times = Slow(simulated_clock.spend), [0.0, 0.0]
     original = Trainer.run
 
     def timed(self: Trainer) -> Any:
@@ -351,12 +351,13 @@ def test_slow_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "run", timed)
     found = treat(tmp_path, job(data=data), report=True)[0]
     assert found.kind == "input-bound"
-    assert found.share == pytest.approx(data.spent / (times[1] - times[0]), abs=0.1)
+    assert found.share == pytest.approx(data.spent / (times[1] - times[0]), abs=0.02)
     assert "--num-workers" in found.next_step or "more workers would not help" in found.next_step
     summary = (tmp_path / "ill" / "performance_summary.txt").read_text()
     assert f"  input-bound: {found.words}\n    next: {found.next_step}\n" in summary
 
 
+@pytest.mark.alone
 def test_frequent_saves(tmp_path: Path) -> None:
     sick = job(model=lambda: nn.Sequential(nn.Linear(6, 400_000), nn.Linear(400_000, 4, bias=False)))
     sick = replace(sick, loss=lambda model, batch: model[0].bias.sum() * 0.0 + model[0].weight[0].sum(), max_steps=24)
@@ -367,9 +368,9 @@ def test_frequent_saves(tmp_path: Path) -> None:
     assert found.expected_gain is not None
 
 
-def test_long_validation(tmp_path: Path) -> None:
+def test_long_validation(tmp_path: Path, simulated_clock: SimulatedClock) -> None:
     def slow_when_validated(model: nn.Module, batch: Any) -> Tensor:
-        time.sleep(0.0 if model.training else 0.03)
+        simulated_clock.spend(0.005 if model.training else 0.03)
         return loss(model, batch)
 
     sick = job(loss=slow_when_validated, valid=job().data, valid_every=2, global_batch=400)
@@ -379,15 +380,17 @@ def test_long_validation(tmp_path: Path) -> None:
     assert "--valid-every" in found.next_step
 
 
-def test_much_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated_clock: SimulatedClock) -> None:
     """At a rate that a machine with this peak would call its own."""
     rate = Rate(value=2.0, unit="TFLOP/s", origin="measured", source="this test")
     monkeypatch.setattr("drivetrain.monitor.recorder.peak_rate", lambda *_: rate)
-    sick = job(
-        model=lambda: nn.Sequential(nn.Linear(6, 512), *[nn.Linear(512, 512) for _ in range(4)], nn.Linear(512, 4)),
-        global_batch=256,
-        max_steps=40,
-    )
+
+    def long_loss(model: nn.Module, batch: Any) -> Tensor:
+        simulated_clock.spend(0.02)
+        return loss(model, batch)
+
+    model = lambda: nn.Sequential(nn.Linear(6, 512), *[nn.Linear(512, 512) for _ in range(4)], nn.Linear(512, 4))  # noqa: E731
+    sick = job(model=model, loss=long_loss, global_batch=256, max_steps=40)
     found = treat(tmp_path, sick)[0]
     assert found.kind == "compute-bound"
     assert found.share > 0.8
@@ -410,6 +413,7 @@ def train_heavily(folder: str) -> None:
     train(job(model=Heavy, max_steps=30), config, quiet=True)
 
 
+@pytest.mark.alone
 def test_large_gradients(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(train_heavily, str(tmp_path), world=2)
     found = findings_in(tmp_path)[0]
@@ -423,8 +427,8 @@ def test_a_short_run_is_not_judged(tmp_path: Path, capsys: Any) -> None:
     assert findings_in(tmp_path)[0].kind == "too short"
 
 
-def test_the_terminal_says_it(tmp_path: Path, capsys: Any) -> None:
-    sick = job(data=Slow(), max_steps=120)
+def test_the_terminal_says_it(tmp_path: Path, capsys: Any, simulated_clock: SimulatedClock) -> None:
+    sick = job(data=Slow(simulated_clock.spend), max_steps=120)
     train(sick, configure(output_dir=tmp_path, gpu_mode="cpu", report=False, num_workers=0, log_every=10))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("  verdict    input-bound: waits") for line in lines)
@@ -436,6 +440,7 @@ def test_the_terminal_says_it(tmp_path: Path, capsys: Any) -> None:
     assert len(verdicts) <= 3  # one when it showed, one at the end: not one with every row
 
 
+@pytest.mark.alone
 def test_the_advice_helps_as_much_as_was_said(tmp_path: Path) -> None:
     """Waiting is no work: two processes wait for twice as many items, on a machine of any size."""
     before = treat(tmp_path / "before", job(data=Slow(), max_steps=100), log_every=10)[0]

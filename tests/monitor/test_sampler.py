@@ -19,8 +19,7 @@ from drivetrain.monitor.sampler import NvmlReader, Sampler, torch_memory
 from tests.api.jobs import Variant, run
 from tests.hardware.fake_nvml import FakeGpu, FakeNvml, gpus
 from tests.hardware_fixtures import load
-
-pytestmark = pytest.mark.alone
+from tests.launch.jobs import wait_for_words
 
 
 class WatchedNvml(FakeNvml):
@@ -55,12 +54,18 @@ def facts_of(fake: FakeGpu, number: int) -> Gpu:
     return load("4x-l4").gpus[number].model_copy(update={"uuid": fake.uuid, "physical_index": number})
 
 
-def sampled(folder: Path, nvml: Any, used: list[Gpu], every: int | None = None, steps: int = 0) -> list[dict[str, Any]]:
+def sampled(
+    folder: Path, nvml: Any, used: list[Gpu], every: int | None = None, steps: int = 0, waits: bool = False
+) -> list[dict[str, Any]]:
+    """The rows of so many steps; each that is to have one waits for it, if asked to."""
     told: list[str] = []
     sampler = Sampler(JsonLines(folder / "gpu.jsonl"), used, None, every, 0, told.append, nvml)
     for step in range(1, steps + 1):
         sampler.at_step(step)
-        time.sleep(0.01)
+        if waits and every is not None and step % every == 0:
+            wait_for_words(folder / "gpu.jsonl", f'"step": {step},')
+        else:
+            time.sleep(0.01)
     sampler.close()
     assert told == []
     return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
@@ -124,17 +129,15 @@ def test_without_a_gpu_there_is_the_host(tmp_path: Path) -> None:
 
 def test_every_n_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "LEAST_SECONDS", 0.0)
-    rows = sampled(tmp_path, None, [], every=10, steps=40)
-    steps = [row["step"] for row in rows]
-    assert steps[0] <= 1
-    assert steps[-1] == 40
-    for wanted in (10, 20, 30):
-        assert any(wanted <= step <= wanted + 5 for step in steps), steps
+    first, *steps = [row["step"] for row in sampled(tmp_path, None, [], every=10, steps=40, waits=True)]
+    assert first < 10  # the row of the start
+    assert steps == [10, 20, 30, 40, 40]  # the last is that of the end
 
 
 def test_short_steps_do_not_make_more_rows(tmp_path: Path) -> None:
-    rows = sampled(tmp_path, None, [], every=1, steps=30)  # 0.3 s
-    assert len(rows) <= 5
+    began = time.monotonic()
+    rows = sampled(tmp_path, None, [], every=1, steps=30)  # 0.3 s, and more on a busy machine
+    assert len(rows) <= 3 + (time.monotonic() - began) / Sampler.LEAST_SECONDS < 30
 
 
 def test_a_driver_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +147,7 @@ def test_a_driver_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.Mo
 
     class Hanging(WatchedNvml):
         def _nvmlDeviceGetTemperature(self, handle: FakeGpu, kind: int) -> int:
-            release.wait(30)
+            release.wait(300)
             return 0
 
     told: list[str] = []
@@ -153,7 +156,7 @@ def test_a_driver_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     for step in range(1000):
         sampler.at_step(step)
     sampler.close()
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 120  # the driver would take longer
     assert any("left behind" in text for text in told)
     release.set()
 

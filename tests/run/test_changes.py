@@ -147,14 +147,15 @@ def test_strange_things_are_left_out() -> None:
     json.dumps(found.facts)
 
 
-@pytest.mark.alone
 def test_it_takes_milliseconds() -> None:
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32), 12)
     job = make_job(Variant())
-    Fingerprint(job, model)
-    began = time.process_time()
-    Fingerprint(job, model)
-    assert time.process_time() - began < 0.1
+    took = []
+    for _ in range(4):
+        began = time.process_time()
+        Fingerprint(job, model)
+        took.append(time.process_time() - began)
+    assert min(took) < 0.1  # whatever else the machine does can only add to it
 
 
 def run(folder: Path, script: str, what: str, name: str = "script.py", hash_seed: str = "0") -> Any:
