@@ -34,8 +34,8 @@ ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
 # `verify`, whose parent must stay free of torch (docs/how-it-works/decisions.md); and `prove`, which imports what its
 # processes did.
 MAY_LOAD_LATE = {
-    "__init__.py", "cli.py", "launch/worker.py", "core/plugins.py", "core/studies.py", "proving/processes.py",
-    "verify/child.py", "verify/zygote.py",
+    "__init__.py", "cli.py", "commands/command.py", "launch/worker.py", "core/plugins.py", "core/studies.py",
+    "proving/processes.py", "verify/child.py", "verify/zygote.py",
 }  # fmt: skip
 
 

@@ -25,7 +25,8 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-# Parts to put into our files, each of which runs in the test of its room: test_knobs, test_contract, test_trackers.
+# Parts to put into our files, each of which runs in the test of its room: test_knobs, test_contract, test_trackers,
+# test_own_recipe, test_own_command, test_verify.
 PARTS = "CONTRIBUTING.md"
 
 

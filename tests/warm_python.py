@@ -30,7 +30,8 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "drivetrain.api.training",
     "drivetrain.cli",
-    "drivetrain.recipes",
+    "drivetrain.commands.train_in_process",
+    "drivetrain.recipes.digits",
 ]
 
 warm_context = multiprocessing.get_context("forkserver")

@@ -8,120 +8,16 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 from drivetrain import __version__
-from drivetrain.config import SECTIONS, SETTINGS, Setting, from_yaml, nearest, resolve
+from drivetrain.commands.command import COMMANDS
+from drivetrain.config import SETTINGS, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.hardware import detect
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command. Its module is loaded when it is called and has `Options`, `EXAMPLES` and `run(options, resolved)`."""
-
-    module: str
-    summary: str
-    obeys: tuple[str, ...]  # sections and fields of the configuration; flags of others are refused by name
-    here: str = ""  # the module whose `run` does it in this process, where the command's own returns None
-
-    def load(self) -> ModuleType:
-        return import_module(self.module)
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        return tuple(setting for setting in SETTINGS if {setting.section, setting.name} & set(self.obeys))
-
-
-_PLACE = ("run.output_dir", "device.mode", "device.device", "device.ids")
-
-COMMANDS = {
-    "check": Command(
-        "drivetrain.commands.check",
-        "What is here, what would be used, what is wrong and how to fix it.",
-        (
-            *_PLACE,
-            "precision",
-            "memory.activations",
-            "batch.size",
-            "batch.accumulation",
-            "distributed.strategy",
-            "data.num_workers",
-            "data.pin_memory",
-            "data.prefetch_factor",
-        ),
-    ),
-    "verify": Command(
-        "drivetrain.verify",
-        "Does real work on every part of this machine and prints a checklist; exits 0 only if nothing failed.",
-        _PLACE,
-    ),
-    "plan": Command(
-        "drivetrain.commands.plan",
-        "How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
-        (
-            *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
-            *("plan.budget_seconds", "plan.file", "plan.cache"),
-        ),
-        here="drivetrain.commands.plan_in_process",
-    ),
-    "benchmark": Command(
-        "drivetrain.commands.benchmark",
-        "What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
-        (
-            *(s for s in SECTIONS if s not in ("watch", "checkpoint", "validation", "plan", "batch")),
-            *("batch.size", "batch.accumulation"),
-        ),
-    ),
-    "prove": Command(
-        "drivetrain.commands.prove",
-        "Shows on a job itself that it is trained right: against a plain loop, twice, and after kills.",
-        (
-            *(section for section in SECTIONS if section not in ("watch", "checkpoint", "validation", "plan")),
-            "watch.quiet",
-        ),
-    ),
-    "train": Command(
-        "drivetrain.commands.train",
-        "Trains a recipe, a job or a script, on every GPU here.",
-        tuple(SECTIONS),
-        here="drivetrain.recipes",
-    ),
-    "launch": Command(
-        "drivetrain.commands.launch",
-        "Starts a script on every GPU here, or on several machines; watches it, and says why it failed.",
-        ("run.output_dir", "distributed.skip_preflight"),
-    ),
-    "eval": Command(
-        "drivetrain.commands.evaluate",
-        "Loss and metrics of a run's weights over its validation set.",
-        (*_PLACE[1:], "precision", "kernels", "memory.activations", "batch.size", "data", "distributed"),
-    ),
-    "continual": Command(
-        "drivetrain.commands.continual",
-        "Tasks one after the other: what networks and growing mixtures keep of the first",
-        (*_PLACE, "run.name", "precision", "kernels", "watch.quiet"),
-    ),
-    "status": Command(
-        "drivetrain.commands.status",
-        "How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",
-        ("run.output_dir",),
-    ),
-    "report": Command(
-        "drivetrain.commands.report",
-        "Writes the page, pictures and summary of a run again, from its records.",
-        ("run.output_dir",),
-    ),
-    "config": Command(
-        "drivetrain.commands.config",
-        "Prints the effective configuration, and where each value came from.",
-        tuple(SECTIONS),
-    ),
-}
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
@@ -186,7 +82,7 @@ def dispatch(words: list[str]) -> int:
     code = run(options, resolved)
     if code is None:
         inner = import_module(COMMANDS[name].here)
-        code = int(inner.run(inner.Options(**options.model_dump(include=set(inner.Options.model_fields))), resolved))
+        code = int(inner.run(options, resolved))
     return code
 
 

@@ -28,6 +28,7 @@ from drivetrain.commands import train as launching
 from drivetrain.config import configure
 from drivetrain.config.settings import SETTINGS
 from drivetrain.core.launchers import ProcessPlace
+from drivetrain.core.plugins import RECIPES
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
@@ -38,7 +39,6 @@ from drivetrain.plan.knobs import KNOBS, Way
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import other_machine, planner
 from drivetrain.planning.probe import Journal, StepProbe
-from drivetrain.recipes import RECIPES
 from tests.api.jobs import Variant, make_job
 from tests.gloo_pool import GlooPool
 from tests.hardware_fixtures import load
@@ -306,7 +306,8 @@ def recorded(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("choice", ["batch.size: {value: 8}", "batch.accumulation: {value: 3}"])
 @pytest.mark.parametrize(
-    "recipe", [name if name in ("digits", "gpt") else pytest.param(name, marks=pytest.mark.soak) for name in RECIPES]
+    "recipe",
+    [name if name in ("digits", "gpt") else pytest.param(name, marks=pytest.mark.soak) for name in RECIPES.names()],
 )
 def test_a_plan_leaves_the_global_batch_of_a_recipe_alone(tmp_path: Path, recipe: str, choice: str) -> None:
     file, text = tmp_path / "a.yaml", tmp_path / "book.txt"

@@ -12,9 +12,11 @@ import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
-from drivetrain.commands.train import FOR_RECIPES, READ_BY
+from drivetrain.commands.train import FOR_ALL_RECIPES, FOR_RECIPES
 from drivetrain.config import configure
-from drivetrain.recipes import RECIPES, digits
+from drivetrain.core.plugins import RECIPES
+from drivetrain.core.recipe_facts import recipe_summary
+from drivetrain.recipes import Recipe, digits
 from drivetrain.recipes.digits import DigitNet, load_digits
 from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_token_loss
 from tests import warm_python
@@ -209,9 +211,21 @@ def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys,
     assert not (tmp_path / "refused").exists()
 
 
-def test_who_reads_what_is_for_recipes() -> None:
-    assert {name for names in READ_BY.values() for name in names} <= {*RECIPES}
-    assert {*READ_BY} <= {*FOR_RECIPES}
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_what_a_recipe_says_of_itself(name: str) -> None:
+    """Its literals are read without importing it, and name settings that only recipes read."""
+    recipe, summary = RECIPES.load(name), recipe_summary(name)
+    assert isinstance(recipe, Recipe)
+    assert summary is not None
+    assert (summary.about, summary.reads) == (recipe.about, recipe.reads)
+    assert summary.about
+    assert {*summary.reads} <= {*FOR_RECIPES} - {*FOR_ALL_RECIPES}
+
+
+def test_every_setting_for_recipes_has_a_reader() -> None:
+    summaries = [recipe_summary(name) for name in RECIPES.names()]
+    read = {setting for summary in summaries if summary is not None for setting in summary.reads}
+    assert {*FOR_ALL_RECIPES, *read} == {*FOR_RECIPES}
 
 
 def test_a_file_may_hold_what_is_for_others(tmp_path: Path, capsys) -> None:
@@ -271,7 +285,7 @@ def test_gpt_learns_tokens_of_a_bpe_file(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "nats per token" in out
     assert re.search(r"Speed: [0-9,]+ tokens/s \(median\)", out)
-    job = RECIPES["gpt"].job(configure(data=tmp_path / "book.txt", tokenizer=tmp_path / "tokenizer.json"))
+    job = RECIPES.load("gpt").job(configure(data=tmp_path / "book.txt", tokenizer=tmp_path / "tokenizer.json"))
     model = job.model()  # type: ignore[operator]
     assert model.out.out_features == 64 * -(-tokenizer.get_vocab_size() // 64)
     inputs, targets = job.source.dataset[0]

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import drivetrain.verify as verify
+from drivetrain.commands import verify
+from drivetrain.commands.verify import Options
 from drivetrain.config import Config, Resolved, configure
+from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError
 from drivetrain.hardware import Hardware, MeasuredRates, load_measured, measured_path
-from drivetrain.verify import Options
-from drivetrain.verify.checklist import CHECKLIST, choose
+from drivetrain.verify.checklist import CHECKLIST, choose, read_checklist
 from drivetrain.verify.devices import chosen_gpus
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import MeasuredRate, ProbeResult, Report
+from drivetrain.verify.runner import run_probes
 from drivetrain.verify.save import collect
 from drivetrain.verify.show import LiveProgress, console_for, show_checklist, show_summary
 from tests.verify.machines import machine
@@ -199,7 +202,7 @@ class TestCommand:
             verify.run(Options(only=("nonsense",)), Resolved(Config(), {}))
 
     def test_loading_the_command_does_not_load_torch(self) -> None:
-        script = "import sys, drivetrain.verify; assert 'torch' not in sys.modules, 'torch'"
+        script = "import sys, drivetrain.commands.verify; assert 'torch' not in sys.modules, 'torch'"
         subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -258,3 +261,20 @@ def report(rows: tuple[ProbeResult, ...]) -> Report:
         software=hardware.software,
         results=rows,
     )
+
+
+def test_the_documented_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of CONTRIBUTING.md, brought by another package: a row of the checklist, which passes."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = text.partition("**A probe of `verify`.**")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_probes.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(plugins, "_entry_points", lambda group: {"theirs": "my_probes:PROBES"})
+    checklist = read_checklist()
+    assert [probe.name for probe in checklist] == [*(probe.name for probe in CHECKLIST), "sorting"]
+    assert "my_probes" not in sys.modules
+    (found,) = run_probes(
+        checklist[-1:], hardware=machine(0), run_folder=tmp_path / "runs", quick=True, preload=("torch",)
+    )
+    assert (found.status, found.figure) == ("passed", "1000 numbers"), found

@@ -7,9 +7,15 @@ from rich.console import Console
 from rich.table import Table
 
 from drivetrain.api.benchmarking import Performance, benchmark_performance
+from drivetrain.commands.command import Command
+from drivetrain.commands.targets import with_job
 from drivetrain.config import Flag, Positional, Resolved
-from drivetrain.recipes import with_job
 
+COMMAND = Command(
+    summary="What a step of a job takes here: forward, backward, optimizer, memory, MFU. Trains nothing.",
+    all_but=("watch", "checkpoint", "validation", "plan", "batch"),
+    obeys=("batch.size", "batch.accumulation"),
+)
 EXAMPLES = (
     "drivetrain benchmark digits                     forward, backward, optimizer, memory, MFU",
     "drivetrain benchmark train.py --precision bf16  the job of a script, with other settings",

@@ -14,11 +14,29 @@ from rich.table import Table
 from rich.text import Text
 
 from drivetrain import __version__
+from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Resolved
 from drivetrain.core.units import format_count, format_gib
 from drivetrain.hardware import Gpu, Hardware, Note, detect
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 
+COMMAND = Command(
+    summary="What is here, what would be used, what is wrong and how to fix it.",
+    obeys=(
+        "run.output_dir",
+        "device.mode",
+        "device.device",
+        "device.ids",
+        "precision",
+        "memory.activations",
+        "batch.size",
+        "batch.accumulation",
+        "distributed.strategy",
+        "data.num_workers",
+        "data.pin_memory",
+        "data.prefetch_factor",
+    ),
+)
 EXAMPLES = (
     "drivetrain check                                   this machine",
     "drivetrain check --batch-size 64 --precision bf16  with some things fixed",

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Field
 
+from drivetrain.commands.command import Command
 from drivetrain.config.resolve import Resolved
 from drivetrain.config.schema import Flag
 from drivetrain.config.settings import SECTIONS, SETTINGS
 
+COMMAND = Command(summary="Prints the effective configuration, and where each value came from.", all_but=())
 EXAMPLES = (
     "drivetrain config                                  every key with its default",
     "drivetrain config --config train.yaml --epochs 3   what would be used, and where it is from",

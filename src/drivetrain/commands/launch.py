@@ -5,11 +5,16 @@ from typing import Annotated
 
 from pydantic import Field
 
+from drivetrain.commands.command import Command
 from drivetrain.config import Positional, Resolved, Rest
 from drivetrain.hardware import detect
 from drivetrain.launch.slurm import SlurmOptions, inside_slurm, write_and_submit
 from drivetrain.launch.start import check_script, start
 
+COMMAND = Command(
+    summary="Starts a script on every GPU here, or on several machines; watches it, and says why it failed.",
+    obeys=("run.output_dir", "distributed.skip_preflight"),
+)
 EXAMPLES = (
     "drivetrain launch train.py --lr 0.1         every GPU; what follows the script is the script's",
     "drivetrain launch --gpu-ids 0,1 train.py    these two",

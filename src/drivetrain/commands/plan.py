@@ -7,12 +7,19 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from drivetrain.commands.command import Command
 from drivetrain.commands.train import started
 from drivetrain.config import Allowed, Flag, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.launch.options import LaunchOptions
 
+COMMAND = Command(
+    summary="How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",
+    all_but=("watch", "checkpoint", "validation", "plan"),
+    obeys=("plan.budget_seconds", "plan.file", "plan.cache"),
+    here="drivetrain.commands.plan_in_process",
+)
 EXAMPLES = (
     "drivetrain plan digits                          by rule, at once",
     "drivetrain plan train.py --measure              tries ways of running the script's own job",

@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 
 from drivetrain.api.planning import plan
-from drivetrain.commands.plan import EXAMPLES, Options
+from drivetrain.commands.plan import Options
+from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Resolved
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
@@ -14,11 +15,8 @@ from drivetrain.plan.knobs import Way
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning.other_machine import plan_elsewhere
-from drivetrain.recipes import with_job
 
 UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-
-__all__ = ["EXAMPLES", "Options", "run"]
 
 
 def run(options: Options, resolved: Resolved) -> int:

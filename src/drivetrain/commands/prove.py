@@ -7,12 +7,18 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 from rich.console import Console
 
+from drivetrain.commands.command import Command
+from drivetrain.commands.targets import with_job
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.proving.adapters import ADAPTERS, find_subject
 from drivetrain.proving.certificate import Certificate
 from drivetrain.proving.prove import prove
-from drivetrain.recipes import with_job
 
+COMMAND = Command(
+    summary="Shows on a job itself that it is trained right: against a plain loop, twice, and after kills.",
+    all_but=("watch", "checkpoint", "validation", "plan"),
+    obeys=("watch.quiet",),
+)
 EXAMPLES = (
     "drivetrain prove digits            against a plain loop, twice, and after a kill; a minute",
     "drivetrain prove train.py          the job of a script, up to its first dt.train",

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from drivetrain.commands.targets import with_job
 from drivetrain.config import Config
 from drivetrain.job import Job
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.loss_weighting import Weighting
 from drivetrain.planning.first_steps import FirstSteps
-from drivetrain.recipes import with_job
 from drivetrain.run import Session
 from drivetrain.run.model_factory import build_model
 

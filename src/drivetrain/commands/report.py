@@ -5,10 +5,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from drivetrain.commands.command import Command
 from drivetrain.config import Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.report import PAGE, write_report
 
+COMMAND = Command(
+    summary="Writes the page, pictures and summary of a run again, from its records.", obeys=("run.output_dir",)
+)
 EXAMPLES = (
     "drivetrain report runs/digits    after a run that was killed meanwhile, or had --no-report",
     "drivetrain report digits         the same, by its name below --output-dir",

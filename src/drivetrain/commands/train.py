@@ -6,15 +6,23 @@ from typing import Annotated
 
 from pydantic import Field
 
-from drivetrain.config import Config, Positional, Resolved
+from drivetrain.commands.command import Command
+from drivetrain.config import SETTINGS, Config, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
+from drivetrain.core.plugins import RECIPES
+from drivetrain.core.recipe_facts import recipe_summary
 from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.hardware import Hardware, detect
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start
 
+COMMAND = Command(
+    summary="Trains a recipe, a job or a script, on every GPU here.",
+    all_but=(),
+    here="drivetrain.commands.train_in_process",
+)
 EXAMPLES = (
     "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",
     "drivetrain train digits-moe                    a mixture of experts that grows and sleeps",
@@ -32,32 +40,19 @@ EXAMPLES = (
 
 class Options(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
-        description="a recipe (chest-xray-vqa, darkroom, digits, digits-moe, email-sequence, gpt, image-pairs), "
-        "`module:function` that returns a dt.Job, or a script"
+        description=f"a recipe ({', '.join(RECIPES.names())}), `module:function` that returns a dt.Job, "
+        "`module:RECIPE`, or a script"
     )
 
 
-# A user's own job does not read these: it sets them itself. Some are not for every recipe.
-READ_BY = {
-    "moe.experts": ("digits-moe",),
-    "data.path": ("gpt", "email-sequence", "image-pairs", "chest-xray-vqa"),
-    "recipe.size": ("chest-xray-vqa", "darkroom", "email-sequence", "gpt", "image-pairs"),
-    "recipe.tokenizer": ("gpt",),
-    "recipe.baseline": ("email-sequence", "image-pairs", "chest-xray-vqa"),
-    "recipe.text_column": ("email-sequence",),
-    "recipe.label_column": ("email-sequence",),
-    "recipe.labels": ("email-sequence",),
-    "recipe.backbone": ("image-pairs", "chest-xray-vqa"),
-    "recipe.phase": ("chest-xray-vqa",),
-    "recipe.fold": ("image-pairs",),
-    "recipe.swap_weight": ("image-pairs",),
-    "recipe.similar_within": ("image-pairs",),
-    "recipe.context": ("darkroom",),
-    "recipe.n_transit": ("darkroom",),
-    "recipe.tf_n_embd": ("darkroom",),
-    "recipe.tf_n_layer": ("darkroom",),
-}
-FOR_RECIPES = ("run.seed", "optimizer.learning_rate", *READ_BY)
+# What only recipes read: a user's own job sets it itself. All recipes read the first two, and others as each says.
+FOR_ALL_RECIPES = ("run.seed", "optimizer.learning_rate")
+FOR_RECIPES = (
+    *FOR_ALL_RECIPES,
+    "data.path",
+    "moe.experts",
+    *(setting.name for setting in SETTINGS if setting.section == "recipe"),
+)
 
 
 def run(options: Options, resolved: Resolved) -> int | None:
@@ -69,20 +64,33 @@ def run(options: Options, resolved: Resolved) -> int | None:
 
 def _refuse_unread(target: str, resolved: Resolved) -> None:
     """Refuse flags that would have no effect. A file may hold any key for any job."""
-    is_recipe = ":" not in target and not target.endswith(".py")
+    given = {name: value for name, value in resolved.origins.items() if value.source == COMMAND_LINE}
+    asked = [name for name in FOR_RECIPES if name in given]
+    if not asked or _is_unknown(target):
+        return
+    recipe = None if target.endswith(".py") else recipe_summary(target)
     problems = []
-    for name in FOR_RECIPES:
-        given = resolved.origins.get(name)
-        if given is None or given.source != COMMAND_LINE or (is_recipe and target in READ_BY.get(name, (target,))):
+    for name in asked:
+        if recipe is not None and name in (*FOR_ALL_RECIPES, *recipe.reads):
             continue
         message = f"it is for recipes; the job of {target} says this itself"
         remedy = "set it in the job, and leave this out"
-        if is_recipe:
+        if recipe is not None:
             message = f"the recipe {target} does not use it"
-            remedy = f"leave it out; it is for {', '.join(READ_BY[name])}"
-        problems.append(Problem(given.spelled, message, source=given.source, remedy=remedy))
+            remedy = f"leave it out; it is for {', '.join(_readers(name))}"
+        problems.append(Problem(given[name].spelled, message, source=given[name].source, remedy=remedy))
     if problems:
         raise ConfigError(problems)
+
+
+def _is_unknown(target: str) -> bool:
+    """Return whether this is no target at all, which is reported when it is looked for."""
+    return not target.endswith(".py") and not RECIPES.target(target)
+
+
+def _readers(setting: str) -> list[str]:
+    summaries = {name: recipe_summary(name) for name in RECIPES.names()}
+    return [name for name, summary in summaries.items() if summary is not None and setting in summary.reads]
 
 
 def started(

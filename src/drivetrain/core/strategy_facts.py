@@ -4,14 +4,9 @@ A strategy is one file: its class, and `SPEC = StrategySpec(...)` with the facts
 the launcher and the rules of a plan ask for a fact by the strategy's name; they never compare names.
 """
 
-import ast
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
+from drivetrain.core.literal_facts import literal_facts
 from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.value import Value
 
@@ -86,49 +81,7 @@ def strategy_facts(name: str) -> StrategyFacts:
     Facts that are not literals, or stand in a file that cannot be found, have their defaults here. The process that
     trains imports the strategy, and sees them as they are.
     """
-    module, _, attribute = STRATEGIES.target(name).partition(":")
-    source = _source_of(module) if module else None
-    return StrategyFacts() if source is None else _facts_in(source, attribute)
-
-
-@cache
-def _facts_in(source: Path, attribute: str) -> StrategyFacts:
-    return StrategyFacts(**dict(_literal_facts(ast.parse(source.read_text(encoding="utf-8")), attribute)))
-
-
-def _source_of(module: str) -> Path | None:
-    """Find a module's file as Python would, without importing the packages that it is in."""
-    own = STRATEGIES.own_file(module)
-    if own is not None:
-        return own
-    name, path, found = "", None, None
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        found = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
-        if found is None:
-            return None
-        path = found.submodule_search_locations
-    origin = None if found is None else found.origin
-    return Path(origin) if origin is not None and origin.endswith(".py") else None
-
-
-def _literal_facts(tree: ast.Module, attribute: str) -> Iterator[tuple[str, Any]]:
-    """Yield the literal arguments of the call that is assigned to this name."""
-    for node in tree.body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if attribute not in [target.id for target in targets if isinstance(target, ast.Name)]:
-            continue
-        for keyword in node.value.keywords:
-            if keyword.arg in StrategyFacts.model_fields:
-                with suppress(ValueError):  # it is computed, which only an import could do
-                    yield str(keyword.arg), _literal(keyword.value)
-
-
-def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Tuple):
-        return tuple(_literal(item) for item in node.elts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Conflict.__name__:
-        return Conflict(**{keyword.arg or "": _literal(keyword.value) for keyword in node.keywords})
-    return ast.literal_eval(node)
+    source = STRATEGIES.source(name)
+    attribute = STRATEGIES.target(name).partition(":")[2]
+    found = () if source is None else literal_facts(source, attribute, StrategyFacts, Conflict)
+    return found[0] if found else StrategyFacts()

@@ -34,6 +34,7 @@ from drivetrain.recipes.chest_xray_model import (
 from drivetrain.recipes.chest_xray_scores import LabelAUROC, MacroF1
 from drivetrain.recipes.email_sequence import vocabulary_of, words_of
 from drivetrain.recipes.facts import RecipeFacts, facts_of
+from drivetrain.recipes.recipe import Recipe
 
 CHEXPERT = "chexpert"
 WEIGHTS = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3, CHEXPERT: 0.3}
@@ -226,3 +227,17 @@ def show(result: Result) -> None:
         accuracy, area = found[f"valid_accuracy_{CHEXPERT}"], found[f"valid_auroc_{CHEXPERT}_macro"]
         print(f"{CHEXPERT:<10}  {accuracy:8.1%}  AUROC {area:.3f}{most}")
     print(f"Weights (model.safetensors) and {VOCABULARY} are in {result.folder}.")
+
+
+RECIPE = Recipe(
+    make=job,
+    about="answers questions about chest X-rays",
+    show=show,
+    reads=(
+        "data.path",
+        "recipe.size",
+        "recipe.baseline",
+        "recipe.backbone",
+        "recipe.phase",
+    ),
+)

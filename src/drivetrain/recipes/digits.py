@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.job import Job, WarmupCosine
+from drivetrain.recipes.recipe import Recipe
 
 NUM_VALID = 360  # of 1,797: one fifth
 
@@ -98,3 +99,6 @@ def show(result: Result) -> None:
         ("checkpoints/", "what an interrupted run goes on from"),
     ):
         print(f"  {name:<24} {about}")
+
+
+RECIPE = Recipe(make=job, about="a small network on handwritten digits", show=show)

@@ -4,6 +4,7 @@ from drivetrain.api.training import Result
 from drivetrain.config import Config
 from drivetrain.core.studies import load_study
 from drivetrain.job import Job
+from drivetrain.recipes.recipe import Recipe
 
 
 def job(config: Config) -> Job:
@@ -13,3 +14,6 @@ def job(config: Config) -> Job:
 
 def show(result: Result) -> None:
     load_study("continual.recipe").show(result)
+
+
+RECIPE = Recipe(make=job, about="digits, turned further task by task, by experts that come as needed", show=show)

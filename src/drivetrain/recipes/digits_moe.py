@@ -26,6 +26,7 @@ from drivetrain.moe import (
 )
 from drivetrain.recipes.digits import accuracy
 from drivetrain.recipes.mnist import Pictures, load_pictures
+from drivetrain.recipes.recipe import Recipe
 from drivetrain.report import PICTURES, RunData
 
 NUM_EXPERTS, NUM_SLOTS, WIDTH = 3, 10, 64
@@ -144,3 +145,8 @@ def show_mixture(result: Result, pictures: Pictures) -> None:
     }.items():
         if (folder / name).exists():
             print(f"  {folder / name}   {about[0].lower()}{about[1:]}")
+
+
+RECIPE = Recipe(
+    make=job, about="a mixture of experts that grows and sleeps, on digits", show=show, reads=("moe.experts",)
+)

@@ -22,6 +22,7 @@ from drivetrain.data.table import read_table
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.generated_emails import LABELS, bag_of_words_ceiling, ceiling, generate
+from drivetrain.recipes.recipe import Recipe
 
 BASELINE = "bag-of-words"
 VOCABULARY = "vocabulary.json"
@@ -180,3 +181,18 @@ def show(result: Result) -> None:
             f"most {facts['bag_of_words_ceiling']:.1%} can (--baseline {BASELINE} trains that)."
         )
     print(f"Weights (model.safetensors) and {VOCABULARY} are in {result.folder}.")
+
+
+RECIPE = Recipe(
+    make=job,
+    about="a bidirectional LSTM that classifies emails",
+    show=show,
+    reads=(
+        "data.path",
+        "recipe.size",
+        "recipe.baseline",
+        "recipe.text_column",
+        "recipe.label_column",
+        "recipe.labels",
+    ),
+)

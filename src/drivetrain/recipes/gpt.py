@@ -18,6 +18,7 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum
 from drivetrain.core.run_folder import read_rows
 from drivetrain.job import Job, WarmupCosine
+from drivetrain.recipes.recipe import Recipe
 
 CONTEXT = 128
 VOCABULARY = 256  # bytes
@@ -189,3 +190,15 @@ def show(result: Result) -> None:
     if "valid_loss" in result.metrics:
         print(f"Loss on the last twentieth of the text, which it did not see: {result.metrics['valid_loss']:.3f}.")
     print(f"Results are in {result.folder}; `dt.export` makes a plain safetensors file of the weights.")
+
+
+RECIPE = Recipe(
+    make=job,
+    about="a small language model on a text file (--data FILE)",
+    show=show,
+    reads=(
+        "data.path",
+        "recipe.size",
+        "recipe.tokenizer",
+    ),
+)

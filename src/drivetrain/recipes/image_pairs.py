@@ -23,6 +23,7 @@ from drivetrain.recipes import pair_data
 from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.lora import ATTENTION, add_lora, trained_part
 from drivetrain.recipes.pair_data import LABELS, SWAPPED, Pairs
+from drivetrain.recipes.recipe import Recipe
 
 NO_SWAP_LOSS, BOTH_ORDERS = "no-swap-loss", "both-orders"
 ADAPTER = "adapter.safetensors"
@@ -268,3 +269,19 @@ def show(result: Result) -> None:
         save_file(trained_part(weights, BACKBONE), result.folder / ADAPTER)
         print(f"Adapter, projector and head are in {result.folder / ADAPTER}.")
     print(f"Weights are in {result.folder / 'model.safetensors'}.")
+
+
+RECIPE = Recipe(
+    make=job,
+    about="which of two images is better, in whatever order",
+    show=show,
+    reads=(
+        "data.path",
+        "recipe.size",
+        "recipe.baseline",
+        "recipe.backbone",
+        "recipe.fold",
+        "recipe.swap_weight",
+        "recipe.similar_within",
+    ),
+)

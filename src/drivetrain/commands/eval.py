@@ -9,13 +9,28 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from drivetrain.api.evaluation import evaluate
+from drivetrain.commands.command import Command
+from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.run_folder import read_job
 from drivetrain.job import Job
-from drivetrain.recipes import with_job
 from drivetrain.run import SOURCE, Which
 
+COMMAND = Command(
+    summary="Loss and metrics of a run's weights over its validation set.",
+    obeys=(
+        "device.mode",
+        "device.device",
+        "device.ids",
+        "precision",
+        "kernels",
+        "memory.activations",
+        "batch.size",
+        "data",
+        "distributed",
+    ),
+)
 EXAMPLES = (
     "drivetrain eval runs/digits                  the newest checkpoint",
     "drivetrain eval runs/digits --which best     the one that validated best",

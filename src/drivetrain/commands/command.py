@@ -1,0 +1,70 @@
+"""A command of `drivetrain` is one file of this folder: `COMMAND`, `Options`, `EXAMPLES` and `run(options, resolved)`.
+
+`COMMAND` is read without importing the file, so that `drivetrain --help` and the messages about flags are quick, and
+commands that need no torch load none.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from types import ModuleType
+
+from drivetrain.config import SETTINGS, Setting
+from drivetrain.core import plugins
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.literal_facts import literal_facts
+from drivetrain.core.value import Value
+
+
+class Command(Value):
+    """What is known of a command before its file is imported. Its arguments are literals.
+
+    Args:
+        summary: one line for `drivetrain --help`.
+        obeys: sections and fields of the configuration that it obeys; flags of others are refused by name.
+        all_but: for a command that obeys everything but these, and what `obeys` names.
+        here: the module whose `run` does the work in this process, where the command's own returns None.
+        module: where it is; found, not written.
+    """
+
+    summary: str = ""
+    obeys: tuple[str, ...] = ()
+    all_but: tuple[str, ...] | None = None
+    here: str = ""
+    module: str = ""
+
+    def load(self) -> ModuleType:
+        if not self.summary:
+            raise DrivetrainError(
+                f"{self.module} says nothing of its command that can be read without importing it",
+                remedy='assign COMMAND = Command(summary="…", obeys=(…)) there, with literals',
+            )
+        return import_module(self.module)
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(setting for setting in SETTINGS if self._obeys(setting))
+
+    def _obeys(self, setting: Setting) -> bool:
+        names = {setting.section, setting.name}
+        return bool(names & {*self.obeys}) or (self.all_but is not None and not names & {*self.all_but})
+
+
+class Commands(Mapping[str, Command]):
+    """The commands by name: the files of this folder, and entry points of the group `drivetrain.commands`."""
+
+    def __getitem__(self, name: str) -> Command:
+        source = plugins.COMMANDS.source(name) if ":" not in name else None
+        if source is None:
+            raise KeyError(name)
+        module, _, attribute = plugins.COMMANDS.target(name).partition(":")
+        found = literal_facts(source, attribute, Command) or (Command(),)  # a broken one must not hinder the others
+        return found[0].model_copy(update={"module": module})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(plugins.COMMANDS.names())
+
+    def __len__(self) -> int:
+        return len(plugins.COMMANDS.names())
+
+
+COMMANDS = Commands()

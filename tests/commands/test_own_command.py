@@ -1,0 +1,34 @@
+"""A command is one file: the example of CONTRIBUTING.md, brought by another package."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli import main, overview
+from drivetrain.core import plugins
+
+DOCUMENTED = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def _brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = DOCUMENTED.partition("**A command.**")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "seed_command.py").write_text(code)
+    (tmp_path / "no_command.py").write_text("COMMAND = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = {"seed": "seed_command:COMMAND", "empty": "no_command:COMMAND"}
+    monkeypatch.setattr(plugins, "_entry_points", lambda group: theirs if group == "drivetrain.commands" else {})
+
+
+@pytest.mark.usefixtures("_brought")
+def test_the_documented_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["seed", "digits", "--seed", "3", "--shout"]) == 0
+    assert capsys.readouterr().out == "DIGITS STARTS FROM SEED 3\n"
+    assert main(["seed", "digits", "--precision", "bf16"]) == 2, "it does not obey this"
+    assert "Prints the seed of a run." in overview()
+
+
+@pytest.mark.usefixtures("_brought")
+def test_one_without_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["empty"]) == 1
+    assert "COMMAND = Command(" in capsys.readouterr().err
