@@ -4,36 +4,22 @@ import difflib
 from collections.abc import Sequence
 
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.literal_facts import literal_facts
+from drivetrain.core.plugins import PROBES
 from drivetrain.verify.probe import Probe
 
-_PROBES = "drivetrain.verify.probes"
 
-# The limits are for slow machines: five to ten times what a small one takes.
-CHECKLIST: tuple[Probe, ...] = (
-    Probe(name="placement", title="device placement", function=f"{_PROBES}.placement:probe"),
-    Probe(name="matmul-fp32", title="matmul fp32", function=f"{_PROBES}.matmul:fp32", measures_rates=True),
-    Probe(name="matmul-tf32", title="matmul tf32", function=f"{_PROBES}.matmul:tf32", measures_rates=True),
-    Probe(name="matmul-fp16", title="matmul fp16", function=f"{_PROBES}.matmul:fp16", measures_rates=True),
-    Probe(name="matmul-bf16", title="matmul bf16", function=f"{_PROBES}.matmul:bf16", measures_rates=True),
-    Probe(name="autocast", title="autocast, scaler", function=f"{_PROBES}.mixed_precision:probe"),
-    Probe(
-        name="compile",
-        title="torch.compile",
-        function=f"{_PROBES}.compilation:probe",
-        is_slow=True,
-        quick_limit_seconds=12,  # 10 s on two cores; where a compiler takes a minute, `--quick` would not be quick
-        time_limit_seconds=180,
-    ),
-    Probe(name="memory", title="memory copy", function=f"{_PROBES}.copies:within_memory", measures_rates=True),
-    Probe(name="copies", title="host-device copies", function=f"{_PROBES}.copies:host_and_device", measures_rates=True),
-    Probe(name="loader", title="data loader", function=f"{_PROBES}.loader:probe", measures_rates=True),
-    Probe(name="gloo", title="collectives, gloo", function=f"{_PROBES}.collectives:gloo", measures_rates=True),
-    Probe(name="nccl", title="collectives, NCCL", function=f"{_PROBES}.collectives:nccl", measures_rates=True),
-    Probe(name="checkpoint", title="checkpoint", function=f"{_PROBES}.storage:checkpoint"),
-    Probe(name="disk", title="disk", function=f"{_PROBES}.storage:disk", measures_rates=True),
-    Probe(name="training", title="two training steps", function=f"{_PROBES}.training:probe"),
-    Probe(name="gpu-use", title="GPU use under load", function=f"{_PROBES}.utilisation:probe", measures_rates=True),
-)
+def read_checklist() -> tuple[Probe, ...]:
+    """Return the rows `PROBES` of every file in `verify/probes`, and of other packages, without importing any."""
+    rows: list[Probe] = []
+    for name in PROBES.names():
+        source = PROBES.source(name)
+        attribute = PROBES.target(name).partition(":")[2]
+        rows += () if source is None else literal_facts(source, attribute, Probe)
+    return tuple(sorted(rows, key=lambda probe: (probe.order, probe.name)))
+
+
+CHECKLIST: tuple[Probe, ...] = read_checklist()
 
 
 def choose(names: Sequence[str], probes: Sequence[Probe] = CHECKLIST) -> tuple[Probe, ...]:

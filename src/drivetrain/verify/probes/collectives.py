@@ -20,7 +20,25 @@ from drivetrain.core.processes import die_with_parent
 from drivetrain.core.synchronize import synchronize
 from drivetrain.core.units import MIB, format_digits
 from drivetrain.core.value import Value
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed
+
+PROBES = (
+    Probe(
+        name="gloo",
+        title="collectives, gloo",
+        function="drivetrain.verify.probes.collectives:gloo",
+        measures_rates=True,
+        order=110,
+    ),
+    Probe(
+        name="nccl",
+        title="collectives, NCCL",
+        function="drivetrain.verify.probes.collectives:nccl",
+        measures_rates=True,
+        order=120,
+    ),
+)
 
 
 class CollectiveFigures(Value):

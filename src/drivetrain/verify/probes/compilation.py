@@ -9,8 +9,21 @@ import torch
 from torch import nn
 
 from drivetrain.core.synchronize import synchronize
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import use_all_cores
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+
+PROBES = (
+    Probe(
+        name="compile",
+        title="torch.compile",
+        function="drivetrain.verify.probes.compilation:probe",
+        order=70,
+        is_slow=True,
+        quick_limit_seconds=12,  # 10 s on two cores; where a compiler takes a minute, `--quick` would not be quick
+        time_limit_seconds=180,
+    ),
+)
 
 
 class _SmallModel(nn.Module):

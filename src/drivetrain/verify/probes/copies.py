@@ -7,8 +7,26 @@ import torch
 
 from drivetrain.core.synchronize import synchronize
 from drivetrain.core.units import MIB
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import seconds_per_call, span, use_all_cores
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed
+
+PROBES = (
+    Probe(
+        name="memory",
+        title="memory copy",
+        function="drivetrain.verify.probes.copies:within_memory",
+        measures_rates=True,
+        order=80,
+    ),
+    Probe(
+        name="copies",
+        title="host-device copies",
+        function="drivetrain.verify.probes.copies:host_and_device",
+        measures_rates=True,
+        order=90,
+    ),
+)
 
 
 @dataclass(frozen=True)

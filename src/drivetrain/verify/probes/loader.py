@@ -8,7 +8,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.verify.child import LONGEST_TMPDIR
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+
+PROBES = (
+    Probe(
+        name="loader",
+        title="data loader",
+        function="drivetrain.verify.probes.loader:probe",
+        measures_rates=True,
+        order=100,
+    ),
+)
 
 BATCH_SIZE = 32
 

@@ -9,8 +9,40 @@ import torch
 
 from drivetrain.core.units import format_digits
 from drivetrain.hardware import Precision
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import flops_span, seconds_per_call, slow_gpus, use_all_cores
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed
+
+PROBES = (
+    Probe(
+        name="matmul-fp32",
+        title="matmul fp32",
+        function="drivetrain.verify.probes.matmul:fp32",
+        measures_rates=True,
+        order=20,
+    ),
+    Probe(
+        name="matmul-tf32",
+        title="matmul tf32",
+        function="drivetrain.verify.probes.matmul:tf32",
+        measures_rates=True,
+        order=30,
+    ),
+    Probe(
+        name="matmul-fp16",
+        title="matmul fp16",
+        function="drivetrain.verify.probes.matmul:fp16",
+        measures_rates=True,
+        order=40,
+    ),
+    Probe(
+        name="matmul-bf16",
+        title="matmul bf16",
+        function="drivetrain.verify.probes.matmul:bf16",
+        measures_rates=True,
+        order=50,
+    ),
+)
 
 DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,

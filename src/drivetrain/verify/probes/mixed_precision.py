@@ -3,7 +3,14 @@
 import torch
 from torch import nn
 
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+
+PROBES = (
+    Probe(
+        name="autocast", title="autocast, scaler", function="drivetrain.verify.probes.mixed_precision:probe", order=60
+    ),
+)
 
 REINSTALL = "pip install --force-reinstall torch"
 

@@ -4,7 +4,12 @@ import torch
 from torch import nn
 
 from drivetrain.hardware import assert_on_device
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+
+PROBES = (
+    Probe(name="placement", title="device placement", function="drivetrain.verify.probes.placement:probe", order=10),
+)
 
 
 class _TwoParts(nn.Module):

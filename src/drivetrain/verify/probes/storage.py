@@ -10,7 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drivetrain.core.units import MIB, format_bytes, format_digits
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, passed
+
+PROBES = (
+    Probe(name="checkpoint", title="checkpoint", function="drivetrain.verify.probes.storage:checkpoint", order=130),
+    Probe(name="disk", title="disk", function="drivetrain.verify.probes.storage:disk", measures_rates=True, order=140),
+)
 
 CHUNK_BYTES = 8 * MIB
 KEPT_FREE_BYTES = 64 * MIB

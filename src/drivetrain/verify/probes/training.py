@@ -6,7 +6,12 @@ import os
 import torch
 from torch import nn
 
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+
+PROBES = (
+    Probe(name="training", title="two training steps", function="drivetrain.verify.probes.training:probe", order=150),
+)
 
 
 def train_two_steps(device: torch.device, *, seed: int, learning_rate: float = 0.05) -> list[float]:

@@ -6,8 +6,19 @@ import time
 import torch
 
 from drivetrain.hardware.nvml import load_nvml
+from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import span
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed
+
+PROBES = (
+    Probe(
+        name="gpu-use",
+        title="GPU use under load",
+        function="drivetrain.verify.probes.utilisation:probe",
+        measures_rates=True,
+        order=160,
+    ),
+)
 
 WANTED_PERCENT = 80.0
 MATRIX_SIZE = 4096
