@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import Hook as Hook
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
+    from drivetrain.core.hook import every as every
     from drivetrain.core.loss import LossSum as LossSum
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
@@ -57,6 +58,7 @@ _HOME = {
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",
+    "every": "drivetrain.core.hook",
     "Result": "drivetrain.run",
     "launch_distributed_training": "drivetrain.launch.python_api",
     "setup_distributed_environment": "drivetrain.launch.python_api",

@@ -162,7 +162,7 @@ class All(Planned):
     def __call__(self, context: StepContext) -> None:
         super().__call__(context)
         (layer,) = mixtures_in(context.model).values()
-        slots = Slots(layer, context.companions)
+        slots = Slots(layer, context.experts.companions)
         at = {number: slot for slot, number in slots.ids.items()}
         if context.step == 12:
             slots.merge(at[1], at[3], 0.3)

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum
 from drivetrain.core.world import World
 
@@ -43,17 +44,30 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
+class ExpertAccess:
+    """What only hooks that change or replay the model need, such as the lifecycle of experts.
+
+    Args:
+        companions: returns what belongs to a parameter and has its shape, by name: the optimizer's state, and its
+            moving average as `average`.
+        rehearsal: how to train on samples again; None where samples have no numbers (iterable datasets), and in custom
+            loops, which alone know their loss.
+    """
+
+    companions: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {}
+    rehearsal: Rehearsal | None = None
+
+
+@dataclass(frozen=True)
 class StepContext:
     """The state that a hook sees after a step; hooks are called on every rank.
 
     A hook must not change weights. One that does, such as the expert lifecycle, changes them in place, on all ranks in
-    the same way, together with what belongs to them: `companions` gives the optimizer's state of a parameter, and its
-    moving average as `average`, as far as they have its shape. `tell(kind, **facts)` writes an event into the run's
-    event log, `say(text)` a line to the terminal. `batch()` is this rank's last micro-batch of the step that counted,
-    as the loss function got it; None if there was none. `measure()` validates the model as it is now, on all ranks
-    together, without recording the result; it returns nothing where the job has no validation set. `rehearsal` is None
-    where samples have no numbers (iterable datasets), and in custom loops, which alone know their loss. `loss` is that
-    of the step just done, over all ranks, as it is recorded; nan where nothing was counted.
+    the same way, together with what belongs to them, which `experts` gives access to. `tell(kind, **facts)` writes an
+    event into the run's event log, `say(text)` a line to the terminal. `batch()` is this rank's last micro-batch of the
+    step that counted, as the loss function got it; None if there was none. `measure()` validates the model as it is
+    now, on all ranks together, without recording the result; it returns nothing where the job has no validation set.
+    `loss` is that of the step just done, over all ranks, as it is recorded; nan where nothing was counted.
     """
 
     step: int  # optimizer steps done
@@ -61,13 +75,22 @@ class StepContext:
     model: nn.Module
     world: World
     folder: Path
-    companions: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {}
     tell: Callable[..., None] = lambda kind, **facts: None
     batch: Callable[[], Any] = lambda: None
     say: Callable[[str], None] = lambda text: None
     measure: Callable[[], Mapping[str, float]] = dict
-    rehearsal: Rehearsal | None = None
     loss: float = math.nan
+    experts: ExpertAccess = ExpertAccess()
+
+    @property
+    def companions(self) -> Callable[[Tensor], Mapping[str, Tensor]]:
+        """An older name of `experts.companions`."""
+        return self.experts.companions
+
+    @property
+    def rehearsal(self) -> Rehearsal | None:
+        """An older name of `experts.rehearsal`."""
+        return self.experts.rehearsal
 
 
 class Verdict(NamedTuple):
@@ -95,13 +118,70 @@ def is_period(every: object) -> bool:
 
 @runtime_checkable
 class Hook(Protocol):
-    """`every` is a number of steps, or `epoch`. What `state_dict` returns is saved with every checkpoint: JSON only."""
+    """Work that is done again and again between steps, on all ranks. `every` makes one of a function.
 
-    @property
-    def every(self) -> int | Literal["epoch"]: ...
+    A class that inherits from it needs `__call__` only: it is then called at the end of each epoch and saves nothing.
+    Classes that do not inherit have all four members.
 
-    def __call__(self, context: StepContext) -> Verdict | None: ...
+    Example:
+        >>> import drivetrain as dt
+        >>> class PrintLoss(dt.Hook):
+        ...     every = 100
+        ...     def __call__(self, context):
+        ...         context.say(f"step {context.step}: {context.loss:.3f}")
+        >>> PrintLoss().every
+        100
+    """
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    if TYPE_CHECKING:
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+        @property  # so that a class may declare it a number, or "epoch"
+        def every(self) -> int | Literal["epoch"]:
+            """The period: a number of steps, or `epoch`."""
+    else:
+        every = "epoch"
+
+    def __call__(self, context: StepContext) -> Verdict | None:
+        """Do the work. Called after a step that was judged; the verdict may ask for a checkpoint or the end."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what is saved with every checkpoint: JSON only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what was saved."""
+        return
+
+
+class _FunctionHook(Hook):
+    every: int | Literal["epoch"]
+
+    def __init__(self, period: int | Literal["epoch"], function: Callable[[StepContext], Any]) -> None:
+        self.every, self._function = period, function
+
+    def __call__(self, context: StepContext) -> Verdict | None:
+        found = self._function(context)
+        return found if isinstance(found, Verdict) else None
+
+
+def every(period: int | Literal["epoch"], function: Callable[[StepContext], Any]) -> Hook:
+    """Make a hook of a function, for `Job(hooks=…)` and `dt.drive(hooks=…)`.
+
+    Args:
+        period: after how many steps it is called each time, or `"epoch"` for the end of every epoch.
+        function: gets the `StepContext`, on every rank. If it returns a `Verdict`, that is obeyed; anything else is
+            ignored. `context.say` prints once, whatever the number of ranks.
+
+    Example:
+        >>> import drivetrain as dt
+        >>> hook = dt.every(100, lambda context: context.say(f"step {context.step}: {context.loss:.3f}"))
+        >>> hook.every
+        100
+    """
+    if not is_period(period):
+        raise ConfigError([Problem("every", f"got {period!r}", period, allowed=PERIODS, remedy="dt.every(100, …)")])
+    given: object = function
+    if not callable(given):
+        message = f"{type(given).__name__} cannot be called"
+        raise ConfigError([Problem("every", message, given, remedy="dt.every(100, lambda context: …)")])
+    return _FunctionHook(period, function)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.hook import ChecksFirst, Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.records import PartLoss, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.supervision import supervision
@@ -389,13 +389,12 @@ class Trainer:
             self._model,
             self._world,
             self._folder,
-            self._companions,
             self._recorder.event,
             batch=self._stepper.last_batch,
             say=self._recorder.say,
             measure=lambda: {} if self._validation is None else self._validation.measure(self._model),
-            rehearsal=self._rehearsal,
             loss=self._last_loss,
+            experts=ExpertAccess(self._companions, self._rehearsal),
         )
 
     def _call(self, hooks: list[Hook], place: Place) -> Verdict:

@@ -3,6 +3,7 @@
 Only the main process has one.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -11,7 +12,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from drivetrain.core.log import log
 from drivetrain.core.records import StepRecord
 
 
@@ -78,8 +81,10 @@ class RunConsole:
         self._shown(self._progress.stop)
 
     def say(self, text: str) -> None:
-        # Lines are not wrapped unless on a terminal: logs are searched.
-        self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
+        plain = Text.from_markup(text).plain.strip()
+        if not log(plain, logging.DEBUG if self._quiet else logging.INFO):
+            # Lines are not wrapped unless on a terminal: logs are searched.
+            self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
 
     def warn(self, text: str) -> None:
         """Show a warning beside the progress from now on; empty: show none."""

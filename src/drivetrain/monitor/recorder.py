@@ -13,6 +13,7 @@ import yaml
 from rich.markup import escape
 
 from drivetrain.config import Config
+from drivetrain.core.log import LOGGER
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, read_rows
 from drivetrain.hardware import Gpu, Hardware
@@ -363,6 +364,7 @@ class Books(NoBooks):
     def event(self, kind: str, **facts: Any) -> None:
         if kind in ("checkpoint", "save failed"):
             self._checkups.saw_save(facts.get("seconds", 0.0), facts.get("waited_seconds", 0.0))
+        LOGGER.debug("event %s: %s", kind, facts)
         self._append("events", {"event": kind, "time": datetime.now(UTC).isoformat(), **facts})
         if "events" not in self._broken:
             self._guarded("events", self._logs["events"].flush)

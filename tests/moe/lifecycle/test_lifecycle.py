@@ -343,7 +343,7 @@ class Planned:
 
     def __call__(self, context: StepContext) -> None:
         (layer,) = mixtures_in(context.model).values()
-        slots = Slots(layer, context.companions)
+        slots = Slots(layer, context.experts.companions)
         if context.step == 4:
             slots.grow(1, noise=0.1)
         elif context.step == 6:

@@ -19,7 +19,7 @@ from drivetrain import Job, drive
 from drivetrain.api.training import train as train_job
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.hook import Hook, Rehearsal, StepContext
+from drivetrain.core.hook import ExpertAccess, Hook, Rehearsal, StepContext
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Sleep, SleepRules, Slots
 from drivetrain.moe.lifecycle.replay import Replay
@@ -86,9 +86,8 @@ class Awake:
             self.model,
             World(),
             Path(),
-            self.companions,
             say=self.said.append,
-            rehearsal=self.rehearsal,
+            experts=ExpertAccess(self.companions, self.rehearsal),
         )
 
     def companions(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -294,9 +293,7 @@ def test_a_busy_expert_of_many_classes_is_split(tolerance: float, is_kept: bool)
 
 
 def at(awake: Awake, step: int) -> StepContext:
-    return StepContext(
-        step, 0, awake.model, World(), Path(), awake.companions, say=awake.said.append, rehearsal=awake.rehearsal
-    )
+    return StepContext(step, 0, awake.model, World(), Path(), say=awake.said.append, experts=awake.context.experts)
 
 
 def test_growth_brings_the_next_sleep_nearer_and_calm_puts_it_off() -> None:

@@ -166,7 +166,7 @@ class _Look:
     ) -> None:
         self._rules, self._seed, self._context, self._name = rules, seed, context, name
         self._layer, self._story, self._history = layer, story, history
-        self._slots = Slots(layer, context.companions)
+        self._slots = Slots(layer, context.experts.companions)
         self._knowledge = knowledge
         self._seen: Seen | None = None
 

@@ -155,7 +155,7 @@ class Replay:
         return put_back
 
     def _averages(self) -> list[tuple[Tensor, Tensor]]:
-        found = [(parameter, self._context.companions(parameter).get("average")) for parameter in self._trained]
+        found = [(parameter, self._context.experts.companions(parameter).get("average")) for parameter in self._trained]
         return [(parameter, average) for parameter, average in found if average is not None]
 
     # What all of it needs

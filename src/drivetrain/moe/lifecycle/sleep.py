@@ -58,7 +58,7 @@ class Sleep:
 
     def check(self, context: StepContext) -> None:
         refuse_too_many(self.rules.max_experts, context.model, "SleepRules")
-        if context.rehearsal is None:
+        if context.experts.rehearsal is None:
             raise DrivetrainError(
                 "sleep replays samples by their number, and this run has none: its data can only be iterated, or its "
                 "order is a sampler's, or the loop is your own",
@@ -72,7 +72,7 @@ class Sleep:
 
     def __call__(self, context: StepContext) -> None:
         self.check(context)
-        rehearsal = context.rehearsal
+        rehearsal = context.experts.rehearsal
         assert rehearsal is not None
         self._remember(context, rehearsal)
         grown = self._num_grown(context)

@@ -128,7 +128,7 @@ class Night:
         self._rehearse()
         self._specialise()
         for name, layer in self._layers.items():
-            slots = Slots(layer, self._context.companions)
+            slots = Slots(layer, self._context.experts.companions)
             self._merge(name, layer, slots)
             self._prune(name, layer, slots)
             self._split(name, layer, slots)
@@ -312,7 +312,7 @@ class Night:
         """Tilt the router so that logits of parent and child differ by 1 either way at the centres of the halves."""
         wanted = torch.tensor([-0.5, 0.5], dtype=torch.float64)
         direction = (torch.linalg.pinv(centres) @ wanted).to(layer.router.weight)
-        tensors = [layer.router.weight.data, self._context.companions(layer.router.weight).get("average")]
+        tensors = [layer.router.weight.data, self._context.experts.companions(layer.router.weight).get("average")]
         for tensor in tensors:
             if tensor is not None:
                 tensor[parent] -= direction
