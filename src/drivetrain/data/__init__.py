@@ -1,0 +1,1 @@
+"""Samples: their order, how steps divide them over ranks, and how they are read and copied to the device."""
