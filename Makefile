@@ -7,7 +7,9 @@ JOBS ?= 3
 HERE := not gpu and not soak and not slurm and not deepspeed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slurm test-deepspeed lint docs docs-serve bench soak clean
+ALONE := $$(grep -rlF mark.alone --include='test_*.py' tests)
+
+.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed lint docs docs-serve bench soak clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -29,7 +31,13 @@ demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, s
 
 test: lint  ## every test that needs no GPU (lint first), three files at a time (JOBS=1: one), then those that measure time
 	@$(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder
-	@$(BIN)/python -m pytest -m '$(HERE) and alone' --reruns 2
+	@$(BIN)/python -m pytest -m '$(HERE) and alone' --reruns 2 $(ALONE)
+
+quick: lint  ## lint and three quarters of the tests in less than two minutes: those that take less than 0.2 s each
+	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --quick -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test-seconds: $(STAMP)  ## measure what each test takes, for the order of make test and the choice of make quick
+	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --measure-cpu -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 # would only wait for each other where several tests run at a time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests import cpu_seconds
 from tests.gloo_pool import gloo_pool
 from tests.simulated_clock import simulated_clock
 
@@ -45,16 +46,27 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 
 
-LONGEST = tuple(
-    f"tests/{room}/"
-    for room in ("launch", "api", "planning", "loop", "commands", "recipes", "strategies", "verify", "data", "moe")
-)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("drivetrain")
+    group.addoption("--quick", action="store_true", help="leave out what takes long: see tests/cpu_seconds.py")
+    group.addoption("--measure-cpu", action="store_true", help="write tests/cpu_seconds.txt anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--measure-cpu"):
+        config.pluginmanager.register(cpu_seconds.Measuring())
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Property tests are part of the long runs, too. What takes long comes first: at the end, workers would wait."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    seconds = cpu_seconds.known()
+    by_file = cpu_seconds.by_file(seconds)
+    items.sort(key=lambda item: -by_file[item.nodeid.partition("::")[0]])
+    if config.getoption("--quick"):
+        long = [item for item in items if cpu_seconds.function_of(item.nodeid) in seconds]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if cpu_seconds.function_of(item.nodeid) not in seconds]
     for item in items:
         if PROFILE == "soak" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.soak)
