@@ -6,7 +6,7 @@ already: the step is measured, not the data.
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -24,7 +24,7 @@ from drivetrain.loop.read_back import Reading
 from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import make_clock
 from drivetrain.run import Session
-from drivetrain.run.assemble import assemble, make_stepper
+from drivetrain.run.assemble import RunParts, assemble, make_stepper
 from drivetrain.run.data_loading import make_loader
 from drivetrain.run.model_factory import build_model, prepare_model
 from drivetrain.run.peak_memory import peak_meter
@@ -91,8 +91,7 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
 
 def _measured(session: Session, num_iterations: int) -> Performance:
     session.follow(session.planned.but(capture=False))  # a CUDA graph would hide the phases of a step
-    job, world, precision = session.job, session.world, session.precision
-    device = world.device
+    job, world, device = session.job, session.world, session.world.device
     division = Division(job.num_samples or 1, job.global_batch or 1, session.way.micro_batch, world.size)
     loader = make_loader(session, division, job.source, shuffle=job.shuffle)
     place = division.place(0)
@@ -107,7 +106,6 @@ def _measured(session: Session, num_iterations: int) -> Performance:
         loss_parts=LossParts(job.loss_weights, job.count, world, alone=True),
         counts_flops=True,
     )
-    flops = parts.flops_per_sample
     clock = make_clock(device)
     stepper = make_stepper(session, parts, clock=clock)
 
@@ -137,8 +135,24 @@ def _measured(session: Session, num_iterations: int) -> Performance:
     phases = clock.take().per_step()
     peak_bytes = meter.peak_bytes()
     parts.strategy.close()
+    return _performance(session, division, len(batches), num_iterations, seconds, items, phases, peak_bytes, parts)
+
+
+def _performance(
+    session: Session,
+    division: Division,
+    num_batches: int,
+    num_iterations: int,
+    seconds: float,
+    items: float,
+    phases: Mapping[str, float],
+    peak_bytes: int,
+    parts: RunParts,
+) -> Performance:
+    """Return the figures of steps that took `seconds` and counted `items` each."""
+    job, device, precision, flops = session.job, session.world.device, session.precision, parts.flops_per_sample
     rate = peak_rate(session.hardware, device, precision.name)
-    samples_per_second = place.num_samples / seconds
+    samples_per_second = division.place(0).num_samples / seconds
     return Performance(
         job=session.name,
         device=str(device),
@@ -146,7 +160,7 @@ def _measured(session: Session, num_iterations: int) -> Performance:
         num_devices=session.num_devices,
         global_batch=division.global_batch,
         micro_batch=division.micro_batch,
-        accumulation=len(batches),
+        accumulation=num_batches,
         num_steps=num_iterations,
         step_seconds=seconds,
         forward_seconds=phases.get("forward", 0.0),

@@ -13,7 +13,7 @@ and count together with the gradients, as it does in `train`.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,18 @@ from drivetrain.core.loss import LossSum, NamedLosses
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.records import StepRecord
+from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.state import Shard, local_part
 from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
+from drivetrain.data.loader import Loader
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.memory import watch_memory
+from drivetrain.monitor.recorder import Books, NoBooks
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (
@@ -59,7 +62,7 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
-from drivetrain.run.assemble import assemble, make_stepper, resume
+from drivetrain.run.assemble import RunParts, assemble, make_stepper, resume
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.data_loading import division_of, make_loader
 from drivetrain.run.model_factory import Prepared, callable_model
@@ -123,64 +126,38 @@ def drive(
         return Drive(session, stack)
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """What a loop is driven with, once its folder is claimed."""
+
+    folder: RunFolder | None  # on the main process
+    checkpointer: Checkpointer
+    checkpoint: Checkpoint | None  # that the run goes on from
+    loader: Loader
+    parts: RunParts
+    called_model: Any  # what the loop calls: the model compiled; None: the model
+    changes: Sequence[str]  # in the job, since the checkpoint
+
+
 class Drive:
     """The run that `dt.drive` returns. It is iterated over once; call `backward` and `step` once for each batch."""
 
     def __init__(self, session: Session, stack: ExitStack) -> None:
-        config, job, world = session.config, session.job, session.world
-        self._session, self.world = session, world
+        job, world, opened = session.job, session.world, _open(session, stack)
+        parts, checkpoint, self._loader = opened.parts, opened.checkpoint, opened.loader
+        self._session, self.world, self._precision = session, world, session.precision
+        self._checkpointer, self._division = opened.checkpointer, parts.division
         self._apart = ExitStack()  # the contexts around the forward of a batch that does not count
-        folder = session.claim()
-        if folder is not None:
-            stack.callback(folder.close)
-        self._checkpointer = Checkpointer(session.path / CHECKPOINTS, world, job.keep_last)
-        checkpoint = self._checkpointer.latest()
-        recorded = None if checkpoint is None else session.recorded_way(checkpoint)
-        if recorded is not None:
-            session.follow(PlannedRun(recorded))
-        self._precision = session.precision
-        stack.enter_context(session.numerics())
-        self._division = division_of(session, job.model if isinstance(job.model, nn.Module) else None)
-        start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
-        self._loader = make_loader(session, self._division, job.source, shuffle=job.shuffle, start=start)
-        stack.callback(session.close_loaders)
-        self._loader.first(job.max_steps, job.epochs)
-        refuse_unequal_orders(self._loader.fingerprint, world)
-
-        given = job.model if isinstance(job.model, nn.Module) else nn.Module()
-        changes = changes_since_start(session, given, folder, checkpoint.step if checkpoint else None)
-        prepared = _as_they_are(session)
-        model, optimizer, called = prepared
-        parts = assemble(
-            session,
-            prepared,
-            Trial(None if session.sharded else partial(_touching_all, model), 1),
-            self._division,
-            loss=_as_computed,
-            # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
-            make_strategy=partial(session.make_strategy, broadcast_buffers=False),
-            takes_weights=checkpoint is None,
-            is_own_loop=True,
-        )
-        self._shares_buffers = world.size > 1 and config.distributed.broadcast_buffers
+        self._shares_buffers = world.size > 1 and session.config.distributed.broadcast_buffers
         self._strategy, self._watch, average = parts.strategy, parts.watch, parts.average
         self.resumed_from = resume(session, parts, checkpoint)
         self._stepper = make_stepper(session, parts)
-        self._books = stack.enter_context(open_books(session, folder, self._loader, self.resumed_from))
+        self._books = stack.enter_context(open_books(session, opened.folder, self._loader, self.resumed_from))
         if world.size == 1:
             self._watch.note = self._note
-        if parts.weights_taken is not None:
-            write_down(parts.weights_taken, self._books)
-        keep_fingerprint(session, folder)
-        tell_changes(changes, self.resumed_from, self._books)
-        tell_notes(self._loader, self._books)
-        tell_plain_optimizer(optimizer, self._books)
-        tell_sharding(session, self._books)
-        if config.batch.auto:
-            why = "not measured: only the loop itself can run its step"
-            session.follow(replace(session.planned, batch_size_found=why))
-        tell_batch_size(session, self._books)
-        beside = config.checkpoint.async_save
+        keep_fingerprint(session, opened.folder)
+        _tell(session, opened, self.resumed_from, self._books)
+        beside = session.config.checkpoint.async_save
         self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
         stack.callback(self._saves.close)
         self._memory = watch_memory(world.device, self._books.event, self._books.say)
@@ -188,8 +165,8 @@ class Drive:
         self._trainer = Trainer(
             job,
             world,
-            model,
-            optimizer,
+            parts.model,
+            parts.optimizer,
             self._stepper,
             self._loader,
             session.path,
@@ -201,12 +178,12 @@ class Drive:
             before_step=self._books.before_step,
             check_model=self._watch.check,
         )
-        stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
+        stack.callback(parts.optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
 
-        self.model: Any = model if called is None else called
-        self._plain, self._optimizer, self._average = model, optimizer, average
+        self.model: Any = parts.model if opened.called_model is None else opened.called_model
+        self._plain, self._optimizer, self._average = parts.model, parts.optimizer, average
         self._trained = [] if session.sharded else parts.given.trained  # shards: at a step's end
-        self._buffers = list(model.buffers())
+        self._buffers = list(parts.model.buffers())
         self._around_forward = around_forward(parts.given)
         self._iterator: weakref.ref[Any] | None = None
         self._begun: Begun | None = None
@@ -504,6 +481,56 @@ class Drive:
             self._checkpointer.over(World()).save(self.steps, *self._state())
             self._books.event("checkpoint", step=self.steps)
         self._books.finish(False, self.steps)
+
+
+def _open(session: Session, stack: ExitStack) -> _Opened:
+    """Claim the folder, open the data and assemble the parts. The stack closes what was opened."""
+    job, world = session.job, session.world
+    folder = session.claim()
+    if folder is not None:
+        stack.callback(folder.close)
+    checkpointer = Checkpointer(session.path / CHECKPOINTS, world, job.keep_last)
+    checkpoint = checkpointer.latest()
+    recorded = None if checkpoint is None else session.recorded_way(checkpoint)
+    if recorded is not None:
+        session.follow(PlannedRun(recorded))
+    if session.config.batch.auto:
+        why = "not measured: only the loop itself can run its step"
+        session.follow(replace(session.planned, batch_size_found=why))
+    stack.enter_context(session.numerics())
+    division = division_of(session, job.model if isinstance(job.model, nn.Module) else None)
+    start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
+    loader = make_loader(session, division, job.source, shuffle=job.shuffle, start=start)
+    stack.callback(session.close_loaders)
+    loader.first(job.max_steps, job.epochs)
+    refuse_unequal_orders(loader.fingerprint, world)
+
+    given = job.model if isinstance(job.model, nn.Module) else nn.Module()
+    changes = changes_since_start(session, given, folder, checkpoint.step if checkpoint else None)
+    prepared = _as_they_are(session)
+    parts = assemble(
+        session,
+        prepared,
+        Trial(None if session.sharded else partial(_touching_all, prepared.model), 1),
+        division,
+        loss=_as_computed,
+        # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
+        make_strategy=partial(session.make_strategy, broadcast_buffers=False),
+        takes_weights=checkpoint is None,
+        is_own_loop=True,
+    )
+    return _Opened(folder, checkpointer, checkpoint, loader, parts, prepared.called_model, changes)
+
+
+def _tell(session: Session, opened: _Opened, resumed_from: int, recorder: Books | NoBooks) -> None:
+    """Report what the run found out and decided."""
+    if opened.parts.weights_taken is not None:
+        write_down(opened.parts.weights_taken, recorder)
+    tell_changes(opened.changes, resumed_from, recorder)
+    tell_notes(opened.loader, recorder)
+    tell_plain_optimizer(opened.parts.optimizer, recorder)
+    tell_sharding(session, recorder)
+    tell_batch_size(session, recorder)
 
 
 def _as_computed(model: Any, loss: Any) -> Any:

@@ -6,7 +6,8 @@ from drivetrain.config import Config
 from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
 from drivetrain.planning.batch_size import settle_global_batch, with_micro_batch
-from drivetrain.planning.planner import OnProbe, described, measured
+from drivetrain.planning.description import described
+from drivetrain.planning.planner import OnProbe, measured
 from drivetrain.run import Session
 from drivetrain.run.loss_weighting import settle_weighting
 from drivetrain.run.model_factory import build_model

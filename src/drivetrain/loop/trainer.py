@@ -140,8 +140,7 @@ class Trainer:
         self._set_loss_weights, self._norms = set_loss_weights, norms
         # Looked up once: the loop's overhead is a few microseconds per step, and has to stay so.
         self._num_steps, self._save_every = job.num_steps, job.save_every
-        validations: list[Hook] = [validation] if validation else []
-        self._hooks = [(hook, hook.every) for hook in (*validations, *job.hooks)]
+        self._hooks = [(hook, hook.every) for hook in (*([validation] if validation else []), *job.hooks)]
         everies = [self._save_every, *(every for _, every in self._hooks)]
         self._everies = [every for every in everies if every != "epoch"]
         self._rounds_rates = are_rounded(optimizer)

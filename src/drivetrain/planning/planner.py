@@ -18,34 +18,29 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.checkpoint.staging import has_room
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.gc_freeze import SetAside
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
-from drivetrain.data.source import source_of
 from drivetrain.hardware import cache_folder
-from drivetrain.loop import why_not_here
 from drivetrain.plan import Choice
 from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.held import num_bytes
-from drivetrain.plan.knobs import BY_FIELD, KNOBS, KnobFacts, PlanningOutcome, Way, choices_of, others_of
-from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
-from drivetrain.plan.repeat import IN_WORDS, Repeatability, find_repeatable
+from drivetrain.plan.knobs import BY_FIELD, Way, others_of
+from drivetrain.plan.plan import PlannedRun
+from drivetrain.plan.repeat import Repeatability, find_repeatable
 from drivetrain.plan.tune import (
-    NO_TIME,
     DoesNotFitError,
     Measurement,
     Scope,
     Tried,
     Tuned,
     UnusableError,
-    plainest,
     tune,
 )
 from drivetrain.planning.batch_size import with_micro_batch
 from drivetrain.planning.data_path import measured_data_path
+from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.planning.repeat import RepeatProbe
 from drivetrain.run.data_loading import make_loader
@@ -53,7 +48,6 @@ from drivetrain.run.memory_needs import explained
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled
-from drivetrain.strategies.sharding import forecast_local, layout_of
 
 OnProbe = Callable[[Way, Measurement], None]
 
@@ -70,7 +64,6 @@ REPEAT_COMPILING, REPEAT_STEPS, REPEAT_SHARE = 1.5, 16, 0.05
 CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
 READING_SECONDS = 0.5  # that measuring what reading takes may take
 MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
-FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optimizer's step little against both
 
 
 class NotMeasuredError(DrivetrainError):
@@ -221,7 +214,7 @@ def measured(
     is_short_of_time: bool = False,
 ) -> PlannedRun:
     """Try ways of running a step, and return the best. With `is_short_of_time` only what the job can pay back."""
-    job, world = run.job, run.world
+    job = run.job
     if not run.is_whole:
         raise DrivetrainError(
             "a model that is cut into shards is not measured yet: no rank could hold a copy of it",
@@ -233,70 +226,11 @@ def measured(
             remedy="leave --measure out",
         )
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports torch's compiler: the run's time, not ours
-    began = time.monotonic()
-    cache = PlanCache(cache_folder() / "plans", world.agree(_key(run, model)))
-    known = _known(run, cache)
-    probe = StepProbe(
-        job,
-        model,
-        world,
-        lambda division: make_loader(run, division, job.source, shuffle=job.shuffle),
-        Journal(cache.journal),
-        cudnn_benchmark=run.config.kernels.cudnn_benchmark,
-    )
-    scope = _scope(run, model, planned, steps_done, is_short_of_time=is_short_of_time)
-    num_measured, aside = 0, SetAside()
-
-    def measure(way: Way, seconds: float) -> Measurement:
-        nonlocal num_measured
-        found = known.get(way)
-        if found is not None and (not seconds or not found.is_brief):
-            return found
-        if world.device.type == "cuda":
-            aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
-        num_measured += 1
-        found = probe(way, seconds)
-        if on_probe is not None:
-            on_probe(way, found)
-        return found
-
-    def clock() -> float:
-        return float(world.agree(time.monotonic() - began))  # ranks decide together, by one clock
-
-    def search() -> Tuned:
-        try:
-            return tune(planned.way, scope, measure, clock)
-        except DoesNotFitError as error:
-            raise _does_not_fit(run, model, planned.way, error.tried) from error
-        except UnusableError as error:
-            raise NotMeasuredError(
-                f"a step of this job cannot be run: {error}",
-                remedy="`drivetrain train` shows where, with the traceback",
-            ) from None
-        finally:
-            aside.end()
-
-    tuned = search()
-    notes = []
-    if known and not num_measured:
-        why_not = _why_outdated(probe, tuned, scope)
-        if why_not:
-            notes.append(f"what was measured before does not hold any more ({why_not})")
-            if not run.quiet:
-                print(f"drivetrain: {notes[0]}: measuring anew", file=sys.stderr)
-            cache.forget()
-            known = {}
-            tuned = search()
-        else:
-            notes.append("measured at an earlier start, and tried again with one step")
-    if world.is_main and num_measured and run.config.plan.cache:
-        cache.write(tuned.tried)
-    notes += [
-        f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
-    ]
+    search = _Search(run, model, planned, _scope(run, model, planned, steps_done, is_short_of_time), on_probe)
+    tuned, notes = search.run()
     if job.hooks:
         notes.append(f"the forecast of the job's time does not count its hooks ({len(job.hooks)})")
-    way, repeatability = _repeatable(run, model, tuned, steps_done, cache, is_short_of_time=is_short_of_time)
+    way, repeatability = _repeatable(run, model, tuned, steps_done, search.cache, is_short_of_time=is_short_of_time)
     if way != tuned.way:
         tuned = _followed_instead(tuned, way, repeatability.cost or 0.0)
     data = _data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time)
@@ -304,7 +238,79 @@ def measured(
         planned, way=way, repeatability=repeatability, data_path=planned.data_path if data is None else data.value
     )
     plan = described(run, model, planned, tuned, data=data)
-    return replace(planned, plan=plan.model_copy(update={"notes": tuple(notes), "seconds": clock()}))
+    return replace(planned, plan=plan.model_copy(update={"notes": tuple(notes), "seconds": search.clock()}))
+
+
+class _Search:
+    """The search for the fastest way of running a step, with what earlier starts measured."""
+
+    def __init__(
+        self, run: Session, model: nn.Module, planned: PlannedRun, scope: Scope, on_probe: OnProbe | None
+    ) -> None:
+        job = run.job
+        self._run, self._model, self._first, self._scope, self._on_probe = run, model, planned.way, scope, on_probe
+        self._began = time.monotonic()
+        self.cache = PlanCache(cache_folder() / "plans", run.world.agree(_key(run, model)))
+        self._known = _known(run, self.cache)
+        self._probe = StepProbe(
+            job,
+            model,
+            run.world,
+            lambda division: make_loader(run, division, job.source, shuffle=job.shuffle),
+            Journal(self.cache.journal),
+            cudnn_benchmark=run.config.kernels.cudnn_benchmark,
+        )
+        self._num_measured, self._aside = 0, SetAside()
+
+    def run(self) -> tuple[Tuned, list[str]]:
+        """Return the best way, and notes for the plan. What is remembered is tried with a step, else measured anew."""
+        run, tuned, notes = self._run, self._tuned(), list[str]()
+        if self._known and not self._num_measured:
+            why_not = _why_outdated(self._probe, tuned, self._scope)
+            if why_not:
+                notes.append(f"what was measured before does not hold any more ({why_not})")
+                if not run.quiet:
+                    print(f"drivetrain: {notes[0]}: measuring anew", file=sys.stderr)
+                self.cache.forget()
+                self._known = {}
+                tuned = self._tuned()
+            else:
+                notes.append("measured at an earlier start, and tried again with one step")
+        if run.world.is_main and self._num_measured and run.config.plan.cache:
+            self.cache.write(tuned.tried)
+        notes += [
+            f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
+        ]
+        return tuned, notes
+
+    def clock(self) -> float:
+        """Return the seconds since the search began: ranks decide together, by one clock."""
+        return float(self._run.world.agree(time.monotonic() - self._began))
+
+    def _tuned(self) -> Tuned:
+        try:
+            return tune(self._first, self._scope, self._measure, self.clock)
+        except DoesNotFitError as error:
+            raise _does_not_fit(self._run, self._model, self._first, error.tried) from error
+        except UnusableError as error:
+            raise NotMeasuredError(
+                f"a step of this job cannot be run: {error}",
+                remedy="`drivetrain train` shows where, with the traceback",
+            ) from None
+        finally:
+            self._aside.end()
+
+    def _measure(self, way: Way, seconds: float) -> Measurement:
+        found = self._known.get(way)
+        if found is not None and (not seconds or not found.is_brief):
+            return found
+        if self._run.world.device.type == "cuda":
+            self._aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
+        self._num_measured += 1
+        found = self._probe(way, seconds)
+        if self._on_probe is not None:
+            self._on_probe(way, found)
+        return found
 
 
 def _repeatable(
@@ -438,7 +444,7 @@ def _known(run: Session, cache: PlanCache) -> dict[Way, Measurement]:
     return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
 
 
-def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int, *, is_short_of_time: bool) -> Scope:
+def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int, is_short_of_time: bool) -> Scope:
     config, device = run.config, run.world.device
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
@@ -450,7 +456,7 @@ def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int,
         memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(run, planned),
         largest_micro_batch=run.weighting.holds_division,
-        others=others_of(_facts(run, model, planned)),
+        others=others_of(facts_of(run, model, planned)),
         compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
         compile_share=COMPILE_SHARE[device.type],
         budget_seconds=config.plan.budget_seconds,
@@ -472,26 +478,6 @@ def _why_fixed(run: Session, planned: PlannedRun) -> str:
         return ""
     whole = "a rank's whole share: on a CPU smaller parts gain nothing"
     return f"{whole}; kept: {run.weighting.holds_division}" if run.weighting.holds_division else whole
-
-
-def _facts(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:
-    """Return what the table of planned choices may ask for."""
-    return KnobFacts(
-        way=planned.way,
-        pinned=frozenset(run.pinned()),
-        settings=run.settings,
-        rank_samples=run.rank_samples,
-        global_batch=run.job.global_batch or 0,
-        num_devices=run.num_devices,
-        num_devices_here=len(run.devices),
-        world_size=run.world.size,
-        on_gpu=run.world.device.type == "cuda",
-        cpu_precisions=tuple(run.hardware.cpu.precisions),
-        num_threads=torch.get_num_threads(),
-        has_convolutions=has_convolutions(model),
-        why_not_captured=why_not_here(run.world, asserts=run.config.device.assertions),
-        why_micro_batch=planned.why_capped or planned.batch_size_found,
-    )
 
 
 # What figures depend on
@@ -529,217 +515,6 @@ def _sources(things: Iterable[Any]) -> list[str]:
             code = getattr(thing, "__code__", None)
             found.append(repr((code.co_code, code.co_consts, code.co_names)) if code else type(thing).__qualname__)
     return sorted(found)
-
-
-# In words
-
-
-def described(
-    run: Session,
-    model: nn.Module,
-    planned: PlannedRun,
-    tuned: Tuned | None,
-    why: str = "by rule: nothing was measured",
-    data: Choice[DataPath] | None = None,
-    *,
-    is_closed: bool = False,
-) -> Plan:
-    """Return the plan of a run in words, each choice with its reason.
-
-    `is_closed`: though nothing was measured now, it is known that nothing else would pay.
-    """
-    job, way, share, facts = run.job, planned.way, run.rank_samples, _facts(run, model, planned)
-    outcome = PlanningOutcome(
-        facts,
-        is_measured=tuned is not None,
-        why=why,
-        reasons={**tuned.reasons, "repeat": planned.repeatability.reason} if tuned else {},
-        alternatives={
-            **{knob.field: _alternatives(tuned, knob.field) for knob in KNOBS},
-            "repeat": _repeat_costs(planned),
-        },
-    )
-    sharded_rest: Choice[Any] = Choice(value="fsdp", reason="asked for", pinned=True)
-    choices = choices_of(
-        outcome,
-        before={"distributed.strategy": _strategy(run, model)},
-        after={
-            **_data_choices(run, data),
-            **({} if run.experts is None else {"distributed.expert_rest": sharded_rest}),
-        },
-    )
-    chosen = tuned.chosen if tuned else None
-    step_seconds = chosen.sample_seconds * share if chosen and not chosen.problem else None
-    job_seconds = None if step_seconds is None or job.num_steps is None else step_seconds * job.num_steps
-    validation_seconds = None if job_seconds is None else _validation_seconds(run, tuned)
-    plan = Plan(
-        job=run.name,
-        global_batch=job.global_batch or 0,
-        num_steps=job.num_steps,
-        choices=choices,
-        forecast=Forecast(
-            memory=_memory_of_shards(run, model) if run.shards else _memory(model, tuned, way),
-            peak_bytes=(tuned.forecast_bytes or None) if tuned else None,
-            measured_peak_bytes=_verified(tuned),
-            run_peak_bytes=_run_peak(run, chosen),
-            step_seconds=step_seconds,
-            job_seconds=None if job_seconds is None else job_seconds + (validation_seconds or 0.0),
-            validation_seconds=validation_seconds,
-        ),
-        tried=tuned.tried if tuned else (),
-        measured=tuned is not None,
-        notes=() if tuned else (why,),
-        loss=_loss(run),
-        repeatable=planned.repeatability,
-        closed=_closed(facts, tuned, is_closed=is_closed),
-    )
-    is_in_vain = way.capture and facts.why_not_captured
-    return plan.not_captured(facts.why_not_captured) if is_in_vain else plan
-
-
-def _loss(run: Session) -> LossPlan | None:
-    """Return how losses are weighted, where that was examined."""
-    found = run.weighting
-    if not found.reason:
-        return None
-    return LossPlan(weighting=str(found), why=found.reason, division_is_kept_because=found.holds_division)
-
-
-def _closed(facts: KnobFacts, tuned: Tuned | None, *, is_closed: bool) -> tuple[str, ...]:
-    """Return the settings that the doctor is not to advise any more.
-
-    Measuring has settled what is neither pinned by the user nor was skipped for lack of time.
-    """
-    return tuple(
-        knob.settings[0]
-        for knob in KNOBS
-        if knob.is_advised
-        and (
-            is_closed
-            or (
-                tuned is not None
-                and knob.field not in facts.pinned
-                and not tuned.reasons.get(knob.field, "").endswith(NO_TIME)
-            )
-        )
-    )
-
-
-def _repeat_costs(planned: PlannedRun) -> tuple[str, ...]:
-    """Return what other kernels would cost, where that was measured."""
-    return tuple(
-        f"{IN_WORDS[trial.way.repeat]}: {100 * trial.cost:+.1f} %"
-        for trial in planned.repeatability.trials
-        if trial.cost is not None and trial.way != planned.way
-    )
-
-
-def _validation_seconds(run: Session, tuned: Tuned | None) -> float | None:
-    """Estimate the seconds of all validations of the job: they are neither compiled nor captured, as steps may be."""
-    job = run.job
-    every = job.steps_per_epoch if job.validate_every == "epoch" else job.validate_every
-    if tuned is None or job.valid is None or job.num_steps is None or every is None:
-        return None
-    eager = tuned.measurement_of(tuned.way.but(compile_mode=None, capture=False))
-    measured = tuned.chosen if eager is None or eager.problem else eager
-    if measured is None or measured.problem:
-        return None
-    samples = -(-len(source_of(job.valid).dataset) // run.world.size)
-    num_validations = -(-job.num_steps // every)  # the end is always validated
-    return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
-
-
-def _data_choices(run: Session, data: Choice[DataPath] | None) -> dict[str, Choice[Any]]:
-    """Return how samples reach the device: as measured, else as it is now, else by rule."""
-    if data is not None and data.value.resident:
-        return {"data.resident": Choice(value="on", reason=data.reason, alternatives=data.alternatives)}
-    if data is None and run.residency.num_bytes:
-        return {"data.resident": Choice(value="on", reason="it is in memory already, and fits on the device")}
-    workers, ahead = run.settings.num_workers, run.settings.prefetch_factor
-    if data is not None:
-        workers = Choice(value=data.value.num_workers, reason=data.reason, alternatives=data.alternatives)
-        ahead = Choice(value=data.value.prefetch_factor, reason="by how evenly batches are read")
-    return {
-        "data.num_workers": workers,
-        "data.prefetch_factor": Choice(value=ahead.value or None, reason=ahead.reason),
-    }
-
-
-def _strategy(run: Session, model: nn.Module) -> Choice[str]:
-    if run.shards:
-        layout = layout_of(model, shares_experts=run.experts is not None)
-        reason = f"{run.strategy_choice.reason}; {layout.in_words()}"
-        return run.strategy_choice.model_copy(update={"reason": reason})
-    if not run.is_whole:
-        return run.strategy_choice
-    name, by_rule = run.strategy_choice.value, run.settings.strategy
-    # The rule counts GPUs; what counts in the end is how many processes there are.
-    chosen = by_rule if run.world.size == 1 and name == by_rule.value else run.strategy_choice
-    return Choice(value=name, reason=chosen.reason, alternatives=chosen.alternatives)
-
-
-def _alternatives(tuned: Tuned | None, field: str) -> tuple[str, ...]:
-    """Return what was measured that differs from the chosen way in this field alone."""
-    if tuned is None:
-        return ()
-    return tuple(
-        f"{getattr(tried.way, field) or 'off'}: {1 / tried.measurement.sample_seconds:,.0f} samples/s"
-        for tried in tuned.tried
-        if tried.way != tuned.way
-        and tried.way.but(**{field: getattr(tuned.way, field)}) == tuned.way
-        and not tried.measurement.problem
-        and not tried.measurement.is_brief
-    )
-
-
-def _memory_of_shards(run: Session, model: nn.Module) -> MemoryForecast:
-    """Forecast the memory of rank 0, whose shard is never the smaller one, with as many experts as any rank has.
-
-    Blocks that are gathered in turn count as workspace.
-    """
-    rows = None if run.experts is None else run.experts.num_rows(run.experts.fullest_rank)
-    held = forecast_local(model, run.job.make_optimizer, run.world.size, 0, rows)
-    if held is None:
-        return MemoryForecast(parameters=0, gradients=0)
-    return MemoryForecast(parameters=held.parameters + held.buffers, gradients=held.gradients, optimizer=held.optimizer)
-
-
-def _verified(tuned: Tuned | None) -> int | None:
-    """Return the measured peak of the step whose memory was forecast."""
-    if tuned is None or not tuned.forecast_bytes:
-        return None
-    plain = tuned.measurement_of(plainest(tuned.way))
-    return None if plain is None else plain.peak_bytes or None
-
-
-def _run_peak(run: Session, chosen: Measurement | None) -> int | None:
-    """Return the peak of the run, with the copy that background saves make of the state if there is room for it."""
-    if chosen is None or not chosen.peak_bytes:
-        return None
-    beside = run.residency.num_bytes
-    state = chosen.parameter_bytes + chosen.optimizer_bytes
-    if run.config.checkpoint.async_save and has_room(run.world.device, state + chosen.peak_bytes + beside):
-        beside += state
-    return chosen.peak_bytes + beside
-
-
-def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
-    chosen = tuned.chosen if tuned else None
-    if chosen is None or not chosen.parameter_bytes:
-        return MemoryForecast(
-            parameters=num_bytes([*model.parameters(), *model.buffers()]),
-            gradients=num_bytes(parameter for parameter in model.parameters() if parameter.requires_grad),
-        )
-    fixed = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
-    line = tuned.memory if tuned else None
-    activations = None if line is None else round(line.sample_bytes * way.micro_batch)
-    return MemoryForecast(
-        parameters=chosen.parameter_bytes,
-        gradients=chosen.gradient_bytes,
-        optimizer=chosen.optimizer_bytes,
-        activations=activations,
-        workspace=None if activations is None else max(0, chosen.peak_bytes - fixed - activations),
-    )
 
 
 def _does_not_fit(run: Session, model: nn.Module, way: Way, tried: list[Tried]) -> DrivetrainError:

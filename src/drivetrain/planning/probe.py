@@ -107,13 +107,7 @@ class StepProbe:
         meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
         meter.reset()
         batch, num_samples = self._batch(way)
-        model = copy.deepcopy(self._model)
-        if way.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if way.splits_recurrent_dropout:
-            split_recurrent_dropout(model)
-        if way.recompute:
-            recompute(model)
+        model = self._copy(way)
         precision = Precision(way.precision, device.type)
         # As the run has them: otherwise kernels would be measured that the run does not use.
         with numerics(precision, **switches_of(way, self._cudnn_benchmark)), num_threads(way.num_threads):
@@ -131,10 +125,15 @@ class StepProbe:
                     return Measurement(problem=problem)
                 make_capturable(optimizer)
                 put_rates_on_device(optimizer)
-            average = None if job.ema is None else Average(model, job.ema)
-            named = LossParts(job.loss_weights, job.count, self._alone, alone=True)
             parts = StrategyParts(
-                model, job.loss, optimizer, job.clip_norm, precision, None, called, average, loss_parts=named
+                model,
+                job.loss,
+                optimizer,
+                job.clip_norm,
+                precision,
+                called_loss=called,
+                average=None if job.ema is None else Average(model, job.ema),
+                loss_parts=LossParts(job.loss_weights, job.count, self._alone, alone=True),
             )
             strategy = SingleStrategy(self._alone)
             began = time.perf_counter()
@@ -159,12 +158,7 @@ class StepProbe:
             warm = time.perf_counter() - began
             if way.compile_mode and not _was_compiled(job.loss, graphs):
                 return Measurement(problem="nothing was compiled")
-            if seconds:
-                one = _timed(lambda: step(1), device, seconds)
-                more = _timed(lambda: step(2), device, seconds) - one if count > 1 else one
-            else:
-                one = more = _timed(lambda: step(at_once), device, seconds) / at_once
-            # A step is one micro-step with the optimizer's, and count - 1 more without.
+            one, more = _step_seconds(step, device, seconds, count, at_once)
             whole = one + (count - 1) * max(more, 0.0)
             held = count_held(model, optimizer)
             return Measurement(
@@ -176,6 +170,17 @@ class StepProbe:
                 optimizer_bytes=held.optimizer,
                 is_brief=not seconds,
             )
+
+    def _copy(self, way: Way) -> nn.Module:
+        """Return a copy of the model, prepared for a way of running a step."""
+        model = copy.deepcopy(self._model)
+        if way.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if way.splits_recurrent_dropout:
+            split_recurrent_dropout(model)
+        if way.recompute:
+            recompute(model)
+        return model
 
     def _batch(self, way: Way) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
@@ -275,6 +280,17 @@ def _may_be_running(row: Mapping[str, Any]) -> bool:
         return bool(psutil.Process(row["pid"]).create_time() == row["began"])
     except (KeyError, psutil.Error):
         return False
+
+
+def _step_seconds(
+    step: Callable[[int], None], device: torch.device, seconds: float, count: int, at_once: int
+) -> tuple[float, float]:
+    """Return the seconds of one micro-step with the optimizer's step, and of each further one."""
+    if not seconds:
+        one = _timed(lambda: step(at_once), device, seconds) / at_once
+        return one, one
+    one = _timed(lambda: step(1), device, seconds)
+    return one, _timed(lambda: step(2), device, seconds) - one if count > 1 else one
 
 
 def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> float:

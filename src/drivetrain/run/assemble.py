@@ -101,23 +101,12 @@ def assemble(
         offloads_activations=run.settings.activations.value == "offload",
         loss_parts=run.loss_parts if loss_parts is None else loss_parts,
     )
-    flops = 0
-    if counts_flops and called_loss is not None:
-        flops = count_apart(given.loss, model, trial.batch, run.precision.around_forward())
-    counts_here = counts_flops and world.is_main and run.way.compile_mode is None
-
-    def prepare() -> tuple[int, ObjectiveCall]:
-        return counted(lambda: strategy.prepare(given, trial), counts_here)
-
-    if is_own_loop:
-        draws, (flops_here, objective) = DRAWS_FROM_ALL, prepare()
-        why_not_captured = "the loop is the user's own"
-    else:
-        draws, (flops_here, objective) = what_draws(prepare, world.device)
+    draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
+    why_not_captured = "the loop is the user's own"
+    if not is_own_loop:
         why_not_captured = run.why_not_captured(optimizer, draws, division)
         if not why_not_captured:
             make_capturable(optimizer)
-    per_sample = (flops or flops_here) / trial.num_samples
     return RunParts(
         model=model,
         optimizer=optimizer,
@@ -128,10 +117,29 @@ def assemble(
         draws=draws,
         division=division,
         why_not_captured=why_not_captured,
-        flops_per_sample=per_sample,
+        flops_per_sample=flops / trial.num_samples,
         weights_taken=taken,
         watch=watch,
     )
+
+
+def _try_out(
+    run: Session, strategy: Strategy, given: StrategyParts, trial: Trial, *, counts_flops: bool, draws_all: bool
+) -> tuple[Draws, ObjectiveCall, int]:
+    """Prepare the strategy on the trial. Return what the trial drew from, the objective, and its FLOPs where counted.
+
+    With `draws_all` a step is taken to draw from every generator: the trial does not show what it draws from.
+    """
+    flops = 0
+    if counts_flops and given.called_loss is not None:
+        flops = count_apart(given.loss, given.model, trial.batch, run.precision.around_forward())
+    counts_here = counts_flops and run.world.is_main and run.way.compile_mode is None
+
+    def prepare() -> tuple[int, ObjectiveCall]:
+        return counted(lambda: strategy.prepare(given, trial), counts_here)
+
+    draws, (flops_here, objective) = (DRAWS_FROM_ALL, prepare()) if draws_all else what_draws(prepare, run.world.device)
+    return draws, objective, flops or flops_here
 
 
 def trial_of(run: Session, batch: Any, num_samples: int) -> Trial:
