@@ -282,3 +282,40 @@ def digest_of(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return hash(tuple(digest_of(part) for part in value)) & 0x7FFFFFFF
     return zlib.crc32(repr(value).encode())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trainer under test, and what it can do.
+
+    Attributes:
+        run: the function that trains a case.
+        name: what the certificate calls it.
+        strategies: ways of sharing work over several processes; each is tried.
+        max_world: the most processes it takes.
+        resumes: whether it saves to `case.folder` and continues from there; otherwise kills are not tried.
+        workers: whether it uses `case.num_workers`.
+        micro_batches: whether it uses `case.micro_batch`; otherwise batches are only divided over processes.
+        changes_world: whether a run may be continued by another number of processes.
+        device: where it trains, and the plain loop with it: `cpu` or `cuda`.
+        runs_as_it_is: whether it also trains with `case.observed` false: the job's own data and loss, untouched.
+        double: whether it trains models in float64; otherwise all is compared in the model's own type.
+        even_divisions: whether its steps are micro-batch × accumulation steps × processes samples, so that only
+            divisors of the global batch can be tried; the last step of an epoch may still have fewer.
+        counts_beforehand: whether a named part that is a `LossSum` takes `Job.count` where a process has several
+            micro-batches in a step; without it, such jobs are tried with one per process.
+    """
+
+    run: Trainer
+    name: str = "trainer"
+    strategies: tuple[str, ...] = ("ddp",)
+    max_world: int = 3
+    resumes: bool = True
+    workers: bool = True
+    micro_batches: bool = True
+    changes_world: bool = False
+    device: str = "cpu"
+    runs_as_it_is: bool = False
+    double: bool = True
+    even_divisions: bool = False
+    counts_beforehand: bool = False

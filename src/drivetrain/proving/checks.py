@@ -12,36 +12,21 @@ import torch
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.job import Job
 from drivetrain.proving import reference
-from drivetrain.proving.case import Case, Trainer
+from drivetrain.proving.case import Case, Subject
 from drivetrain.proving.certificate import Certificate, Check, Status
 from drivetrain.proving.classify import (
     Classification,
     Kind,
-    clip_hypotheses,
-    judge_gradient,
-    judge_learning_rates,
-    judge_ranks,
-    judge_samples,
-    judge_start,
-    step_hypotheses,
 )
 from drivetrain.proving.compare import (
-    Difference,
     Floor,
-    errors,
-    gradient_difference,
-    largest_error,
-    step_difference,
     weight_difference,
 )
+from drivetrain.proving.comparison import WEIGHTS, Comparison, first_line
 from drivetrain.proving.processes import Workplace
 from drivetrain.proving.recorder import Kill
 from drivetrain.proving.reference import (
-    AS_A_SUM,
-    AS_STATED,
-    BY_SAMPLES,
     Bug,
-    Division,
     ReferenceFacts,
     ReferenceOutcome,
     undivided,
@@ -49,49 +34,9 @@ from drivetrain.proving.reference import (
 from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
 from drivetrain.proving.trace import Trace
 
-START, SAMPLES, LOSS, RATES, GRADIENT, NORM, WEIGHTS, RANKS = (
-    "start", "samples", "loss", "lr", "gradient", "clip norm", "weights", "ranks agree",
-)  # fmt: skip
 REPEATS, RESUMES, ITEMS = "repeats", "resumes", "items"
 MOST_KEPT = 300_000  # parameters of models whose gradients are kept of every step
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A trainer under test, and what it can do.
-
-    Attributes:
-        run: the function that trains a case.
-        name: what the certificate calls it.
-        strategies: ways of sharing work over several processes; each is tried.
-        max_world: the most processes it takes.
-        resumes: whether it saves to `case.folder` and continues from there; otherwise kills are not tried.
-        workers: whether it uses `case.num_workers`.
-        micro_batches: whether it uses `case.micro_batch`; otherwise batches are only divided over processes.
-        changes_world: whether a run may be continued by another number of processes.
-        device: where it trains, and the plain loop with it: `cpu` or `cuda`.
-        runs_as_it_is: whether it also trains with `case.observed` false: the job's own data and loss, untouched.
-        double: whether it trains models in float64; otherwise all is compared in the model's own type.
-        even_divisions: whether its steps are micro-batch × accumulation steps × processes samples, so that only
-            divisors of the global batch can be tried; the last step of an epoch may still have fewer.
-        counts_beforehand: whether a named part that is a `LossSum` takes `Job.count` where a process has several
-            micro-batches in a step; without it, such jobs are tried with one per process.
-    """
-
-    run: Trainer
-    name: str = "trainer"
-    strategies: tuple[str, ...] = ("ddp",)
-    max_world: int = 3
-    resumes: bool = True
-    workers: bool = True
-    micro_batches: bool = True
-    changes_world: bool = False
-    device: str = "cpu"
-    runs_as_it_is: bool = False
-    double: bool = True
-    even_divisions: bool = False
-    counts_beforehand: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,9 +93,11 @@ class _Proof:
         case = self._with_clipping(self._fitted(self._even(case)))
         self._record_facts(case)
         if self._extent.divisions:
+            comparison = Comparison(self._subject, self._work, self.certificate, facts, self._floor, self._truth)
             for configuration in self._configurations(case):
                 self._say(configuration.name)
-                self._compare(configuration)
+                comparison.compare(configuration)
+            self._base = comparison.base
             if self._subject.runs_as_it_is and not self._job.hooks:
                 self._run_as_it_is(case)
         if self._extent.repeats:
@@ -282,225 +229,6 @@ class _Proof:
     def _wants(self, what: str) -> bool:
         return not self._extent.only or what in self._extent.only
 
-    # Comparing with the plain loop
-
-    def _compare(self, case: Case) -> None:
-        trace = self._work.run(self._subject.run, case)
-        checks: dict[str, Check] = {}
-
-        def add(what: str, status: Status, verdict: Classification | None = None, **more: Any) -> None:
-            checks[what] = Check(case.name, what, status, verdict=verdict, **more)
-
-        if trace.error:
-            failed = Classification(Kind.FAILED, "unknown", case.name, _first_line(trace.error))
-            self.certificate.checks.append(Check(case.name, SAMPLES, "failed", detail=trace.error, verdict=failed))
-            return
-        if trace.num_steps == 0 or not trace.samples(0):
-            failed = Classification(Kind.FAILED, "trainer", case.name, "no optimizer step was seen")
-            self.certificate.checks.append(Check(case.name, SAMPLES, "failed", verdict=failed))
-            return
-        verdict = judge_samples(case, trace, self._base)
-        if verdict is None and trace.num_steps != case.num_steps:
-            detail = f"{trace.num_steps} optimizer steps instead of {case.num_steps}"
-            verdict = Classification(Kind.GLOBAL_BATCH, "trainer", f"step {trace.num_steps + 1}", detail)
-        add(SAMPLES, "failed" if verdict else "ok", verdict)
-        if self._base is None:
-            self._base = trace
-        samples = [trace.samples(step) for step in range(trace.num_steps)]
-        truth = self._truth(case, samples)
-        verdict = judge_start(trace, truth, self._floor)
-        add(START, "failed" if verdict else "ok", verdict)
-        if verdict is not None:
-            self.certificate.checks.extend(checks.values())
-            return
-        if case.world_size > 1:
-            verdict = judge_ranks(trace, self._floor)
-            add(RANKS, "failed" if verdict else "ok", verdict)
-        verdict = judge_learning_rates(case, trace, truth)
-        add(RATES, "failed" if verdict else "ok", verdict)
-        # Steps after a wrong learning rate have other weights, and so other gradients.
-        num_steps = 1 if RATES in checks and checks[RATES].status == "failed" else trace.num_steps
-        self._compare_gradients(case, trace, truth, add, num_steps)
-        self._compare_reports(case, trace, truth, add)
-        settled = any(check.status in ("failed", "job") for check in checks.values())
-        self._compare_weights(case, trace, truth, add, explained=settled)
-        self.certificate.checks.extend(checks.values())
-
-    def _compare_gradients(
-        self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None], num_steps: int
-    ) -> None:
-        """Look for the first step whose gradient is off although the weights before it are right."""
-        seen = [step.gradients for step in trace.main.steps]
-        if not seen or seen[0] is None:
-            return add(GRADIENT, "skipped", detail="the trainer's gradients could not be seen")
-        step, found = self._first_odd_gradient(trace, truth, num_steps)
-        if found is None:
-            error = largest_error(errors(seen[0], truth.gradients[0]))
-            return add(GRADIENT, "ok", error=error, limit=self._floor.least_gradient_limit)
-        verdict = _classed(lambda: self._why_gradient(case, trace, truth, step, found), f"gradient of {found.name}")
-        status: Status = "job" if verdict.whose == "job" else "failed"
-        detail = f"in step {step + 1}, {found}"
-        return add(GRADIENT, status, verdict, error=found.error, limit=found.limit, detail=detail)
-
-    def _first_odd_gradient(
-        self, trace: Trace, truth: ReferenceOutcome, num_steps: int
-    ) -> tuple[int, Difference | None]:
-        for step in range(min(num_steps, trace.num_steps, len(truth.gradients))):
-            seen = trace.main.steps[step].gradients
-            weights = trace.main.steps[step].weights
-            if seen is None or weights is None or step_difference(weights, truth, step, self._floor) is not None:
-                break
-            found = gradient_difference(seen, truth.gradients[step], self._floor, is_first=step == 0)
-            if found is not None:
-                return step, found
-        return 0, None
-
-    def _why_gradient(
-        self, case: Case, trace: Trace, truth: ReferenceOutcome, step: int, difference: Difference
-    ) -> Classification:
-        """Look at the gradient before clipping, where the job clips: clipping hides scales, and is a suspect itself."""
-        where = f"gradient of {difference.name}"
-        if case.clip_norm is not None:
-            clipped, seen_clipped = case, trace
-            case = replace(case, clip_norm=None)
-            trace = self._work.run(self._subject.run, case)
-            if trace.error or not trace.num_steps:
-                return Classification(Kind.CLIPPING, "trainer", where, "without clipping the run fails")
-            truth = self._truth(case, [trace.samples(number) for number in range(trace.num_steps)])
-            step, free = self._first_odd_gradient(trace, truth, trace.num_steps)
-            if free is None:
-                return self._why_clipping(clipped, seen_clipped, where)
-            difference = free
-            where = f"gradient of {difference.name}"
-        seen = trace.main.steps[step].gradients or {}
-        right = truth.gradients[step]
-        if step > 0:
-            before = trace.main.steps[step - 1].gradients or {}
-            summed = {name: value + before[name] if name in before else value for name, value in right.items()}
-            if gradient_difference(seen, summed, self._floor, is_first=False) is None:
-                return Classification(
-                    Kind.NOT_CLEARED, "trainer", where, f"step {step + 1} still holds step {step}'s gradient"
-                )
-        divisions = [trace.division(number) for number in range(step + 1)]
-        pieces = self._work.apart(lambda: reference.pieces(case, divisions[-1], divisions[:-1]))
-        return judge_gradient(case, seen, right, pieces, difference, self._floor, self._facts.parts)
-
-    def _why_clipping(self, case: Case, trace: Trace, where: str) -> Classification:
-        """Find out how gradients are clipped wrongly: unclipped, all is right."""
-        divisions = [trace.division(step) for step in range(trace.num_steps)]
-        for kind, bug, words in clip_hypotheses(case):
-            simulated = self._simulated(case, divisions, bug)
-            _, found = self._first_odd_gradient(trace, simulated, trace.num_steps)
-            if found is None:
-                return Classification(kind, "trainer", where, words)
-        return Classification(
-            Kind.CLIPPING, "trainer", where, "unclipped it is right; the norm it is clipped by is not"
-        )
-
-    def _simulated(self, case: Case, divisions: Sequence[Division], bug: Bug) -> ReferenceOutcome:
-        return self._work.apart(lambda: reference.train(case, divisions, bug, case.keep_gradients))
-
-    def _compare_reports(self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None]) -> None:
-        """Compare what the trainer itself reports of its first step."""
-        report = trace.reported(0)
-        limit = 10 * self._floor.least_gradient_limit
-        for what, said, right in (
-            (LOSS, report.loss if report else None, truth.losses[0]),
-            (NORM, report.grad_norm if report else None, truth.norms[0]),
-        ):
-            if said is None or (what == NORM and case.clip_norm is None):
-                continue
-            error = abs(said - right) / max(abs(right), 1e-12)
-            if error <= limit:
-                add(what, "ok", error=error, limit=limit)
-                continue
-            detail = f"{said:.6g} is reported for step 1, and the undivided batch has {right:.6g}"
-            if self._facts.depends_on_division and sum(map(len, trace.division(0))) > 1:
-                kind = Kind.COUPLED if self._facts.loss_kind == "coupled" else Kind.MEAN_OF_MEANS
-                add(what, "job", Classification(kind, "job", f"{what} of step 1", detail), error=error, limit=limit)
-            else:
-                verdict = Classification(Kind.REPORTED, "trainer", f"{what} of step 1", detail)
-                add(what, "failed", verdict, error=error, limit=limit)
-
-    def _compare_weights(
-        self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None], *, explained: bool
-    ) -> None:
-        seen = trace.main.weights
-        if not seen:
-            return add(WEIGHTS, "skipped", detail="the trainer did not hand its weights over")
-        if not self._floor.tells_weights:
-            return add(WEIGHTS, "unknown", detail="this job amplifies rounding too much to compare so many steps")
-        buffers = self._why_buffers(case, trace)
-        if buffers is not None:
-            return add(WEIGHTS, "failed", buffers)
-        found = self._first_odd_weight(trace, truth) or weight_difference(seen, truth, self._floor)
-        if found is None:
-            error = largest_error(errors({**truth.weights, **seen}, truth.weights, truth.first_weights))
-            return add(WEIGHTS, "ok", error=error)
-        facts = {"error": found.error, "limit": found.limit, "detail": str(found)}
-        if explained:
-            job = self._facts.depends_on_division and self._matches_parts(case, trace)
-            return add(WEIGHTS, "job" if job else "failed", **facts)
-        verdict = _classed(lambda: self._why_weights(case, trace, found.name), found.name)
-        return add(WEIGHTS, "job" if verdict.whose == "job" else "failed", verdict, **facts)
-
-    def _first_odd_weight(self, trace: Trace, truth: ReferenceOutcome) -> Difference | None:
-        """Return the first parameter that is off, at the first step before which one is."""
-        for step in range(min(trace.num_steps, len(truth.step_weights))):
-            weights = trace.main.steps[step].weights
-            found = None if weights is None else step_difference(weights, truth, step, self._floor)
-            if found is not None:
-                return found
-        return None
-
-    def _matches_parts(self, case: Case, trace: Trace) -> bool:
-        """Return whether the trainer did what the plain loop does with the same micro-batches.
-
-        That is their mean by samples, or their sum; of named parts, what their counts say.
-        """
-        divisions = [trace.division(step) for step in range(trace.num_steps)]
-        for bug in (AS_STATED,) if self._facts.parts else (BY_SAMPLES, AS_A_SUM):
-            simulated = self._simulated(case, divisions, bug)
-            names = set(simulated.weights) - {name for ranks in simulated.rank_buffers for name in ranks}
-            seen = {name: value for name, value in trace.main.weights.items() if name in names}
-            if weight_difference(seen, simulated, self._floor) is None:
-                return True
-        return False
-
-    def _why_buffers(self, case: Case, trace: Trace) -> Classification | None:
-        """Find out whether every rank kept separate buffers, by simulating just that."""
-        if case.world_size == 1:
-            return None
-        divisions = [trace.division(step) for step in range(trace.num_steps)]
-        names = [name for name in trace.ranks[1].weights if _differs(trace, name)]
-        buffers = [name for name in names if name not in (trace.main.steps[0].gradients or {})]
-        if not buffers or len(buffers) != len(names):
-            return None
-        apart = self._work.apart(
-            lambda: reference.train(case, divisions, Bug(weight=BY_SAMPLES.weight, buffers="apart"))
-        )
-        alone, own = apart.rank_buffers[1], trace.ranks[1].weights
-        name = buffers[0]
-        if name not in alone or not _alike(own[name], alone[name]):
-            return None
-        shared = self._work.apart(lambda: reference.train(case, divisions, BY_SAMPLES))
-        if _alike(own[name], shared.rank_buffers[1][name]):
-            return None
-        return Classification(Kind.BUFFERS, "trainer", name, "every rank keeps buffers of its own samples alone")
-
-    def _why_weights(self, case: Case, trace: Trace, name: str) -> Classification:
-        divisions = [trace.division(step) for step in range(trace.num_steps)]
-        if self._facts.depends_on_division and self._matches_parts(case, trace):
-            return Classification(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learnt")
-        for kind, bug, words in step_hypotheses(case, trace):
-            simulated = self._simulated(case, divisions, bug)
-            if weight_difference(trace.main.weights, simulated, self._floor) is None:
-                return Classification(kind, "trainer", name, words)
-        if self._facts.draws_unkeyed:
-            words = "the loss draws random numbers that cannot be replayed for parts of a batch"
-            return Classification(Kind.COUPLED, "job", name, words)
-        return Classification(Kind.UNKNOWN, "unknown", name, "the first two steps' gradients are right")
-
     def _run_as_it_is(self, case: Case) -> None:
         """Train with the job's own data and loss objects, which nothing watches, and compare the weights' bits."""
         self._say("as it is, unobserved")
@@ -600,7 +328,7 @@ class _Proof:
     def _judge_elsewhere(self, case: Case, resumed: Trace) -> Classification | None:
         assert self._base is not None
         if resumed.error:
-            return Classification(Kind.STATE_NOT_SAVED, "trainer", case.name, _first_line(resumed.error))
+            return Classification(Kind.STATE_NOT_SAVED, "trainer", case.name, first_line(resumed.error))
         samples = [self._base.samples(step) for step in range(self._base.num_steps)]
         start = len(samples) - resumed.num_steps
         for step in range(resumed.num_steps):
@@ -723,29 +451,3 @@ def _kills(case: Case, extent: Extent) -> list[Kill]:
     if extent.kill_in_save:  # of two neighbouring operations, one finds a file half written where there is such a time
         found = [Kill(first, "saving", number) for number in range(2, 2 + extent.num_kills)]
     return found[: extent.num_kills]
-
-
-def _differs(trace: Trace, name: str) -> bool:
-    mine, theirs = trace.main.weights.get(name), trace.ranks[1].weights[name]
-    return mine is not None and not _alike(mine, theirs)
-
-
-def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
-    scale = float(right.double().abs().max()) if right.numel() else 0.0
-    return not left.numel() or float((left.double() - right.double()).abs().max()) <= 1e-6 * max(scale, 1e-9)
-
-
-def _classed(judge: Callable[[], Classification], where: str) -> Classification:
-    """Return the result of a judgement; where the plain loop itself fails on the parts, a verdict that says so."""
-    try:
-        return judge()
-    except DrivetrainError as error:
-        return Classification(
-            Kind.UNKNOWN, "unknown", where, f"the plain loop fails on its parts: {_first_line(error.message)}"
-        )
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""

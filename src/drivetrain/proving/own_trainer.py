@@ -15,8 +15,7 @@ from drivetrain.config import Config
 from drivetrain.core.hook import StepContext
 from drivetrain.core.micro_step import is_counted
 from drivetrain.job import Job
-from drivetrain.proving.case import Case
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Case, Subject
 
 NEVER = 10**9  # steps between calls of a hook that is only asked before the first step
 

@@ -12,9 +12,9 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
 from drivetrain.job import Job
-from drivetrain.proving.case import Trainer
+from drivetrain.proving.case import Subject, Trainer
 from drivetrain.proving.certificate import Certificate
-from drivetrain.proving.checks import FULL, Extent, Say, Subject, prove_subject
+from drivetrain.proving.checks import FULL, Extent, Say, prove_subject
 from drivetrain.proving.own_trainer import drivetrain_subject
 
 

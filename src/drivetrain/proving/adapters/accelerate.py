@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.proving.adapters.common import accumulation_steps, last_numbered, make_loader
-from drivetrain.proving.case import Case
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Case, Subject
 
 
 def accelerate_subject(*, use_seedable_sampler: bool = False, split_batches: bool = False) -> Subject:

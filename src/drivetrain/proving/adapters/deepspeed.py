@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from drivetrain.proving.adapters.common import accumulation_steps
-from drivetrain.proving.case import Case
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Case, Subject
 
 
 def deepspeed_subject(stages: tuple[int, ...] = (0, 2)) -> Subject:

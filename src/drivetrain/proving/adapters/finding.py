@@ -12,7 +12,7 @@ from drivetrain.proving.adapters.deepspeed import deepspeed_subject
 from drivetrain.proving.adapters.hf_trainer import hf_subject
 from drivetrain.proving.adapters.lightning import lightning_subject
 from drivetrain.proving.adapters.plain import plain_subject
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Subject
 
 ADAPTERS: Mapping[str, Callable[[], Subject]] = {
     "plain": plain_subject,

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.proving.adapters.common import accumulation_steps
-from drivetrain.proving.case import Case
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Case, Subject
 
 _TAGS, _WHOLE = "proving_tags", "proving_batch"
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.proving.adapters.common import accumulation_steps, make_loader
-from drivetrain.proving.case import Case
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Case, Subject
 
 
 def lightning_subject() -> Subject:

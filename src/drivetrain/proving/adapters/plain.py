@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from drivetrain.core.run_folder import write_atomically
-from drivetrain.proving.case import Case
-from drivetrain.proving.checks import Subject
+from drivetrain.proving.case import Case, Subject
 
 
 @dataclass
