@@ -26,7 +26,11 @@ class Definition(NamedTuple):
 
     @property
     def num_lines(self) -> int:
-        return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1
+        """The lines without the docstring: describing every parameter does not make a function long."""
+        first = self.node.body[0]
+        has_docstring = ast.get_docstring(self.node, clean=False) is not None
+        described = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
+        return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1 - described
 
     def __str__(self) -> str:
         return f"{self.node.name} ({self.file}:{self.node.lineno}, {self.num_lines} lines)"

@@ -29,7 +29,7 @@ from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.monitor.phases import HostClock, NoClock
-from drivetrain.monitor.recorder import Books
+from drivetrain.monitor.recorder import RunRecorder
 
 ROUNDS = 5
 STEPS = 850
@@ -140,7 +140,13 @@ def inside(data: TensorDataset, settings: dict[str, Any]) -> float:
 
         return call
 
-    places = [(HostClock, "lap"), (HostClock, "next_step"), (NoClock, "lap"), (NoClock, "next_step"), (Books, "write")]
+    places = [
+        (HostClock, "lap"),
+        (HostClock, "next_step"),
+        (NoClock, "lap"),
+        (NoClock, "next_step"),
+        (RunRecorder, "write"),
+    ]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
     began = time.thread_time()
     for _ in range(100_000):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, Shard, staging
 from drivetrain.checkpoint.staging import Staging, _CudaCopy
 from drivetrain.core.world import World
-from drivetrain.run import Saves
+from drivetrain.run import CheckpointSaver
 from tests.api.jobs import Variant, run
 from tests.checkpoint.frozen_runs import Adapted
 from tests.checkpoint.test_frozen import SEEN, UNSEEN, Change, backbone, frozen_shard
@@ -172,9 +172,9 @@ def test_the_loop_does_not_wait_where_a_save_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type[nn.Module] | None
 ) -> None:
     begun: list[int] = []
-    original: Callable[..., Any] = Saves._begin
+    original: Callable[..., Any] = CheckpointSaver._begin
 
-    def watched(self: Saves, step: int, *, may_wait: bool) -> Any:
+    def watched(self: CheckpointSaver, step: int, *, may_wait: bool) -> Any:
         begun.append(step)
         assert may_wait == (step == 20), "the host has waited for the last step anyway"
         assert self._saver is not None
@@ -185,7 +185,7 @@ def test_the_loop_does_not_wait_where_a_save_is_due(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Saves, "_begin", watched)
+    monkeypatch.setattr(CheckpointSaver, "_begin", watched)
     variant = replace(Variant(dtype=torch.float32), steps=20, save_every=4)
     changes = {} if model is None else {"model": model}
     run(str(tmp_path), variant, 8, 0, "single_gpu", {"precision": "fp32"}, **changes)

@@ -18,7 +18,7 @@ from drivetrain.hardware import Rate
 from drivetrain.monitor import sampler
 from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.flops import FlopCount, count_apart, peak_rate
-from drivetrain.monitor.recorder import Books, RunPlan
+from drivetrain.monitor.recorder import RunPlan, RunRecorder
 from tests.api.jobs import Variant, make_job, run, vector_loss
 from tests.gloo_pool import GlooPool
 from tests.hardware_fixtures import load
@@ -137,7 +137,7 @@ def test_what_a_card_does_in_the_last_save_is_not_held_against_it(
     """Its figures are looked at with each point of speed, but not with the one that is written once all is saved."""
     card = load("4x-l4").gpus[0]
     seen: list[str] = []
-    enter = Books.__enter__
+    enter = RunRecorder.__enter__
 
     class Cards:
         """As many readings as there are questions."""
@@ -152,12 +152,12 @@ def test_what_a_card_does_in_the_last_save_is_not_held_against_it(
         def close(self) -> None:
             pass
 
-    def with_a_card(books: Books) -> Any:
+    def with_a_card(books: RunRecorder) -> Any:
         found = enter(books)
         books._sampler, books._facts = Cards(), replace(books._facts, gpu=card)  # type: ignore[assignment]
         return found
 
-    monkeypatch.setattr(Books, "__enter__", with_a_card)
+    monkeypatch.setattr(RunRecorder, "__enter__", with_a_card)
     monkeypatch.setattr(Checkups, "saw_card", lambda self, row: seen.append("card"))
     monkeypatch.setattr(Checkups, "saw_steps", lambda self, *rest: seen.append("steps"))
     config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False, log_every=8, monitor_gpu=False)

@@ -15,7 +15,7 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, EventClock
-from drivetrain.monitor.recorder import Books
+from drivetrain.monitor.recorder import RunRecorder
 from tests.waits import IN_A_STEP, refuse_waits
 
 pytestmark = pytest.mark.gpu
@@ -138,7 +138,7 @@ def test_the_phases_of_a_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_host_never_waits_with_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step, every record and every lap, trackers, sampler and phases on: whatever waits raises."""
-    calls = refuse_waits(monkeypatch, *IN_A_STEP, (Books, "write"), (EventClock, "next_step"), num_spared=12)
+    calls = refuse_waits(monkeypatch, *IN_A_STEP, (RunRecorder, "write"), (EventClock, "next_step"), num_spared=12)
     settings = {"trackers": ["tensorboard"], "log_every": 1, "gpu_log_interval": 1}
     train(job(checkpoint_every=1000), config(tmp_path, **settings), quiet=True)
     assert len(calls) > 200

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from drivetrain.checkpoint import WeightsTaken
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts, Slots
-from drivetrain.monitor.recorder import NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.run.init_from import take_weights, write_down
 
 
@@ -63,7 +63,7 @@ def test_experts_of_another_width_are_not_active_without_weights(tmp_path: Path)
     assert "mixture.experts.w_in is (6, 4, 5) there and (6, 7, 5) in the model" in line
 
 
-class Said(NoBooks):
+class Said(NoRunRecorder):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

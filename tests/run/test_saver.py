@@ -1,4 +1,4 @@
-"""Saves beside training, in whole runs: the same files, nothing bad saved, failures told, kills at any moment."""
+"""Saving beside training, in whole runs: the same files, nothing bad saved, failures told, kills at any moment."""
 
 import contextlib
 import errno
@@ -26,8 +26,8 @@ from drivetrain.checkpoint.files import Written
 from drivetrain.config import configure
 from drivetrain.core.world import World
 from drivetrain.loop.trainer import Trainer
-from drivetrain.monitor.recorder import NoBooks
-from drivetrain.run import Saves
+from drivetrain.monitor.recorder import NoRunRecorder
+from drivetrain.run import CheckpointSaver
 from tests import warm_python
 from tests.api.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
 from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in, run_until_crash
@@ -237,7 +237,7 @@ def test_the_best_stays_until_a_better_one_is_on_the_disk(tmp_path: Path, beside
     best: list[int] = [1]
     checkpointer = Checkpointer(tmp_path / "c", World(), keep_last=1, files=TroubledFiles(3))
     state = [Shard.whole("w", torch.ones(3))]
-    saves = Saves(checkpointer, World(), NoBooks(), lambda: (state, {}), lambda: best[0], beside=beside)
+    saves = CheckpointSaver(checkpointer, World(), NoRunRecorder(), lambda: (state, {}), lambda: best[0], beside=beside)
 
     def save(step: int) -> list[int]:
         with contextlib.suppress(CheckpointError):
@@ -257,7 +257,7 @@ def test_the_best_stays_until_a_better_one_is_on_the_disk(tmp_path: Path, beside
     saves.close()
 
     restarted = Checkpointer(tmp_path / "c", World(), keep_last=1)
-    saves = Saves(restarted, World(), NoBooks(), lambda: (state, {}), lambda: best[0], beside=beside)
+    saves = CheckpointSaver(restarted, World(), NoRunRecorder(), lambda: (state, {}), lambda: best[0], beside=beside)
     saves.save(7)
     saves.finish()
     saves.close()

@@ -45,7 +45,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.memory import watch_memory
-from drivetrain.monitor.recorder import Books, NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (
@@ -54,7 +54,7 @@ from drivetrain.run import (
     checkpoint_of,
     done_instead,
     note_end,
-    open_books,
+    open_recorder,
     tell_batch_size,
     tell_changes,
     tell_notes,
@@ -66,7 +66,7 @@ from drivetrain.run.assemble import RunParts, assemble, make_stepper, resume
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.data_loading import division_of, make_loader
 from drivetrain.run.model_factory import Prepared, callable_model
-from drivetrain.run.saver import Saves
+from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.optimizer_state import move_to_parameters
@@ -152,15 +152,17 @@ class Drive:
         self._strategy, self._watch, average = parts.strategy, parts.watch, parts.average
         self.resumed_from = resume(session, parts, checkpoint)
         self._stepper = make_stepper(session, parts)
-        self._books = stack.enter_context(open_books(session, opened.folder, self._loader, self.resumed_from))
+        self._recorder = stack.enter_context(open_recorder(session, opened.folder, self._loader, self.resumed_from))
         if world.size == 1:
             self._watch.note = self._note
         keep_fingerprint(session, opened.folder)
-        _tell(session, opened, self.resumed_from, self._books)
+        _tell(session, opened, self.resumed_from, self._recorder)
         beside = session.config.checkpoint.async_save
-        self._saves = Saves(self._checkpointer, world, self._books, self._state, lambda: None, beside=beside)
+        self._saves = CheckpointSaver(
+            self._checkpointer, world, self._recorder, self._state, lambda: None, beside=beside
+        )
         stack.callback(self._saves.close)
-        self._memory = watch_memory(world.device, self._books.event, self._books.say)
+        self._memory = watch_memory(world.device, self._recorder.event, self._recorder.say)
         self._saves.watch_frozen(self._strategy.save)
         self._trainer = Trainer(
             job,
@@ -171,11 +173,11 @@ class Drive:
             self._loader,
             session.path,
             self._saves,
-            self._books,
+            self._recorder,
             first_step=self.resumed_from,
             has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
             average=average,
-            before_step=self._books.before_step,
+            before_step=self._recorder.before_step,
             check_model=self._watch.check,
         )
         stack.callback(parts.optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
@@ -336,7 +338,7 @@ class Drive:
     def _batches(self) -> Iterator[Any]:
         with self._stack:
             try:
-                with stopping_cleanly(self.stop, self._books.say):
+                with stopping_cleanly(self.stop, self._recorder.say):
                     yield from self._handed_out()
                 self._saves.finish()
                 self._memory.close()
@@ -346,7 +348,7 @@ class Drive:
                 if finished:
                     self._trainer.refuse_unmoved(self.steps)
                 self.finished = finished
-                self._books.finish(self.finished, self.steps, compilation=self._session.compilation())
+                self._recorder.finish(self.finished, self.steps, compilation=self._session.compilation())
                 note_end(self.finished)
             except BaseException as error:
                 self._left_early(error)
@@ -356,9 +358,9 @@ class Drive:
             finally:
                 self._is_over = True
         if self.finished and self.world.is_main and self._session.config.watch.report:
-            with written_first(self._books.say):
+            with written_first(self._recorder.say):
                 for problem in write_report(self.folder):
-                    self._books.say(problem)
+                    self._recorder.say(problem)
 
     def _handed_out(self) -> Iterator[Any]:
         for place, micro_batches in self._trainer.steps():
@@ -417,14 +419,14 @@ class Drive:
     # What is kept
 
     def _write(self, record: StepRecord) -> None:
-        self._books.write(record)
+        self._recorder.write(record)
         self._memory.observe(record)
         self._saves.report()
         self.last = record
 
     def _note(self, text: str) -> None:
-        self._books.event("note", text=text)
-        self._books.say(text)
+        self._recorder.event("note", text=text)
+        self._recorder.say(text)
 
     def _remember(self) -> None:
         """Remember the position at which the state is that of `steps` steps.
@@ -465,22 +467,22 @@ class Drive:
         saved = self._checkpointer.steps()
         strategy = self._session.strategy
         if self._holds_parts and self.world.size > 1 and self.steps not in saved:
-            self._books.say(
+            self._recorder.say(
                 f"the loop was left after step {self.steps}; with {strategy} a checkpoint takes all processes, and "
                 f"they may be gone: it will go on from step {max(saved, default=0)}"
             )
             return
         if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
-            self._books.say(
+            self._recorder.say(
                 f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
                 f"will go on from step {max(saved, default=0)}"
             )
             return
-        self._books.flush()
+        self._recorder.flush()
         if self.steps not in saved:
             self._checkpointer.over(World()).save(self.steps, *self._state())
-            self._books.event("checkpoint", step=self.steps)
-        self._books.finish(False, self.steps)
+            self._recorder.event("checkpoint", step=self.steps)
+        self._recorder.finish(False, self.steps)
 
 
 def _open(session: Session, stack: ExitStack) -> _Opened:
@@ -522,7 +524,7 @@ def _open(session: Session, stack: ExitStack) -> _Opened:
     return _Opened(folder, checkpointer, checkpoint, loader, parts, prepared.called_model, changes)
 
 
-def _tell(session: Session, opened: _Opened, resumed_from: int, recorder: Books | NoBooks) -> None:
+def _tell(session: Session, opened: _Opened, resumed_from: int, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report what the run found out and decided."""
     if opened.parts.weights_taken is not None:
         write_down(opened.parts.weights_taken, recorder)

@@ -29,14 +29,14 @@ from drivetrain.loop.trainer import Trainer
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
-from drivetrain.monitor.recorder import Books, NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.planning.batch_size import settle_global_batch
 from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
+    CheckpointSaver,
     Result,
-    Saves,
     Session,
     State,
     Which,
@@ -45,7 +45,7 @@ from drivetrain.run import (
     done_instead,
     note_end,
     num_trained,
-    open_books,
+    open_recorder,
     tell_batch_size,
     tell_capture,
     tell_changes,
@@ -183,7 +183,7 @@ class _Run(Session):
         stepper = make_stepper(self, parts, loader=loader, clock=clock)
         if wants_capture and parts.why_not_captured:
             stepper.why_not = parts.why_not_captured
-        with open_books(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample) as recorder:
+        with open_recorder(self, start.folder, loader, resumed_from, clock, parts.flops_per_sample) as recorder:
             self._tell(start, parts, loader, stepper, resumed_from, recorder)
             loop = _Loop(self, start, parts, loader, stepper, recorder, resumed_from)
             loop.run()
@@ -220,7 +220,7 @@ class _Run(Session):
         loader: Loader,
         stepper: Stepper,
         resumed_from: int,
-        recorder: Books | NoBooks,
+        recorder: RunRecorder | NoRunRecorder,
     ) -> None:
         """Report what the run found out and decided."""
         keep_fingerprint(self, start.folder)
@@ -248,7 +248,7 @@ class _Loop:
         parts: RunParts,
         loader: Loader,
         stepper: Stepper,
-        recorder: Books | NoBooks,
+        recorder: RunRecorder | NoRunRecorder,
         resumed_from: int,
     ) -> None:
         self._run, self._parts, self._loader, self._recorder = run, parts, loader, recorder
@@ -258,7 +258,7 @@ class _Loop:
         self._validation = self._make_validation()
         if self._validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
             self._validation.load_state_dict(checkpoint.meta["validation"])
-        self._saver = Saves(
+        self._saver = CheckpointSaver(
             start.checkpointer,
             run.world,
             recorder,

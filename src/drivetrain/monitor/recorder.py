@@ -103,7 +103,7 @@ def _part_losses(window: Sequence[StepRecord]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items()}
 
 
-class NoBooks:
+class NoRunRecorder:
     """The recorder of ranks other than the main one: writes nothing."""
 
     before_step: Callable[[int], None] | None = None  # wants to be called before each step, with its number
@@ -133,7 +133,7 @@ class NoBooks:
         pass
 
 
-class Books(NoBooks):
+class RunRecorder(NoRunRecorder):
     """The recorder of one run, on its main process. A failing write is reported once; the run goes on."""
 
     DEFAULT_LOG_EVERY = 10

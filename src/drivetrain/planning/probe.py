@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from drivetrain.core.loss import LossSum
@@ -40,6 +41,7 @@ from drivetrain.run.peak_memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.switches import switches_of
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.lr_on_device import put_rates_on_device
@@ -125,17 +127,7 @@ class StepProbe:
                     return Measurement(problem=problem)
                 make_capturable(optimizer)
                 put_rates_on_device(optimizer)
-            parts = StrategyParts(
-                model,
-                job.loss,
-                optimizer,
-                job.clip_norm,
-                precision,
-                called_loss=called,
-                average=None if job.ema is None else Average(model, job.ema),
-                loss_parts=LossParts(job.loss_weights, job.count, self._alone, alone=True),
-            )
-            strategy = SingleStrategy(self._alone)
+            parts, strategy = self._parts(model, optimizer, precision, called), SingleStrategy(self._alone)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
             captured: CapturedStep | None = None
@@ -170,6 +162,21 @@ class StepProbe:
                 optimizer_bytes=held.optimizer,
                 is_brief=not seconds,
             )
+
+    def _parts(
+        self, model: nn.Module, optimizer: Optimizer, precision: Precision, called_loss: LossFunction | None
+    ) -> StrategyParts:
+        job = self._job
+        return StrategyParts(
+            model,
+            job.loss,
+            optimizer,
+            job.clip_norm,
+            precision,
+            called_loss=called_loss,
+            average=None if job.ema is None else Average(model, job.ema),
+            loss_parts=LossParts(job.loss_weights, job.count, self._alone, alone=True),
+        )
 
     def _copy(self, way: Way) -> nn.Module:
         """Return a copy of the model, prepared for a way of running a step."""

@@ -3,7 +3,7 @@
 from drivetrain.run.command_context import configured, done_instead, last_one_finished, note_end, num_trained
 from drivetrain.run.init_from import take_weights, write_down
 from drivetrain.run.recorder import (
-    open_books,
+    open_recorder,
     tell_batch_size,
     tell_capture,
     tell_changes,
@@ -14,14 +14,14 @@ from drivetrain.run.recorder import (
     tell_strategy,
 )
 from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
-from drivetrain.run.saver import Saves, State
+from drivetrain.run.saver import CheckpointSaver, State
 from drivetrain.run.session import SOURCE, Session
 
 __all__ = [
     "CHECKPOINTS",
     "SOURCE",
+    "CheckpointSaver",
     "Result",
-    "Saves",
     "Session",
     "State",
     "Which",
@@ -31,7 +31,7 @@ __all__ = [
     "last_one_finished",
     "note_end",
     "num_trained",
-    "open_books",
+    "open_recorder",
     "take_weights",
     "tell_batch_size",
     "tell_capture",

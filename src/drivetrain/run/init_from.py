@@ -11,7 +11,7 @@ from drivetrain.checkpoint import CheckpointError, Weights, WeightsTaken, load_w
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
-from drivetrain.monitor.recorder import NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.strategies import SharedExperts
 from drivetrain.strategies.shared_experts import HeldExperts
 
@@ -125,8 +125,8 @@ def _held_here(weights: Weights, held: Mapping[str, HeldExperts], wholes: Mappin
     return replace(weights, shapes=others | here, read=read)
 
 
-def write_down(taken: WeightsTaken, books: NoBooks) -> None:
-    books.event(
+def write_down(taken: WeightsTaken, recorder: NoRunRecorder) -> None:
+    recorder.event(
         "weights taken",
         path=str(taken.path),
         taken=taken.taken,
@@ -137,4 +137,4 @@ def write_down(taken: WeightsTaken, books: NoBooks) -> None:
         notes=taken.notes,
     )
     for number, line in enumerate(taken.lines):
-        books.say(f"  {'' if number else 'weights':<9}  {line}")
+        recorder.say(f"  {'' if number else 'weights':<9}  {line}")

@@ -26,7 +26,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.data.stream import SampleStream
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
-from drivetrain.monitor.recorder import Books, NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.loss_kind import Finding
 from drivetrain.plan.loss_weighting import Weighting, weighting_of
 from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
@@ -317,13 +317,13 @@ def _host_world(world: World) -> World:
 
 
 def watched(
-    run: Session, loader: Loader, model: nn.Module, stepper: Stepper, books: Books | NoBooks
+    run: Session, loader: Loader, model: nn.Module, stepper: Stepper, recorder: RunRecorder | NoRunRecorder
 ) -> Callable[[int], None] | None:
     """Return the function called before each step: the loss watch, where one is needed, and the recorder's."""
-    weighting, others = run.weighting, books.before_step
+    weighting, others = run.weighting, recorder.before_step
     if loader.resident is not None or (not weighting.others and weighting.count is None):
         return others
-    watch = LossWatch(run, loader, model, stepper, lambda: tell_weighting(run, books))
+    watch = LossWatch(run, loader, model, stepper, lambda: tell_weighting(run, recorder))
 
     def before_step(step: int) -> None:
         watch.before_step(step)
@@ -362,7 +362,7 @@ def _telling_samples(weighting: Weighting, fetch: Callable[[Tensor], Any], num_s
     return found[:MOST_SAMPLES]
 
 
-def tell_weighting(run: Session, books: Books | NoBooks) -> None:
+def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report a loss that is not a plain mean over samples, and what that means for the run."""
     weighting, job, lines = run.weighting, run.job, list[str]()
     if weighting.by != "samples" and weighting.reason != "asked for":
@@ -384,6 +384,6 @@ def tell_weighting(run: Session, books: Books | NoBooks) -> None:
             f"than {most} device{'s' if most > 1 else ''} would have to make it smaller ({remedy})"
         )
     if lines:
-        books.event("loss weighting", **weighting.model_dump(mode="json"))
+        recorder.event("loss weighting", **weighting.model_dump(mode="json"))
     for line in lines:
-        books.say(f"  loss       {escape(line)}")
+        recorder.say(f"  loss       {escape(line)}")

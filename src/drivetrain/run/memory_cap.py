@@ -14,7 +14,7 @@ from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import write_atomically
-from drivetrain.monitor.recorder import Books, NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.run.result import CHECKPOINTS
 from drivetrain.run.session import Session
 
@@ -35,11 +35,11 @@ def heed_cap(run: Session) -> None:
         run.follow(replace(run.planned.but(micro_batch=found["micro_batch"]), why_capped=why))
 
 
-def tell_cap(run: Session, books: Books | NoBooks) -> None:
+def tell_cap(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     why = run.planned.why_capped
     if why:
-        books.event("micro-batch capped", words=why, micro_batch=run.way.micro_batch)
-        books.say(f"  memory     {why}: now {run.way.micro_batch}, and a step stays what it was")
+        recorder.event("micro-batch capped", words=why, micro_batch=run.way.micro_batch)
+        recorder.say(f"  memory     {why}: now {run.way.micro_batch}, and a step stays what it was")
 
 
 def lower_cap(run: Session, error: BaseException) -> None:

@@ -15,23 +15,23 @@ from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 from drivetrain.monitor.phases import PhaseClock
-from drivetrain.monitor.recorder import Books, NoBooks, RunFacts, RunPlan
+from drivetrain.monitor.recorder import NoRunRecorder, RunFacts, RunPlan, RunRecorder
 from drivetrain.run.session import Session
 
 
-def open_books(
+def open_recorder(
     run: Session,
     folder: RunFolder | None,
     loader: Loader,
     resumed_from: int,
     clock: PhaseClock | None = None,
     flops_per_sample: float | None = None,
-) -> Books | NoBooks:
+) -> RunRecorder | NoRunRecorder:
     """Open the recorder. Called on every rank: the main one asks the others which GPUs they use."""
     own, gpus, processes_here = _gpus(run)
     supervision.tell("resumed", step=resumed_from)
     if folder is None:
-        return NoBooks()
+        return NoRunRecorder()
     job, settings, division, planned = run.job, run.settings, loader.division, run.planned.plan
     plan = RunPlan(
         world_size=run.world.size,
@@ -68,30 +68,30 @@ def open_books(
         captured=run.way.capture,
         closed=() if planned is None else planned.closed,
     )
-    books = Books(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
+    recorder = RunRecorder(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
     if run.preflight is not None:
-        books.event("preflight", **asdict(run.preflight))
-    return books
+        recorder.event("preflight", **asdict(run.preflight))
+    return recorder
 
 
-def tell_notes(loader: Loader, books: Books | NoBooks) -> None:
+def tell_notes(loader: Loader, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report what was done with the data that was passed in."""
 
     def tell(*notes: str) -> None:
         if notes:
-            books.event("data", notes=notes)
-            books.say("\n".join(f"  data       {note}" for note in notes))
+            recorder.event("data", notes=notes)
+            recorder.say("\n".join(f"  data       {note}" for note in notes))
 
     tell(*loader.source.notes, *loader.notes)
     loader.tell = tell
 
 
-def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
+def tell_capture(stepper: Stepper, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report whether steps are captured, once that is known, and why not."""
 
     def tell(event: str, words: str) -> None:
-        books.event(event, words=words)
-        books.say(f"  step       {'' if event == CAPTURED else 'not captured: '}{escape(words)}")
+        recorder.event(event, words=words)
+        recorder.say(f"  step       {'' if event == CAPTURED else 'not captured: '}{escape(words)}")
 
     if isinstance(stepper, CapturedStepper):
         stepper.tell = tell
@@ -99,48 +99,48 @@ def tell_capture(stepper: Stepper, books: Books | NoBooks) -> None:
         tell(NOT_CAPTURED, stepper.why_not)
 
 
-def tell_changes(changes: Sequence[str], step: int, books: Books | NoBooks) -> None:
+def tell_changes(changes: Sequence[str], step: int, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report what has changed in the job since the run was begun."""
     if changes:
-        books.event("job changed", step=step, changes=changes)
-        books.say(
+        recorder.event("job changed", step=step, changes=changes)
+        recorder.say(
             f"  changed    since step {step} was saved: {escape('; '.join(changes))}. The run goes on as it is now; "
             "--strict would refuse"
         )
 
 
-def tell_plain_optimizer(optimizer: Optimizer, books: Books | NoBooks) -> None:
+def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report steps that the fused optimizer cannot do, once there is one."""
 
     def tell(why: str) -> None:
-        books.event("optimizer", words=why)
-        books.say(f"  optimizer  {escape(why)}")
+        recorder.event("optimizer", words=why)
+        recorder.say(f"  optimizer  {escape(why)}")
 
     tell_plain_steps(optimizer, tell)
 
 
-def tell_repeatable(run: Session, books: Books | NoBooks) -> None:
+def tell_repeatable(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report whether steps repeat bit by bit, where that was measured, or is unknown on a device where they may not."""
     found = run.planned.repeatability
-    books.event("repeatable", **found.as_plain())
+    recorder.event("repeatable", **found.as_plain())
     if found.value is not None or run.world.device.type == "cuda" or run.way.repeat != "off":
         words = {True: "", False: "no: ", None: ""}[found.value]
-        books.say(f"  repeats    {words}{escape(found.reason)}")
+        recorder.say(f"  repeats    {words}{escape(found.reason)}")
 
 
-def tell_batch_size(run: Session, books: Books | NoBooks) -> None:
+def tell_batch_size(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report what --auto-batch-size found, or why it found nothing."""
     found = run.planned.batch_size_found
     if found:
-        books.event("auto batch size", words=found, micro_batch=run.way.micro_batch)
-        books.say(f"  batch size {escape(found)}")
+        recorder.event("auto batch size", words=found, micro_batch=run.way.micro_batch)
+        recorder.say(f"  batch size {escape(found)}")
 
 
-def tell_sharding(run: Session, books: Books | NoBooks) -> None:
+def tell_sharding(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report how the model was sharded, and why."""
     sharded = run.sharded
     if sharded is not None:
-        books.event(
+        recorder.event(
             "sharded",
             reason=run.strategy_choice.reason,
             units=[name or "(the rest)" for name in sharded.unit_names],
@@ -149,15 +149,15 @@ def tell_sharding(run: Session, books: Books | NoBooks) -> None:
             in_words=sharded.in_words,
             offload=sharded.options.offload,
         )
-        books.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
+        recorder.say(f"  fsdp       {run.strategy_choice.reason}; {sharded.in_words}")
 
 
-def tell_strategy(run: Session, books: Books | NoBooks) -> None:
+def tell_strategy(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report what the strategy itself has to say."""
     description = run.description
     if description is not None:
-        books.event(description.event, **description.facts)
-        books.say(description.line)
+        recorder.event(description.event, **description.facts)
+        recorder.say(description.line)
 
 
 def _gpus(run: Session) -> tuple[Gpu | None, tuple[Gpu, ...], int]:

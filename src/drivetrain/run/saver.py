@@ -12,7 +12,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.gc_freeze import SetAside
 from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
-from drivetrain.monitor.recorder import NoBooks
+from drivetrain.monitor.recorder import NoRunRecorder
 
 NOTABLE_WAIT_SECONDS = 0.05
 LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough for the collector to matter
@@ -20,7 +20,7 @@ LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough
 State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
 
 
-class Saves:
+class CheckpointSaver:
     """Saves in the background if `beside`; otherwise training waits for each save, and a failure ends it.
 
     `state` gives what is to be saved, `best_step` the step whose checkpoint is never pruned. Used by all ranks alike.
@@ -30,13 +30,13 @@ class Saves:
         self,
         checkpointer: Checkpointer,
         world: World,
-        books: NoBooks,
+        recorder: NoRunRecorder,
         state: Callable[[], State],
         best_step: Callable[[], int | None],
         *,
         beside: bool,
     ) -> None:
-        self._checkpointer, self._books, self._state, self._best_step = checkpointer, books, state, best_step
+        self._checkpointer, self._recorder, self._state, self._best_step = checkpointer, recorder, state, best_step
         self._saver = BackgroundSaver(checkpointer, world) if beside else None
         self._best_at: dict[int, int | None] = {}  # which step was the best when one was saved
         self._pins: set[int] = set()
@@ -68,7 +68,7 @@ class Saves:
             self._begin(step, may_wait=True)(False)
             return
         began = time.monotonic()
-        self._books.flush()
+        self._recorder.flush()
         shards, meta = self._state()
         self._best_at[step] = self._pin_best()
         self._checkpointer.save(step, shards, meta)
@@ -85,7 +85,7 @@ class Saves:
                 "waited_seconds": outcome.waited_seconds,
             }
             if outcome.waited_seconds > NOTABLE_WAIT_SECONDS:
-                self._books.event("waited for a save", step=outcome.step, seconds=outcome.waited_seconds)
+                self._recorder.event("waited for a save", step=outcome.step, seconds=outcome.waited_seconds)
             self._tell(outcome.step, outcome.error, seconds)
 
     def finish(self) -> None:
@@ -112,7 +112,7 @@ class Saves:
         saver.begin(step, shards, meta, may_wait=may_wait)
 
         def judged(leaving: bool) -> None:
-            self._books.flush()  # a checkpoint counts on the lines of all steps up to it
+            self._recorder.flush()  # a checkpoint counts on the lines of all steps up to it
             saver.judged(leaving=leaving)
 
         return judged
@@ -122,17 +122,17 @@ class Saves:
         if error is None:
             supervision.tell("checkpoint", step=step)
             self._unpin_all_but(best)
-            self._books.event("checkpoint", step=step, best=best == step, **seconds)
+            self._recorder.event("checkpoint", step=step, best=best == step, **seconds)
         else:
-            self._books.event("save failed", step=step, error=error.message, remedy=error.remedy, **seconds)
-            self._books.say(f"step {step} was not saved, and training goes on: {error}")
+            self._recorder.event("save failed", step=step, error=error.message, remedy=error.remedy, **seconds)
+            self._recorder.say(f"step {step} was not saved, and training goes on: {error}")
         for news in self._checkpointer.frozen.take_news():
-            self._books.event(news.event, **news.facts)
-            self._books.say(news.text)
+            self._recorder.event(news.event, **news.facts)
+            self._recorder.say(news.text)
         problems = self._checkpointer.problems[self._num_problems_told :]
         self._num_problems_told += len(problems)
         for problem in problems:
-            self._books.event("checkpoint problem", problem=problem)
+            self._recorder.event("checkpoint problem", problem=problem)
 
     def _pin_best(self) -> int | None:
         best = self._best_step()
