@@ -241,7 +241,7 @@ def _free_memory(told: Told) -> DrivetrainError | None:
 
 
 def _shared_folder(world: World, folder: Path, told: Told) -> None:
-    """Check that the folder is shared: rank 0 writes, all others look. The checkpoints of all ranks go to one folder."""
+    """Check that the folder is shared: rank 0 writes, all others look. All ranks save to one folder."""
     name, problem = f".preflight-{secrets.token_hex(8)}", ""
     if world.is_main:
         try:
