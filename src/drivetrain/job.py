@@ -90,53 +90,79 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that determines what is learnt. The same job means the same on any number of devices.
+    """Everything that determines what is learned. The same job means the same on any number of devices.
 
-    `model` is a factory, so that it can be built where it is needed; an instance is taken as it is. `loss` returns a
-    `LossSum`, or a scalar: its kind (a mean over samples or over tokens, a sum) is measured before the first step; or a
-    dictionary of named parts, each of them a scalar or a `LossSum`, whose weighted sum is trained. `optimizer` gets the
-    parameters that train, in groups.
+    Args:
+        name: Name of the run, and of its folder.
+        model: A function that builds the model, so that it can be built where it is needed; or the model itself.
+        data: A data set, a list of items, a dictionary of tensors, something to iterate, or a `DataLoader`.
+        loss: A function of (model, batch). It returns a scalar, whose kind (a mean over samples or over tokens, a sum)
+            is measured before the first step; or a `LossSum`; or a dictionary of named parts, each of them a scalar or
+            a `LossSum`, whose weighted sum is trained.
+        optimizer: A function of the parameters that train, in groups, that returns the optimizer.
+        global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices.
+        epochs: How often to go through the data.
+        max_steps: How many optimizer steps to do at most.
+        seed: Seed of weights, sample order and whatever a step draws at random.
+        schedule: The factor of the learning rate: `WarmupCosine`, `Constant`, or a function of the step.
+        clip_norm: The gradient norm to clip to.
+        weight_decay: Weight decay for weights of two dimensions and more; biases and norms get none.
+        collate: Makes a batch of a list of items.
+        shuffle: Whether to draw samples in a new order in each epoch.
+        valid: The validation set, like `data`, but not something that can only be iterated. It is read in its own
+            order, whatever a `DataLoader` says.
+        valid_every: Steps between validations. Default: at the end of each epoch.
+        valid_batch: Samples per device in each forward of a validation. Default: the micro-batch.
+        metrics: By name: functions of (output, batch) that return a mean, a `LossSum` or an entry per item; or
+            torchmetrics objects.
+        best: Which checkpoint is kept as the best; needs `valid`.
+        early_stopping: When to stop because validation no longer improves.
+        ema: Decay of a moving average of the weights, for example 0.999. The average is what is validated.
+        loss_weights: The weight of each named part of the loss: a number, or a function of the steps done. Default: 1.
+        count: For named parts of the loss that are a mean over something other than samples: a function of a batch that
+            returns their number of items, `{"name": count}`. It gets the batch as the loss does, or before it is
+            copied to the device.
+        items: What a `LossSum` counts, for reports of throughput, such as `tokens`.
+        hooks: Code to call between steps.
+        checkpoint_every: Steps between checkpoints. Default: at the end of each epoch.
+        keep_last: How many checkpoints to keep; the best is kept besides.
+        init_from: Weights that a new run starts with: a .safetensors file, the folder of a run, or one of its
+            checkpoints. Names and shapes that fit are taken, the rest is reported.
+        length_is_read: Whether the job was made from a run's configuration, as recipes are. Otherwise `epochs` and
+            `max_steps` of the configuration override the job's.
+        default_batch: For recipes: samples per device and micro-step where `global_batch` is None and the configuration
+            only says how many micro-steps are accumulated.
     """
 
     name: str
     model: Callable[[], nn.Module] | nn.Module
-    data: Any  # a data set, a list of items, a dictionary of tensors, something to iterate, or a DataLoader
+    data: Any
     loss: LossFunction
     optimizer: Callable[[ParameterGroups], torch.optim.Optimizer]
-    global_batch: int | None = None  # samples per optimizer step, over all devices; None: by batch size and devices
+    global_batch: int | None = None
     epochs: int | None = None
     max_steps: int | None = None
     seed: int = 0
     schedule: Schedule = Constant()
     clip_norm: float | None = None
-    weight_decay: float | None = None  # for weights of two dimensions and more; biases and norms get none
+    weight_decay: float | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     shuffle: bool = True
-    valid: Any = None  # as `data`, but for what can only be iterated; in its own order, whatever a DataLoader says
-    valid_every: int | None = None  # in steps; default: at the end of each epoch
-    valid_batch: int | None = None  # samples per device in each forward of a validation; default: the micro-batch
-    # By name: functions (output, batch) -> a mean, a `LossSum` or an entry per item; or torchmetrics objects.
+    valid: Any = None
+    valid_every: int | None = None
+    valid_batch: int | None = None
     metrics: Mapping[str, MetricFunction | MetricObject] = field(default_factory=dict)
-    best: Aim = Aim()  # which checkpoint is kept as the best; needs `valid`
+    best: Aim = Aim()
     early_stopping: EarlyStopping | None = None
-    ema: float | None = None  # decay of a moving average of the weights, for example 0.999; it is what is validated
-    # Of named parts of the loss: the weight of each, a number or a function of the steps done. Default: 1 for each.
+    ema: float | None = None
     loss_weights: Mapping[str, LossWeight] | None = None
-    # A function of a batch that gives the number of items of each part of the loss that is a mean over something other
-    # than samples: {"name": count}. It gets the batch as the loss does, or before it is copied to the device.
     count: CountFunction | None = None
-    items: str = "items"  # the unit that a `LossSum` counts, for reports of throughput: `tokens`
+    items: str = "items"
     hooks: Sequence[Hook] = ()
-    checkpoint_every: int | None = None  # in steps; default: at the end of each epoch
+    checkpoint_every: int | None = None
     keep_last: int = 3
-    # Weights that a new run starts with: a .safetensors file, the folder of a run, or one of its checkpoints. Names and
-    # shapes that fit are taken, the rest is reported.
     init_from: str | Path | None = None
-    # The length in a run's configuration (`epochs`, `max_steps`) overrides the job's, unless the job was made from that
-    # configuration already, as by recipes: they may mean something else by an epoch.
     length_is_read: bool = False
-    # Samples per device and micro-step where `global_batch` is None and the configuration says only how many of these
-    # are accumulated: for recipes, whose batch is a default.
     default_batch: int | None = None
 
     def __post_init__(self) -> None:

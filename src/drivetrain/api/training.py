@@ -79,6 +79,11 @@ def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Res
     """Train a job to its end. An interrupted run of the same job under the same name is continued, exactly.
 
     If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch.
+
+    Args:
+        job: What to train.
+        config: How to run it, from `configure`. Default: the command line's, else the defaults.
+        quiet: Whether to print nothing but errors.
     """
     done_instead(job)
     while True:
