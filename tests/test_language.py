@@ -25,3 +25,24 @@ def test_no_page_or_message_has_quaint_words() -> None:
         if (match := QUAINT.search(line))
     ]
     assert found == []
+
+
+# The pages are in American English. Code and what programs print are left as they are: some of it is a key on the disk.
+BRITISH = re.compile(
+    r"\b(behaviour|colours?|favour|neighbours?|learnt|licence|labelled|modelled|cancelled"
+    r"|(?:normal|special|initial|organ|reorgan|util|optim|serial|recogn|summar|minim|maxim|general)is(?:e[ds]?|ing|ation)"
+    r")\b",
+    re.IGNORECASE,
+)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!-- begin:.*?<!-- end -->", re.MULTILINE | re.DOTALL)
+
+
+def test_pages_are_in_american_english() -> None:
+    root = SOURCE.parents[1]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    found = [
+        f"{page.relative_to(root)}: {match[0]}"
+        for page in pages
+        for match in BRITISH.finditer(CODE.sub("", page.read_text(encoding="utf-8")))
+    ]
+    assert found == []
