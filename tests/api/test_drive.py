@@ -1,6 +1,7 @@
 """A loop of one's own is as exact as `train`: the same bits on one process, the same to rounding on several."""
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -187,17 +188,31 @@ def at_last_micro(stop: Stop, world: int) -> Stop:
     return replace(stop, micro=ceil(ceil(samples / world) / MICRO_BATCH) - 1)
 
 
+@pytest.fixture(scope="module")
+def whole(gloo_pool: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trained]:
+    """What a loop that is never left comes to, in a world of a size."""
+
+    @functools.cache
+    def loop_in(world: int) -> Trained:
+        folder = str(tmp_path_factory.mktemp("whole"))
+        trained: Trained = gloo_pool.run(looped, folder, BASE, MICRO_BATCH, world=world)[0]
+        return trained
+
+    return loop_in
+
+
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", STOPS)
-def test_bit_identical_after_every_kind_of_stop(gloo_pool: GlooPool, tmp_path: Path, name: str, world: int) -> None:
-    whole = gloo_pool.run(looped, str(tmp_path / "whole"), BASE, MICRO_BATCH, world=world)[0]
+def test_bit_identical_after_every_kind_of_stop(
+    gloo_pool: GlooPool, whole: Callable[[int], Trained], tmp_path: Path, name: str, world: int
+) -> None:
     stop = at_last_micro(STOPS[name], world)
     left = gloo_pool.run(looped_until, str(tmp_path / "broken"), BASE, stop, world=world)
     assert len(set(left)) == 1
     assert not left[0][1]
     mended = gloo_pool.run(looped, str(tmp_path / "broken"), BASE, MICRO_BATCH, world=world)[0]
     assert mended.resumed_from == left[0][0], "every whole step was saved"
-    assert_identical(mended, whole)
+    assert_identical(mended, whole(world))
 
 
 def test_resumed_with_loader_workers(tmp_path: Path) -> None:

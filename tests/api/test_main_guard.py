@@ -1,10 +1,11 @@
 """A script without `if __name__ == "__main__"` whose workers are started by spawn: the cause and the remedy."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm_python
 
 HEAD = """
 import sys
@@ -37,8 +38,7 @@ class Spawning:
 def run(folder: Path, tail: str) -> "subprocess.CompletedProcess[str]":
     script = folder / "script.py"
     script.write_text(HEAD + tail + "\n")
-    command = [sys.executable, str(script), str(folder / "runs")]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    return warm_python.run([str(script), str(folder / "runs")])  # only what it spawns is a fresh interpreter
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_the_host_never_waits_inside_a_step(tmp_path: Path, monkeypatch: pytest.
     for variant in (Variant(dtype=torch.float32), Variant("transformer", torch.float32)):
         trained = run(str(tmp_path / variant.kind), variant, 8, 0, "single_gpu", FP32)
         assert trained is not None
-        assert len(trained.losses) == 50
+        assert len(trained.losses) == Variant.steps
 
 
 def test_a_planted_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

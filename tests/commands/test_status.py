@@ -16,6 +16,7 @@ from drivetrain.core.run_folder import RunFolder
 from drivetrain.launch.root_cause import Failure, as_json
 from drivetrain.launch.run_states import LAST_BYTES, runs_in, state_of
 from drivetrain.launch.slurm_jobs import jobs_of, write_down
+from tests import warm_python
 
 JOB = {"name": "mine", "num_steps": 100, "global_batch": 8}
 
@@ -126,7 +127,7 @@ def test_a_real_run_that_was_killed(tmp_path: Path) -> None:
         "  optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, checkpoint_every=5),\n"
         f"  dt.configure(output_dir={str(tmp_path / 'runs')!r}, gpu_mode='cpu', auto_optimize=False))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    done = warm_python.run([str(script)])
     assert done.returncode == -signal.SIGKILL, done.stderr
     found = state_of(tmp_path / "runs" / "mine")
     assert found.state == "crashed"

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from drivetrain.planning import planner, repeat
 from drivetrain.planning.first_steps import FirstSteps, _digest
 from drivetrain.run import CHECKPOINTS, Session
 from drivetrain.run.model_factory import build_model
+from tests import warm_python
 
 # A script whose loss is off by what differs between two processes, or not at all.
 SCRIPT = """
@@ -61,9 +60,7 @@ dt.train(job, configure(output_dir=folder, gpu_mode="cpu", num_workers=0, report
 def test_a_script_is_run_again_in_two_fresh_processes(kind: str, value: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), kind, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = warm_python.run([str(script), kind, str(tmp_path)])  # the fresh ones are those that it starts
     assert done.returncode == 0, done.stderr
     row = yaml.safe_load((tmp_path / "job" / "plan.yaml").read_text())["repeatable"]
     assert row["value"] == value

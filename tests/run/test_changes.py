@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from drivetrain.run.changes import Fingerprint
+from tests import warm_python
 from tests.api.jobs import Variant, make_job
 
 SCRIPT = '''
@@ -158,11 +159,15 @@ def test_it_takes_milliseconds() -> None:
     assert min(took) < 0.1  # whatever else the machine does can only add to it
 
 
-def run(folder: Path, script: str, what: str, name: str = "script.py", hash_seed: str = "0") -> Any:
+def run(folder: Path, script: str, what: str, name: str = "script.py", hash_seed: str = "") -> Any:
+    """Run a script; in a fresh interpreter, if that is to have another order of sets."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(script)
-    command = [sys.executable, str(path), str(folder / "runs"), what]
+    words = [str(path), str(folder / "runs"), what]
+    if not hash_seed:
+        return warm_python.run(words)
+    command = [sys.executable, *words]
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
 
