@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.hook import StepContext
+from drivetrain.moe.bounds import check_every
 from drivetrain.moe.knowledge.expert_outputs import route
 from drivetrain.moe.knowledge.graph import KnowledgeGraph, Limits
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.moe.layer.mixture import MixtureOfExperts
-from drivetrain.moe.lifecycle.allowed import check_every
 from drivetrain.moe.lifecycle.clusters import Clusters
 
 TOGETHER_MEMORY = 0.9  # how much of the shares by which experts are placed stays at each look

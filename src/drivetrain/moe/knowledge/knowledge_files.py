@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from drivetrain.core.hook import StepContext
 from drivetrain.core.run_folder import write_atomically
+from drivetrain.moe.bounds import check_every
 from drivetrain.moe.knowledge.knowledge import Knowledge
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.moe.layer.mixture import MixtureOfExperts
 from drivetrain.moe.layer.placement import share_together
-from drivetrain.moe.lifecycle.allowed import check_every
 
 FOLDER = "knowledge"
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext
+from drivetrain.moe.bounds import check_every
 from drivetrain.moe.layer.mixture import MixtureOfExperts
-from drivetrain.moe.lifecycle.allowed import check_every
 
 
 def mixtures_in(model: nn.Module) -> dict[str, MixtureOfExperts]:

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.moe.bounds import Number, Whole, check_arguments, check_fields
 from drivetrain.moe.layer.dispatch import Dispatcher, LocalDispatcher
 from drivetrain.moe.layer.experts import Experts, Kind
 from drivetrain.moe.layer.kernel_choice import Way, WayName, check_way
 from drivetrain.moe.layer.load import LoadFigures, LoadTally, count, figures_of, is_recomputing
 from drivetrain.moe.layer.router import Router, Routing, Scores
-from drivetrain.moe.lifecycle.allowed import Allowed, Number, Whole, refuse_others
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Balance:
     divided. `z`: the coefficient of the mean square of log Σ exp(logits), which keeps logits small.
     """
 
-    bias_rate: float = 1e-3
-    auxiliary: float = 0.0
-    z: float = 0.0
+    bias_rate: Annotated[float, Number(0, finite=True)] = 1e-3
+    auxiliary: Annotated[float, Number(0, finite=True)] = 0.0
+    z: Annotated[float, Number(0, finite=True)] = 0.0
 
     def __post_init__(self) -> None:
-        refuse_others("Balance", vars(self), dict.fromkeys(("bias_rate", "auxiliary", "z"), Number(0, finite=True)))
+        check_fields(self)
 
 
 BALANCE = Balance()
@@ -54,25 +54,25 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(
         self,
-        num_inputs: int,
-        num_experts: int,
+        num_inputs: Annotated[int, Whole(1)],
+        num_experts: Annotated[int, Whole(1)],
         hidden: int | Sequence[int],
         num_outputs: int | None = None,
         *,
-        k: int = 2,
+        k: Annotated[int, Whole(1)] = 2,
         kind: Kind = "mlp",
         activation: str | None = None,
         bias: bool | None = None,
         scores: Scores = "softmax",
         normalize: bool | None = None,
-        noise: float = 0.0,
+        noise: Annotated[float, Number(0, finite=True)] = 0.0,
         balance: Balance = BALANCE,
-        num_slots: int | None = None,
+        num_slots: Annotated[int | None, Whole(1, or_none=True)] = None,
         way: Literal["auto"] | WayName = "auto",
     ) -> None:
         super().__init__()
         values = {"num_inputs": num_inputs, "num_experts": num_experts, "k": k, "num_slots": num_slots, "noise": noise}
-        refuse_others("MixtureOfExperts", values, _ALLOWED)
+        check_arguments("MixtureOfExperts", MixtureOfExperts.__init__, values)
         slots = num_experts if num_slots is None else num_slots
         widths = list(hidden) if isinstance(hidden, Iterable) else [hidden] * num_experts
         _check(num_experts, widths, k, slots)
@@ -166,13 +166,6 @@ class MixtureOfExperts(nn.Module):
     def extra_repr(self) -> str:
         kind, wide = self.experts.kind, self.experts.num_hidden
         return f"k={self.k}, slots={self.num_slots}, {kind} of width {wide}"
-
-
-_ALLOWED: dict[str, Allowed] = {
-    **dict.fromkeys(("num_inputs", "num_experts", "k"), Whole(1)),
-    "num_slots": Whole(1, or_none=True),
-    "noise": Number(0, finite=True),
-}
 
 
 def _check(num_experts: int, widths: Sequence[int], k: int, slots: int) -> None:

@@ -8,22 +8,22 @@ held).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
-from drivetrain.moe.knowledge.expert_outputs import agreements, outputs, route
+from drivetrain.moe.bounds import Number, Whole, check_every, check_fields
+from drivetrain.moe.knowledge.expert_outputs import outputs, route
 from drivetrain.moe.knowledge.knowledge import Knowledge, Seen
 from drivetrain.moe.layer.balance import mixtures_in, refuse_too_many
 from drivetrain.moe.layer.mixture import MixtureOfExperts
 from drivetrain.moe.layer.placement import exchanges
-from drivetrain.moe.layer.slots import Slots
-from drivetrain.moe.lifecycle.allowed import Allowed, Number, Whole, check_every, refuse_others
+from drivetrain.moe.lifecycle.surgery import Surgery
 
 LOAD_MEMORY = 0.8
 LOSS_MEMORY = 0.5  # at each look: short, as a look comes every so many steps
@@ -42,43 +42,27 @@ class Rules:
     tokens.
     """
 
-    max_experts: int | None = None  # None: as many as there are slots
-    min_experts: int = 2
-    far: float = 4.0
-    memory: float = 0.9  # how much of a centroid stays at each look: more, if tasks follow each other
-    new_share: float = 0.2  # of a look's tokens that are new, for it to count
-    high_loss: float = 2.0  # times the lowest average over looks so far: a loss above it counts; inf: none does
-    patience: int = 2  # looks in a row that count, before an expert is grown
-    cooldown: int = 3  # looks between two growths
-    noise: float = 0.02
-    idle_share: float = 0.05  # of the mean load: less is idle
-    idle_looks: int = 10  # in a row, before an idle expert is pruned
-    agreement: float = 0.98  # of outputs on probes, for two to be merged: 1 is the same
-    harm: float = 0.02  # how much a merge may change the layer's outputs on other tokens, relative to them
-    move_looks: int = (
-        20  # between two rearrangements, where experts are on several ranks and a graph has their co-activations
-    )
+    max_experts: Annotated[int | None, Whole(1, or_none=True)] = None  # None: as many as there are slots
+    min_experts: Annotated[int, Whole(0)] = 2
+    far: Annotated[float, Number(0)] = 4.0
+    # how much of a centroid stays at each look: more, if tasks follow each other
+    memory: Annotated[float, Number(0, 1)] = 0.9
+    new_share: Annotated[float, Number(0, 1)] = 0.2  # of a look's tokens that are new, for it to count
+    # times the lowest average over looks so far: a loss above it counts; inf: none does
+    high_loss: Annotated[float, Number(1)] = 2.0
+    patience: Annotated[int, Whole(1)] = 2  # looks in a row that count, before an expert is grown
+    cooldown: Annotated[int, Whole(0)] = 3  # looks between two growths
+    noise: Annotated[float, Number(0, finite=True)] = 0.02
+    idle_share: Annotated[float, Number()] = 0.05  # of the mean load: less is idle
+    idle_looks: Annotated[int, Whole(1)] = 10  # in a row, before an idle expert is pruned
+    agreement: Annotated[float, Number()] = 0.98  # of outputs on probes, for two to be merged: 1 is the same
+    # how much a merge may change the layer's outputs on other tokens, relative to them
+    harm: Annotated[float, Number(0)] = 0.02
+    # between two rearrangements, where experts are on several ranks and a graph has their co-activations
+    move_looks: Annotated[int, Whole(1)] = 20
 
     def __post_init__(self) -> None:
-        refuse_others("Rules", vars(self), _ALLOWED)
-
-
-_ALLOWED: dict[str, Allowed] = {
-    "max_experts": Whole(1, or_none=True),
-    "min_experts": Whole(0),
-    "far": Number(0),
-    "memory": Number(0, 1),
-    "new_share": Number(0, 1),
-    "high_loss": Number(1),
-    "patience": Whole(1),
-    "cooldown": Whole(0),
-    "noise": Number(0, finite=True),
-    "idle_share": Number(),
-    "idle_looks": Whole(1),
-    "agreement": Number(),
-    "harm": Number(0),
-    "move_looks": Whole(1),
-}
+        check_fields(self)
 
 
 # One line for the terminal; an expert that was grown is active from the next look on, which is not reported again.
@@ -166,7 +150,8 @@ class _Look:
     ) -> None:
         self._rules, self._seed, self._context, self._name = rules, seed, context, name
         self._layer, self._story, self._history = layer, story, history
-        self._slots = Slots(layer, context.experts.companions)
+        self._surgery = Surgery(layer, context.experts.companions, rules.min_experts, rules.max_experts)
+        self._slots = self._surgery.slots
         self._knowledge = knowledge
         self._seen: Seen | None = None
 
@@ -202,18 +187,16 @@ class _Look:
         story.num_new = story.num_new + 1 if is_new else 0
         self._watch_loss()
         there = self._slots.ids
-        limit = min(rules.max_experts or self._layer.num_slots, self._layer.num_slots)
         why = self._reason(found)
-        if why is None or story.looks - story.grown_at <= rules.cooldown or len(there) >= limit:
+        if why is None or story.looks - story.grown_at <= rules.cooldown or not self._surgery.has_room:
             return
         parent = found.parent if is_new else found.busiest
-        slot = self._slots.grow(parent, noise=rules.noise, seed=self._seed)
+        slot = self._surgery.grow(parent, noise=rules.noise, seed=self._seed)
         if slot is None:
             return
         number = self._slots.ids[slot]
         if is_new:  # else it learns what its tokens are like once it has some, as the first experts did
-            self._layer.centroids[slot] = found.mean
-            self._layer.spreads[slot] = self._layer.spreads[parent]
+            self._surgery.settle(slot, parent, found.mean)
         # Both counts: new inputs raise the loss too, and that is one need. A new expert has to show its effect first.
         story.grown_at, story.num_new, story.num_high = story.looks, 0, 0
         story.waiting.append(number)
@@ -349,47 +332,50 @@ class _Look:
         """Prune the idlest expert that has been so for long enough, while enough are left."""
         story, rules, ids = self._story, self._rules, self._slots.ids
         idle = [slot for slot in self._slots.active if story.idle.get(str(ids[slot]), 0) >= rules.idle_looks]
-        if idle and len(self._slots.active) > max(rules.min_experts, self._layer.k):
+        if idle and self._surgery.can_lose:
             slot = min(idle, key=lambda slot: story.shares[str(ids[slot])])
             self._tell("pruned", ids[slot], share=round(story.shares[str(ids[slot])], 4))
             self._forget(ids[slot])
-            self._clear(slot)
+            self._surgery.prune(slot)
 
     def _merge(self, tokens: Tensor) -> None:
         """Merge the two that agree best on some tokens, if the layer's output is then the same on others."""
         rules, story, ids, active = self._rules, self._story, self._slots.ids, self._slots.active
-        if rules.agreement > 1 or len(active) <= max(rules.min_experts, self._layer.k):
+        if rules.agreement > 1 or not self._surgery.can_lose:
             return
         probes, others = tokens[0::2][:PROBES], tokens[1::2][:PROBES]
         best, into, gone = 0.0, -1, -1
         pairs = self._pairs(active)
         compared = sorted({slot for pair in pairs for slot in pair})
-        table = agreements(self._layer, probes, compared, self._context.world)
-        for other, one in pairs:
-            found = table[compared.index(one)][compared.index(other)]
+        agreements = self._surgery.agreement(pairs, probes, compared, self._context.world)
+        for (other, one), found in zip(pairs, agreements, strict=True):
             if self._knowledge is not None:
                 self._knowledge.measured(self._name, ids[one], ids[other], found)
             if sorted([ids[one], ids[other]]) not in story.refused and found > max(best, rules.agreement):
                 best, into, gone = found, other, one
         if into < 0:
             return
-        loads = self._layer.load.tolist()
-        share = (loads[into] + 1) / (loads[into] + loads[gone] + 2)
-        put_back = self._slots.saved([into, gone])
         before = outputs(self._layer, others)
-        numbers = sorted([ids[into], ids[gone]])
-        self._slots.merge(into, gone, share)
-        change, size = (outputs(self._layer, others) - before).double().square().sum(), before.double().square().sum()
-        self._sum(change, size)
-        harm = (change / size.clamp_min(1e-30)).sqrt().item()
-        if harm > rules.harm:
-            put_back()
-            story.refused.append(numbers)
-            self._tell("not merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
-            return
-        self._clear_centroid(gone)
-        self._forget(ids[gone], ids[into])
-        self._tell("merged", ids[gone], into=ids[into], agreement=round(best, 4), harm=round(harm, 4))
+        harm = 0.0
+
+        def is_harmless(undo: Callable[[], None]) -> bool:
+            nonlocal harm
+            change = (outputs(self._layer, others) - before).double().square().sum()
+            size = before.double().square().sum()
+            self._sum(change, size)
+            harm = (change / size.clamp_min(1e-30)).sqrt().item()
+            if harm > rules.harm:
+                undo()
+                return False
+            return True
+
+        is_merged = self._surgery.merge(into, gone, is_harmless)
+        if is_merged:
+            self._forget(ids[gone], ids[into])
+        else:
+            story.refused.append(sorted([ids[into], ids[gone]]))
+        facts = {"into": ids[into], "agreement": round(best, 4), "harm": round(harm, 4)}
+        self._tell("merged" if is_merged else "not merged", ids[gone], **facts)
 
     def _pairs(self, active: list[int]) -> list[tuple[int, int]]:
         """Return pairs of slots, the lower first: those that a graph considers similar; without one, all pairs."""
@@ -406,14 +392,6 @@ class _Look:
         world: World = self._context.world
         for tensor in tensors:
             world.all_reduce(tensor)
-
-    def _clear(self, slot: int) -> None:
-        self._slots.prune(slot)
-        self._clear_centroid(slot)
-
-    def _clear_centroid(self, slot: int) -> None:
-        self._layer.centroids[slot] = 0.0
-        self._layer.spreads[slot] = 0.0
 
     def _forget(self, number: int, into: int | None = None) -> None:
         if self._knowledge is not None:

@@ -8,21 +8,21 @@ model has not seen. All decisions come from facts over all ranks, so every rank 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Rehearsal, StepContext
-from drivetrain.moe.knowledge.expert_outputs import agreements
+from drivetrain.moe.bounds import Number, Whole, check_fields
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.moe.layer.mixture import MixtureOfExperts
 from drivetrain.moe.layer.router import Routing
 from drivetrain.moe.layer.slots import Slots
-from drivetrain.moe.lifecycle.allowed import Allowed, Number, Whole, refuse_others
 from drivetrain.moe.lifecycle.replay import Replay, ReplayedSamples
 from drivetrain.moe.lifecycle.reservoir import Reservoir
+from drivetrain.moe.lifecycle.surgery import Surgery
 
 PROBES = 256  # tokens of each rank on which outputs of experts are compared
 
@@ -31,52 +31,37 @@ PROBES = 256  # tokens of each rank on which outputs of experts are compared
 class SleepRules:
     """The rules for when a model sleeps, and what it does then."""
 
-    interval: int = 300  # steps between two sleeps at first; growth in between brings the next one nearer
-    shortest: int = 100
-    longest: int = 2000
-    reservoir: int = 1000  # samples that are remembered, equally many of each task and class
-    replay_steps: int = 30
-    replay_batch: int = 64
-    micro_batch: int = 256  # samples that are computed at once, on each rank
-    rate: float = 0.5  # of the job's learning rate at that time
-    specialise_steps: int = 10  # of the routers alone; 0: none
-    specialise_weight: float = 1.0  # of the mutual information of experts and classes, added to the loss
-    agreement: float = 0.9  # of outputs, for two experts to be tried as one; adapted from sleep to sleep
-    idle_share: float = 0.1  # of an even share of the reservoir's tokens: less is idle
-    busy_share: float = 1.25  # of an even share: an expert with more that serves many classes is split
-    focus: float = 0.6  # specialisation from which on an expert is not split: 1 serves one class, 0 all alike
-    min_experts: int = 2
-    max_experts: int | None = None  # None: as many as there are slots
-    tolerance: float = 0.01  # by how much all of a sleep but replay may raise the loss, relative; replay: not at all
+    # steps between two sleeps at first; growth in between brings the next one nearer
+    interval: Annotated[int, Whole(1)] = 300
+    shortest: Annotated[int, Whole(1)] = 100
+    longest: Annotated[int, Whole(1)] = 2000
+    reservoir: Annotated[int, Whole(1)] = 1000  # samples that are remembered, equally many of each task and class
+    replay_steps: Annotated[int, Whole(0)] = 30
+    replay_batch: Annotated[int, Whole(1)] = 64
+    micro_batch: Annotated[int, Whole(1)] = 256  # samples that are computed at once, on each rank
+    rate: Annotated[float, Number(0, finite=True)] = 0.5  # of the job's learning rate at that time
+    specialise_steps: Annotated[int, Whole(0)] = 10  # of the routers alone; 0: none
+    # of the mutual information of experts and classes, added to the loss
+    specialise_weight: Annotated[float, Number(0, finite=True)] = 1.0
+    # of outputs, for two experts to be tried as one; adapted from sleep to sleep
+    agreement: Annotated[float, Number()] = 0.9
+    idle_share: Annotated[float, Number()] = 0.1  # of an even share of the reservoir's tokens: less is idle
+    # of an even share: an expert with more that serves many classes is split
+    busy_share: Annotated[float, Number()] = 1.25
+    # specialisation from which on an expert is not split: 1 serves one class, 0 all alike
+    focus: Annotated[float, Number()] = 0.6
+    min_experts: Annotated[int, Whole(0)] = 2
+    max_experts: Annotated[int | None, Whole(1, or_none=True)] = None  # None: as many as there are slots
+    # by how much all of a sleep but replay may raise the loss, relative; replay: not at all
+    tolerance: Annotated[float, Number()] = 0.01
 
     def __post_init__(self) -> None:
-        refuse_others("SleepRules", vars(self), _ALLOWED)
+        check_fields(self)
         if not self.shortest <= self.interval <= self.longest:
             raise DrivetrainError(
                 f"SleepRules: interval is {self.interval}, shortest {self.shortest} and longest {self.longest}",
                 remedy="give an interval from the shortest to the longest",
             )
-
-
-_ALLOWED: dict[str, Allowed] = {
-    "interval": Whole(1),
-    "shortest": Whole(1),
-    "longest": Whole(1),
-    "reservoir": Whole(1),
-    "replay_steps": Whole(0),
-    "replay_batch": Whole(1),
-    "micro_batch": Whole(1),
-    "rate": Number(0, finite=True),
-    "specialise_steps": Whole(0),
-    "specialise_weight": Number(0, finite=True),
-    "agreement": Number(),
-    "idle_share": Number(),
-    "busy_share": Number(),
-    "focus": Number(),
-    "min_experts": Whole(0),
-    "max_experts": Whole(1, or_none=True),
-    "tolerance": Number(),
-}
 
 
 @dataclass(frozen=True)
@@ -128,10 +113,11 @@ class Night:
         self._rehearse()
         self._specialise()
         for name, layer in self._layers.items():
-            slots = Slots(layer, self._context.experts.companions)
-            self._merge(name, layer, slots)
-            self._prune(name, layer, slots)
-            self._split(name, layer, slots)
+            rules = self._rules
+            surgery = Surgery(layer, self._context.experts.companions, rules.min_experts, rules.max_experts)
+            self._merge(name, layer, surgery)
+            self._prune(name, layer, surgery)
+            self._split(name, layer, surgery)
         return self.stages
 
     def specialisation(self) -> float:
@@ -210,63 +196,55 @@ class Night:
 
     # Coming and going
 
-    def _merge(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
+    def _merge(self, name: str, layer: MixtureOfExperts, surgery: Surgery) -> None:
         """Merge the two that agree best, if the model is no worse for it."""
-        active, ids = slots.active, slots.ids
-        grown_up = self._grown_up(name, slots)
-        if not grown_up or len(active) <= max(self._rules.min_experts, layer.k):
+        active, ids = surgery.slots.active, surgery.slots.ids
+        grown_up = self._grown_up(name, surgery.slots)
+        if not grown_up or not surgery.can_lose:
             return
         tokens = self._looked()[name].tokens[:PROBES].to(layer.experts.w_in.dtype)
-        table = agreements(layer, tokens, active, self._context.world)
         pairs = [
-            (table[first][second], other, one)
+            (other, one)
             for first, one in enumerate(active)
-            for second, other in enumerate(active[:first])
+            for other in active[:first]
             if one in grown_up and other in grown_up
         ]
         if not pairs:
             return
-        agreement, into, gone = max(pairs, key=lambda pair: pair[0])
+        found = surgery.agreement(pairs, tokens, active, self._context.world)
+        agreement, (into, gone) = max(zip(found, pairs, strict=True), key=lambda pair: pair[0])
         if agreement < self._agreement:
             return
-        load = layer.load.tolist()
-        share = (load[into] + 1) / (load[into] + load[gone] + 2)
-        before, put_back = self._now(), slots.saved([into, gone])
-        slots.merge(into, gone, share)
+        before = self._now()
         words = f"expert {ids[gone]} merged into {ids[into]}: their outputs agree to {agreement:.1%}"
-        facts: dict[str, Any] = {
-            "expert": ids[gone],
-            "into": ids[into],
-            "agreement": round(agreement, 6),
-        }
-        if self._judge("merge", before, put_back, words, layer=name, **facts) and layer.can_grow:
-            layer.centroids[into].lerp_(layer.centroids[gone], 1 - share)
-            layer.centroids[gone], layer.spreads[gone] = 0.0, 0.0
+        facts = {"expert": ids[gone], "into": ids[into], "agreement": round(agreement, 6)}
+        surgery.merge(
+            into,
+            gone,
+            lambda undo: self._judge("merge", before, undo, words, layer=name, **facts),
+            moves_centroid=True,
+        )
 
-    def _prune(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
+    def _prune(self, name: str, layer: MixtureOfExperts, surgery: Surgery) -> None:
         """Prune the idlest expert, if it is idle and the model is no worse without it."""
-        active, ids = slots.active, slots.ids
-        grown_up = self._grown_up(name, slots)
-        if not grown_up or len(active) <= max(self._rules.min_experts, layer.k):
+        active, ids = surgery.slots.active, surgery.slots.ids
+        grown_up = self._grown_up(name, surgery.slots)
+        if not grown_up or not surgery.can_lose:
             return
         load = self._table(layer, self._looked()[name]).sum((1, 2))
         slot = min(grown_up, key=lambda slot: (float(load[slot]), slot))
         share = float(load[slot] * len(active) / load.sum().clamp_min(1))
         if share >= self._rules.idle_share:
             return
-        before, put_back = self._now(), slots.saved([slot])
-        slots.prune(slot)
+        before = self._now()
         words = f"expert {ids[slot]} pruned: it had {share:.1%} of an even share of what is remembered"
-        facts: dict[str, Any] = {"expert": ids[slot], "share": round(share, 6)}
-        is_kept = self._judge("prune", before, put_back, words, layer=name, **facts)
-        if is_kept and layer.can_grow:
-            layer.centroids[slot], layer.spreads[slot] = 0.0, 0.0
+        facts = {"expert": ids[slot], "share": round(share, 6)}
+        surgery.prune(slot, lambda undo: self._judge("prune", before, undo, words, layer=name, **facts))
 
-    def _split(self, name: str, layer: MixtureOfExperts, slots: Slots) -> None:
+    def _split(self, name: str, layer: MixtureOfExperts, surgery: Surgery) -> None:
         """Split a busy expert that serves many classes: a child gets half of them, if the model is no worse for it."""
-        rules, active = self._rules, slots.active
-        limit = min(rules.max_experts or layer.num_slots, layer.num_slots)
-        if not layer.can_grow or len(slots.ids) >= limit or len(self._groups) < 2 or not self._draw(1, 0):
+        rules, slots, active = self._rules, surgery.slots, surgery.slots.active
+        if not layer.can_grow or not surgery.has_room or len(self._groups) < 2 or not self._draw(1, 0):
             return
         seen = self._looked()[name]
         table = self._table(layer, seen)
@@ -279,10 +257,10 @@ class Night:
         if halves is None:
             return
         before, put_back = self._now(), self._replay.saved()
-        slot = slots.grow(parent, seed=self._seed)
+        slot = surgery.grow(parent, seed=self._seed)
         if slot is None:
             return
-        self._lean(layer, slots, parent, slot, halves.centres)
+        self._lean(layer, parent, slot, halves.centres)
         slots.activate(slot)
         with self._replay.learning(rules.rate):
             for number in range(rules.specialise_steps):
@@ -304,11 +282,11 @@ class Night:
             "classes": taken,
         }
         if self._judge("split", before, take_back, words, layer=name, **facts):
-            layer.centroids[parent], layer.centroids[slot] = halves.centres.to(layer.centroids)
-            layer.spreads[slot] = layer.spreads[parent]
+            layer.centroids[parent] = halves.centres[0].to(layer.centroids)
+            surgery.settle(slot, parent, halves.centres[1])
 
     @torch.no_grad()
-    def _lean(self, layer: MixtureOfExperts, slots: Slots, parent: int, child: int, centres: Tensor) -> None:
+    def _lean(self, layer: MixtureOfExperts, parent: int, child: int, centres: Tensor) -> None:
         """Tilt the router so that logits of parent and child differ by 1 either way at the centres of the halves."""
         wanted = torch.tensor([-0.5, 0.5], dtype=torch.float64)
         direction = (torch.linalg.pinv(centres) @ wanted).to(layer.router.weight)

@@ -1,9 +1,14 @@
-"""Bounds of settings, and one error for all values outside them."""
+"""Bounds of settings, which stand at the fields themselves, and one error for all values outside them.
+
+A field or an argument says them in its type: `far: Annotated[float, Number(0)] = 4.0`.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from numbers import Integral, Real
+from typing import Any, get_type_hints
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import PERIODS, is_period
@@ -42,16 +47,39 @@ class Number:
         return f"a {'finite ' * self.finite}number{least}{most}"
 
 
-Allowed = Whole | Number
+Bound = Whole | Number
 
 
-def refuse_others(of: str, values: Mapping[str, object], allowed: Mapping[str, Allowed]) -> None:
-    """Raise one error for all values that are not allowed: name, value, and what is allowed."""
-    wrong = [name for name, these in allowed.items() if not these.has(values[name])]
+def check_fields(of: object) -> None:
+    """Raise one error for all fields of a dataclass that are out of bounds: name, value, and what is allowed."""
+    kind: Callable[..., Any] = type(of)
+    _refuse(kind.__name__, vars(of), bounds_of(kind))
+
+
+def check_arguments(of: str, function: Callable[..., Any], values: Mapping[str, object]) -> None:
+    """Raise one error for all arguments of a function that are out of bounds."""
+    _refuse(of, values, bounds_of(function))
+
+
+@cache
+def bounds_of(declared: Callable[..., Any]) -> dict[str, Bound]:
+    """Return the bounds in the types of a class's fields or a function's arguments, by name."""
+    hints = get_type_hints(declared, include_extras=True)
+    return {
+        name: bound for name, hint in hints.items() for bound in getattr(hint, "__metadata__", ()) if _is_bound(bound)
+    }
+
+
+def _is_bound(given: object) -> bool:
+    return isinstance(given, Whole | Number)
+
+
+def _refuse(of: str, values: Mapping[str, object], bounds: Mapping[str, Bound]) -> None:
+    wrong = [name for name, bound in bounds.items() if not bound.has(values[name])]
     if wrong:
         raise DrivetrainError(
             f"{of}: " + ", ".join(f"{name} is {values[name]!r}" for name in wrong),
-            remedy="give " + "; ".join(f"{name} {allowed[name]}" for name in wrong),
+            remedy="give " + "; ".join(f"{name} {bounds[name]}" for name in wrong),
         )
 
 
