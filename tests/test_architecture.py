@@ -202,3 +202,9 @@ def test_a_planted_import_is_found(tmp_path: Path, file: str, code: str, expecte
     path.write_text((path.read_text(encoding="utf-8") if path.exists() else "") + "\n" + code, encoding="utf-8")
     found = violations(tree)
     assert any(expected in line for line in found), found
+
+
+def test_strategies_share_no_code_that_knows_experts() -> None:
+    """What all strategies share meets mixtures through `core/step_settlement.py` only."""
+    for file in ("strategies/base.py", "strategies/replicated.py"):
+        assert not [each.target for each in imports_of(PACKAGE) if each.file == file and ".moe" in each.target]

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import Precision, numerics
+from drivetrain.core.step_settlement import settlement_of
 from drivetrain.data.batch import map_tensors, to_device
 from drivetrain.data.counts import Count, candidates
 from drivetrain.data.keyed_items import what_draws
 from drivetrain.job import LossFunction
-from drivetrain.moe.layer.balance import Settlement
 from drivetrain.plan.loss_kind import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
 
 MOST_ENTRIES = 2_000_000  # of all gradients together, that are compared
@@ -102,7 +102,7 @@ def _gradients(
 
 def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None:
     result = loss(model, batch)
-    Settlement(model).forget()
+    settlement_of(model).forget()
     if not isinstance(result, Tensor):
         return None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -21,7 +21,7 @@ from drivetrain.core.micro_step import uncounted
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.moe.layer.balance import Settlement, take_auxiliary
+from drivetrain.core.step_settlement import StepSettlement, settlement_of
 from drivetrain.strategies.activations import offload
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.loss_parts import LossParts
@@ -75,9 +75,9 @@ class StrategyParts:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @cached_property
-    def mixtures(self) -> Settlement:
-        """The model's mixtures of experts, whose loads are settled with each step."""
-        return Settlement(self.model)
+    def mixtures(self) -> StepSettlement:
+        """What settles the loads of the model's mixtures of experts with each step; it does nothing without them."""
+        return settlement_of(self.model)
 
     @cached_property
     def _one(self) -> Tensor:
@@ -99,8 +99,7 @@ class StrategyParts:
         """Update the EMA and the experts' loads. Separate from `move`: the EMA's decay depends on the step number."""
         if self.average is not None:
             self.average.update()
-        if self.mixtures.layers:
-            self.mixtures.settle()
+        self.mixtures.settle()
 
     def move(
         self, factor: Tensor | float | None, together: "Together | None" = None
@@ -238,7 +237,7 @@ class Objective(nn.Module):
         self._around_forward = around_forward(parts)
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.model if parts.called_model is None else parts.called_model,)
-        self._mixtures = parts.mixtures.layers
+        self._mixtures = parts.mixtures
         self.loss_parts = parts.loss_parts
         self.counts_items = False  # whether the loss counts something other than samples
         self.losses: list[
@@ -254,7 +253,7 @@ class Objective(nn.Module):
             result = self._loss(self._called[0], batch)
         else:
             result = self._computed(batch)
-        auxiliary = take_auxiliary(self._mixtures) if self._mixtures else None
+        auxiliary = self._mixtures.take_auxiliary()
         if isinstance(result, LossSum):
             self.counts_items = True
             factor = weight * self.scale / step_samples
@@ -354,7 +353,7 @@ def try_out(
     value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
     check_objective(value, model)
     backward(value)
-    Settlement(model).forget()
+    settlement_of(model).forget()
     with torch.no_grad():
         for buffer, saved in zip(model.buffers(), before, strict=True):
             buffer.copy_(saved)

@@ -159,7 +159,7 @@ def test_fsdp_shares_loads_too(gloo_pool: GlooPool, tmp_path: Path, alone: Train
 
 
 def run_without_sharing_loads(folder: str) -> Trained | None:
-    with mock.patch("drivetrain.moe.layer.balance._over_all_ranks", lambda counts, group: counts):
+    with mock.patch("drivetrain.moe.layer.mixture._over_all_ranks", lambda counts, group: counts):
         return run_mixture(folder, VARIANT, Mixture(num_slots=7), 8)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
@@ -163,6 +164,11 @@ class MixtureOfExperts(nn.Module):
         load, tokens = self.load.double(), self.load.sum()
         return torch.where(tokens > 0, load * active.sum() / tokens.clamp_min(1), active.double())
 
+    @staticmethod
+    def make_settlement(model: nn.Module) -> "Settlement":
+        """Return what ends a step for all mixtures of a model (`core/step_settlement.py`)."""
+        return Settlement(model)
+
     def extra_repr(self) -> str:
         kind, wide = self.experts.kind, self.experts.num_hidden
         return f"k={self.k}, slots={self.num_slots}, {kind} of width {wide}"
@@ -178,3 +184,80 @@ def _check(num_experts: int, widths: Sequence[int], k: int, slots: int) -> None:
     for is_wrong, what, allowed in problems:
         if is_wrong:
             raise DrivetrainError(f"MixtureOfExperts: {what}", remedy=f"give {allowed}")
+
+
+def mixtures_in(model: nn.Module) -> dict[str, MixtureOfExperts]:
+    """Return the layers of a model that are mixtures of experts, by name; a layer with two names once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+
+
+def take_auxiliary(layers: Iterable[MixtureOfExperts]) -> Tensor | None:
+    found: Tensor | None = None
+    for layer in layers:
+        losses, layer.tally.losses = layer.tally.losses, []
+        if losses:
+            device = losses[0][0].device
+            mean = torch.stack([value.to(device) for value, _ in losses]).sum() / sum(count for _, count in losses)
+            found = mean if found is None else found + mean.to(found.device)
+    return found
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Layers with equally many slots, settled together: a few kernels for all of them, not for each."""
+
+    layers: tuple[MixtureOfExperts, ...]
+    rates: Tensor
+
+
+class Settlement:
+    """Ends a step for all mixtures of a model: sums loads over all ranks, and moves biases."""
+
+    group: dist.ProcessGroup | None = None  # of the ranks that share a step; set by the strategy
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = list(mixtures_in(model).values())
+        self.layers: Sequence[MixtureOfExperts] = layers
+        kinds = sorted({(layer.num_slots, str(layer.load.device)) for layer in layers})
+        groups = [
+            tuple(layer for layer in layers if (layer.num_slots, str(layer.load.device)) == kind) for kind in kinds
+        ]
+        self._groups = [
+            _Alike(group, torch.tensor([[layer.balance.bias_rate] for layer in group], device=group[0].load.device))
+            for group in groups
+        ]
+
+    def take_auxiliary(self) -> Tensor | None:
+        """Hand over the auxiliary losses of the last forward; None if there are none."""
+        return take_auxiliary(self.layers)
+
+    def forget(self) -> None:
+        """Drop the counts since the last step: they are not part of one."""
+        for layer in self.layers:
+            layer.tally.forget()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Settle loads and biases; collective where there are several ranks, with equal results.
+
+        The host does not wait.
+        """
+        for group in self._groups:
+            layers = group.layers
+            counts = torch.stack([layer.tally.total(layer.load.device) for layer in layers])
+            load = _over_all_ranks(counts, self.group)
+            active = torch.stack([layer.router.active for layer in layers])
+            mean = load.sum(1, keepdim=True) / active.sum(1, keepdim=True)
+            moved = group.rates * torch.sign(mean - load) * active
+            torch._foreach_add_([layer.router.bias for layer in layers], list(moved.unbind()))
+            torch._foreach_copy_([layer.load for layer in layers], list(load.unbind()))
+            torch._foreach_add_([layer.uses for layer in layers], list(load.unbind()))
+            torch._foreach_zero_([counts for layer in layers for counts in layer.tally.counts.values()])
+        for layer in self.layers:
+            layer.tally.losses.clear()
+
+
+def _over_all_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    return counts
