@@ -265,6 +265,17 @@ def test_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(int(row[0]), float(row[2])) for row in rows] == [*enumerate(trained.losses, start=1)]
 
 
+def test_a_function_stands_for_its_name() -> None:
+    assert configure(trackers=[tensorboard.prepare, "wandb"]).watch.trackers == ("tensorboard", "wandb")
+    assert configure(trackers=own_prepare).watch.trackers == (f"{__name__}:own_prepare",)
+    with pytest.raises(ConfigError, match="no module has this tracker at its top level"):
+        configure(trackers=lambda start: None)
+
+
+def own_prepare(start: TrackerStart) -> Any:
+    return None
+
+
 def test_one_that_cannot_be_loaded_is_dropped(tmp_path: Path) -> None:
     told: list[str] = []
     assert start_trackers(("nowhere:prepare",), TrackerStart(tmp_path, "name", {}, 0, told.append)) == []

@@ -103,3 +103,13 @@ def test_the_configuration_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_an_object_stands_for_its_name(module: str) -> None:
+    """The configuration has the text: it is written to disk, and read by other processes."""
+    spec = strategy_spec(f"{module}:SPEC")
+    assert configure(parallel_strategy=spec).distributed.strategy == f"{module}:SPEC"
+    assert configure(distributed={"strategy": strategy_spec("ddp")}).distributed.strategy == "ddp"
+    with pytest.raises(ConfigError, match="no module has this strategy at its top level") as caught:
+        configure(parallel_strategy=spec.model_copy() if hasattr(spec, "model_copy") else object())
+    assert "top level of a module" in caught.value.problems[0].remedy

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from drivetrain.core.plugins import STRATEGIES, TRACKERS
+from drivetrain.core.plugins import STRATEGIES, TRACKERS, Plugins
 from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.units import parse_seconds
 
@@ -49,10 +49,13 @@ class Allowed:
 
 
 class Choices:
-    """The allowed words of a text field that are found when asked for, and in words what else may be given."""
+    """The allowed words of a text field that are found when asked for, and in words what else may be given.
 
-    def __init__(self, find: Callable[[], tuple[str, ...]], others: str) -> None:
-        self.find, self.others = find, others
+    In Python an object may be given, too: `plugins` knows its name.
+    """
+
+    def __init__(self, find: Callable[[], tuple[str, ...]], others: str, plugins: Plugins) -> None:
+        self.find, self.others, self.plugins = find, others, plugins
 
 
 class Section(BaseModel):
@@ -357,7 +360,7 @@ class DistributedSection(Section):
     strategy: Annotated[
         str,
         AfterValidator(_known_strategy),
-        Choices(lambda: ("auto", *STRATEGIES.names()), "package.module:SPEC of a strategy of your own"),
+        Choices(lambda: ("auto", *STRATEGIES.names()), "package.module:SPEC of a strategy of your own", STRATEGIES),
         Flag("parallel-strategy"),
         Planned(),
         Switch("deepspeed", "deepspeed", "use-deepspeed"),
@@ -495,7 +498,7 @@ class WatchSection(Section):
 
     trackers: Annotated[
         tuple[Annotated[str, AfterValidator(_known_tracker)], ...],
-        Choices(TRACKERS.names, "package.module:prepare of your own tracker"),
+        Choices(TRACKERS.names, "package.module:prepare of your own tracker", TRACKERS),
         Flag("trackers"),
     ] = Field((), description="where figures go besides the run folder's own files: tensorboard, wandb, or your own")
     log_every: Annotated[int | None, Flag("log-every")] = Field(

@@ -86,6 +86,13 @@ class Setting:
         members = (get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self._kinds)
         return tuple(value for kind in members if get_origin(kind) is Literal for value in get_args(kind))
 
+    def as_text(self, value: Any) -> Any:
+        """Return a value with the names of the objects that were given in place of names, where that is possible."""
+        if self._found_choices is None or value is None:
+            return value
+        named = self._found_choices.plugins.named
+        return [named(part) for part in value] if isinstance(value, (list, tuple)) else named(value)
+
     def wrong_parts(self, value: Any) -> list[str]:
         """Return the parts of a value that are none of the choices: the members of a list, or all of it."""
         parts = _split(value) if self.is_list and isinstance(value, str) else value

@@ -185,7 +185,11 @@ def _deepspeed_file(path: Path) -> list[Given]:
 def _take(key: str, value: Any, source: str, given: list[Given], problems: list[Problem]) -> None:
     setting = BY_NAME.get(normal(key))
     if setting is not None:
-        given.append(Given(setting.name, value, key, source))
+        try:
+            given.append(Given(setting.name, setting.as_text(value), key, source))
+        except ValueError as error:
+            remedy = "assign it to a name at the top level of a module"
+            problems.append(Problem(key, str(error), value, source, setting.allowed, remedy))
         return
     switch = SWITCHES.get(normal(key))
     if switch is not None and isinstance(value, bool):

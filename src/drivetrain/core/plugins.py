@@ -65,6 +65,27 @@ class Plugins:
             return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         return _source_of(module)
 
+    def named(self, thing: Any) -> Any:
+        """Return the name of an object that was given in place of one, since configurations are plain text.
+
+        It is `package.module:ATTRIBUTE` of the module that has it at its top level. Plain values are returned as they
+        are.
+        """
+        if isinstance(thing, str | int | float | bytes | Path | dict):
+            return thing
+        found = [
+            (module_name, attribute)
+            for module_name, module in list(sys.modules.items())
+            for attribute, value in list(getattr(module, "__dict__", {}).items())
+            if value is thing
+        ]
+        if not found:
+            raise ValueError(f"no module has this {self.kind} at its top level, so other processes cannot find it")
+        made_in = getattr(thing, "__module__", None)  # for a function; others have imported it
+        module_name, attribute = min(found, key=lambda at: (at[0] != made_in, at[0] == "__main__"))
+        own = {module: name for name, module in self._own.items()}
+        return own.get(module_name, f"{module_name}:{attribute}")
+
     def load(self, name: str) -> Any:
         """Import one by its name. The module of `package.module:ATTRIBUTE` may also be in the current folder."""
         target = self.target(name)
