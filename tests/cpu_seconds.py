@@ -87,6 +87,11 @@ class Measuring:
 
 def write(found: dict[str, list[float]]) -> None:
     long = {name: sum(cases) for name, cases in found.items() if sum(cases) > LONG_SECONDS * len(cases)}
-    kept = {name: seconds for name, seconds in known().items() if name not in found}  # such as those that run alone
+    there = FILE.parents[1]
+    kept = {  # what was not run now, unless its file is gone
+        name: seconds
+        for name, seconds in known().items()
+        if name not in found and (there / name.partition("::")[0]).exists()
+    }
     lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted((kept | long).items())]
     FILE.write_text("".join(lines), encoding="utf-8")

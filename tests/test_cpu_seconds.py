@@ -1,0 +1,31 @@
+"""The table of CPU seconds: what takes long is written, read, and known by its file."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import cpu_seconds
+
+
+def test_what_takes_long_is_kept_until_it_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "tests" / "cpu_seconds.txt"
+    table.parent.mkdir()
+    (tmp_path / "tests" / "test_here.py").touch()
+    known = ["9.0 tests/test_here.py::test_old", "3.0 tests/test_here.py::test_other", "2.0 tests/test_gone.py::test"]
+    table.write_text("\n".join(known))
+    monkeypatch.setattr(cpu_seconds, "FILE", table)
+    cpu_seconds.write({"tests/test_here.py::test_old": [0.5, 0.1], "tests/test_here.py::test_short": [0.1, 0.1]})
+    assert cpu_seconds.known() == {"tests/test_here.py::test_old": 0.6, "tests/test_here.py::test_other": 3.0}
+    assert cpu_seconds.by_file(cpu_seconds.known()) == {"tests/test_here.py": pytest.approx(3.6)}
+    assert cpu_seconds.function_of("tests/test_here.py::test_old[a::b]") == "tests/test_here.py::test_old"
+
+
+def test_the_time_of_children_that_have_ended_is_counted() -> None:
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    before, own = cpu_seconds.process_tree_seconds(), time.process_time()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    took = cpu_seconds.process_tree_seconds() - before
+    assert took - (time.process_time() - own) > 0.25
