@@ -1,6 +1,5 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.interrupt import stopping_cleanly, written_first
+from drivetrain.core.log import notice
 from drivetrain.core.loss import LossSum
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
@@ -159,7 +159,7 @@ class _Run(Session):
         words = f"out of memory with micro-batches of {self.way.micro_batch} samples"
         if is_here:
             where = "the last checkpoint" if has_checkpoint(self) else "the beginning"
-            print(f"drivetrain: {words}: going on with half as many from {where}", file=sys.stderr)
+            notice(f"{words}: going on with half as many from {where}")
         else:
             error.add_note(f"drivetrain: {words}. Start it again: it goes on by itself with half as many")
         return is_here

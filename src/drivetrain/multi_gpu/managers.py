@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import find_place
+from drivetrain.core.log import notice
 from drivetrain.core.world import World
 from drivetrain.hardware import DeviceManager, Hardware
 from drivetrain.multi_gpu.config import MultiGPUConfig
 from drivetrain.multi_gpu.environment import PREFERRED_PORT, backend_here
-from drivetrain.multi_gpu.notes import say
 
 
 class DataParallelManager:
@@ -88,7 +88,7 @@ class DistributedManager:
         has_gpus = devices[0].type == "cuda"
         backend = backend_here(config.backend, has_gpus)
         if backend != config.backend and find_place().size > 1 and find_place().rank == 0:
-            say(f"backend {config.backend} needs GPUs, and there are none: {backend} is used")
+            notice(f"backend {config.backend} needs GPUs, and there are none: {backend} is used")
         self.world = World.join(devices, backend=backend, init_method=config.init_method)
         self._is_joined = True
         return self.world

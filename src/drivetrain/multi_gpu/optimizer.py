@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from drivetrain.api.benchmarking import benchmark_performance
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 from drivetrain.multi_gpu.config import MultiGPUConfig
-from drivetrain.multi_gpu.notes import say
 from drivetrain.multi_gpu.trainer import MultiGPUTrainer
 from drivetrain.multi_gpu.training_run import TrainingSpec
 from drivetrain.planning.batch_size import search_batch_size
@@ -92,7 +92,7 @@ class OptimizedTrainingOptimizer:
             session.close_loaders()
             session.close()
         if not self.spec.quiet and session.world.is_main:
-            say(f"batch size: {found.in_words()}")
+            notice(f"batch size: {found.in_words()}")
         return found.fastest
 
     def get_performance_summary(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class OptimizedTrainingOptimizer:
             raise DrivetrainError("there was no training yet", remedy="await optimizer.train() first")
         folder = Path(self.results["folder"])
         for problem in write_report(folder):
-            say(problem)
+            notice(problem)
         names = ("training_metrics.png", "report.html", "performance_summary.txt")
         return [folder / name for name in names if (folder / name).exists()]
 

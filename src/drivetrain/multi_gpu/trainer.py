@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import find_place
+from drivetrain.core.log import notice
 from drivetrain.core.world import World
 from drivetrain.hardware import DeviceManager, detect
 from drivetrain.multi_gpu.config import ChosenMode, MultiGPUConfig, TrainingMode, choose_mode, config_of
 from drivetrain.multi_gpu.environment import backend_here
 from drivetrain.multi_gpu.gpu_monitor import GPUMonitor
 from drivetrain.multi_gpu.managers import DataParallelManager, DistributedManager
-from drivetrain.multi_gpu.notes import say
 from drivetrain.multi_gpu.training_run import TrainingOutcome, TrainingSpec, run_beside
 
 
@@ -58,7 +58,7 @@ class MultiGPUTrainer:
             num_processes = max(find_place().size, self._num_processes())
             self._chosen = choose_mode(self.config, self._num_gpus(), num_processes)
             if self._chosen.note:
-                say(self._chosen.note)
+                notice(self._chosen.note)
         return self._chosen
 
     def _num_gpus(self) -> int:

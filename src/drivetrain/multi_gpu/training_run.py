@@ -16,10 +16,10 @@ from drivetrain.api.training import Result, train
 from drivetrain.config import Config, configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.interrupt import request_stop
+from drivetrain.core.log import notice
 from drivetrain.core.world import World
 from drivetrain.data.source import Source, source_of
 from drivetrain.job import EarlyStopping, Job, WarmupCosine
-from drivetrain.multi_gpu.notes import say
 from drivetrain.report import RunData
 from drivetrain.run.command_context import given_on_command_line
 from drivetrain.strategies.activations import repeated_blocks
@@ -187,7 +187,7 @@ async def run_beside(job: Job, config: Config, world: World, notes: list[str], *
         quiet: prints nothing.
     """
     for note in notes if world.is_main and not quiet else ():
-        say(note)
+        notice(note)
     context = contextvars.copy_context()  # holds what the command line says
     task = asyncio.get_running_loop().run_in_executor(None, context.run, _run, job, config, world)
     try:

@@ -7,7 +7,6 @@ samples, the weighting of the loss or the learning rate: a way only divides the 
 import inspect
 import math
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.gc_freeze import SetAside
+from drivetrain.core.log import notice
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
@@ -140,11 +140,10 @@ def _with_division_kept(run: Session, checkpoint: Checkpoint, planned: PlannedRu
     before = int(checkpoint.meta["plan"]["way"]["micro_batch"])
     now = min(before, run.rank_samples)
     if now != before and not run.quiet:
-        print(
-            f"drivetrain: {run.num_devices} devices divide a step into micro-batches of {now} "
+        notice(
+            f"{run.num_devices} devices divide a step into micro-batches of {now} "
             f"samples, and it was {before} before: {held}, so results will differ. "
             f"Use at most {max(1, (run.job.global_batch or 0) // before)} devices to go on as before",
-            file=sys.stderr,
         )
     return replace(planned.but(micro_batch=now), keeps_micro_batch=True)
 
@@ -160,7 +159,7 @@ def _compilable(run: Session, planned: PlannedRun) -> PlannedRun:
     if not why:
         return planned
     if not run.quiet:
-        print(f"drivetrain: --compile is not obeyed, steps run eagerly: {why}", file=sys.stderr)
+        notice(f"--compile is not obeyed, steps run eagerly: {why}")
     return planned.not_compiled(why)
 
 
@@ -270,7 +269,7 @@ class _Search:
             if why_not:
                 notes.append(f"what was measured before does not hold any more ({why_not})")
                 if not run.quiet:
-                    print(f"drivetrain: {notes[0]}: measuring anew", file=sys.stderr)
+                    notice(f"{notes[0]}: measuring anew")
                 self.cache.forget()
                 self._known = {}
                 tuned = self._tuned()
@@ -337,9 +336,8 @@ def _repeatable(
     if not micro_batch:
         return way, Repeatability(reason="not measured: the memory does not hold the steps of two processes")
     if not run.quiet:
-        print(
-            "drivetrain: planning: running the first steps twice, to see whether they repeat to the bit",
-            file=sys.stderr,
+        notice(
+            "planning: running the first steps twice, to see whether they repeat to the bit",
         )
 
     def why_stop() -> str:

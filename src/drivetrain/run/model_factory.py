@@ -4,7 +4,6 @@ The limit makes a model that cannot fit fail with an error, instead of the proce
 """
 
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 from drivetrain.core.units import format_bytes
 from drivetrain.plan.held import num_bytes
 from drivetrain.run.memory_needs import explained
@@ -47,7 +47,7 @@ def build_model(run: Session) -> nn.Module:
     torch.manual_seed(run.job.seed)  # the same weights on every rank, and in every run of this seed
     made, notes = unwrapped(_made(run))
     for note in () if run.quiet else notes:
-        print(f"drivetrain: {note}", file=sys.stderr)
+        notice(note)
     refuse_lazy(made)
     _refuse_meta(run, made)
     num_weights = sum(parameter.numel() for parameter in made.parameters())
@@ -88,7 +88,7 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
         if not blocks and "memory.activations" in run.config.foreign:
             if not run.quiet:
                 words = "gradient checkpointing: the model has no repeated blocks to recompute; none is"
-                print(f"drivetrain: {words}", file=sys.stderr)
+                notice(words)
         elif not blocks and run.settings.activations.pinned:
             raise DrivetrainError(
                 "no repeated blocks were found in the model, so there is nothing to recompute block by block",

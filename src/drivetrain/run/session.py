@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 from drivetrain.core.main_guard import refuse_while_importing
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import RunFolder, read_job
@@ -100,7 +100,7 @@ class Session:
             quiet = quiet or config.watch.quiet or not world.is_main
             notes.append(unused_gpus(place, devices, config.distributed.strategy, target_of_run()))
             for note in filter(None, () if quiet else notes):
-                print(f"drivetrain: {note}", file=sys.stderr)
+                notice(note)
             session = cls(job, config, hardware, world, devices, quiet=quiet)
             session.preflight = run_preflight(session.job, config, hardware, world, target_of_run())
             return session
