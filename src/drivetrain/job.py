@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from drivetrain.core.closures import closure_error, needs_closure
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.fused import use_fused
 from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.loss import CountFunction, LossSum, LossWeight, NamedLosses
 from drivetrain.core.metrics import MetricFunction, MetricObject
+from drivetrain.core.optimizers import closure_error, needs_closure, use_fused
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.data.external_order import is_iterator
 from drivetrain.data.source import Source, source_of

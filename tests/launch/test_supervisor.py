@@ -271,7 +271,7 @@ def test_a_run_that_is_finished_is_not_started_again(tmp_path: Path) -> None:
     """A rank that is killed after the end: a restart would train a new run from its beginning."""
     job = script(
         tmp_path,
-        RANK + "from drivetrain.core.supervision import supervision\n"
+        RANK + "from drivetrain.core.launchers import supervision\n"
         "from pathlib import Path\n"
         "open('count', 'a').write('x')\n"
         "Path('run').mkdir(exist_ok=True)\n"

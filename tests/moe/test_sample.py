@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.hook import StepContext
-from drivetrain.core.micro_step import uncounted
+from drivetrain.core.isolation import uncounted
 from drivetrain.moe import Balance, MixtureOfExperts, Settlement, Slots
 from tests.api.jobs import Variant
 from tests.gloo_pool import GlooPool

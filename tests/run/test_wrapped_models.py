@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from drivetrain.checkpoint.plain_names import renamed
 from drivetrain.run.model_factory import unwrapped
-from tests.core.test_fused import StopAt
+from tests.core.test_optimizers import StopAt
 
 X = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(32) % 3

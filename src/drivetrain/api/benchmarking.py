@@ -13,9 +13,9 @@ from torch import nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.synchronize import synchronize
-from drivetrain.core.untouched import untouched
+from drivetrain.core.isolation import untouched
 from drivetrain.core.value import Value
+from drivetrain.core.world import synchronize
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Division, Place
 from drivetrain.data.loader import Loader

@@ -30,8 +30,8 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly, written_first
+from drivetrain.core.isolation import uncounted
 from drivetrain.core.loss import LossSum, NamedLosses
-from drivetrain.core.micro_step import uncounted
 from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder

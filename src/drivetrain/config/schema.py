@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from drivetrain.core.plugins import STRATEGIES, TRACKERS, Plugins
-from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.units import parse_seconds
+from drivetrain.core.value import PrecisionName
 
 
 class Flag:

@@ -1,16 +1,20 @@
-"""Detects the launcher of this process and its ranks from the environment, without torch.
+"""Detects the launcher of this process and its ranks from the environment, and reports to ours, without torch.
 
 Each launcher sets its own variables. The first one whose mark is set is used; its values are checked, because a rank
-that is wrong about its place hangs all others.
+that is wrong about its place hangs all others. Under `drivetrain launch` a worker reports its run folder, its progress
+and how it ended.
 """
 
 import hashlib
 import ipaddress
+import json
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 
@@ -206,3 +210,55 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
             f"the environment variable {name} is {text!r}, not a number",
             remedy=f"unset {name}, or let a launcher set it",
         ) from None
+
+
+CHANNEL = "DRIVETRAIN_REPORT_FD"
+_LEAST_SECONDS = 0.2  # between two reports of steps: one costs more than a short step's bookkeeping
+
+
+class Supervision:
+    """The channel of a worker to the supervisor that started it. `step` and `tell` never raise.
+
+    Reports are lines of JSON over a pipe that exists only under `drivetrain launch`; elsewhere every call does nothing.
+    A supervisor that has gone away ends nothing here: it takes its workers with it by other means.
+    """
+
+    def __init__(self, channel: int | None) -> None:
+        self._channel = channel
+        self._told_at = 0.0
+        self.last_step = 0
+        self.run_folder = ""
+
+    @classmethod
+    def of_environment(cls) -> "Supervision":
+        text = os.environ.get(CHANNEL, "")
+        return cls(int(text) if text.isdecimal() else None)
+
+    @property
+    def is_there(self) -> bool:
+        return self._channel is not None
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        if self._channel is None:
+            return
+        try:
+            # One write per line: other threads of this process may report, too.
+            os.write(self._channel, json.dumps({"kind": kind, **facts}).encode() + b"\n")
+        except OSError:
+            self._channel = None
+
+    def step(self, step: int) -> None:
+        self.last_step = step
+        if self._channel is None:
+            return
+        now = time.monotonic()
+        if now - self._told_at >= _LEAST_SECONDS:
+            self._told_at = now
+            self.tell("step", step=step)
+
+    def run(self, folder: str, resumed_from: int | None = None) -> None:
+        self.run_folder = folder
+        self.tell("run", folder=folder)
+
+
+supervision = Supervision.of_environment()

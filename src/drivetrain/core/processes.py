@@ -1,17 +1,27 @@
-"""Supervises processes: none outlives what started it, and whole trees of them can be killed.
+"""Supervises processes: none outlives what started it, trees of them can be killed, and forks are safe.
 
 Three means work together. The kernel kills a process when its parent dies (`die_with_parent`). A process that adopts
 orphans finds those that a child left behind (`adopt_orphans`, `kill_strays`). What the kernel does not kill, the
-children of workers such as loader processes, an `OrphanGuard` kills by their process groups.
+children of workers such as loader processes, an `OrphanGuard` kills by their process groups. Scripts that would train
+again in a process that was started by spawn are refused.
 """
 
+import ast
 import contextlib
 import ctypes
+import gc
+import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
+
+from drivetrain.core.errors import DrivetrainError
 
 if TYPE_CHECKING:
     import psutil
@@ -141,3 +151,102 @@ def _prctl(option: int, argument: int) -> None:
     """Call prctl on Linux. Elsewhere nothing happens: process groups alone have to do there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
+
+
+MAIN_GUARD_REMEDY = 'put what starts the training below `if __name__ == "__main__":` at the end of the script'
+
+
+def refuse_while_importing() -> None:
+    """Raise in a process that was started by spawn or forkserver and is just importing the script it belongs to."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DrivetrainError(
+            "the training was started again by a child process: processes that are started by spawn (loader workers, "
+            "mp.spawn) import the script, and it starts the training when it is imported",
+            remedy=MAIN_GUARD_REMEDY,
+        )
+
+
+def trains_when_imported() -> bool:
+    """Return whether the running script called this from code that importing the script would run as well."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    line = _line_of_main()
+    if path is None or line is None:
+        return False
+    try:
+        statements = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    here = [each for each in statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
+    return bool(here) and not any(isinstance(each, ast.If) and _asks_for_name(each.test) for each in here)
+
+
+def _line_of_main() -> int | None:
+    """Return the line that the script's top level is executing; None if it is not being run, as in a notebook."""
+    main = vars(sys.modules["__main__"])
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals is main:
+            return frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _asks_for_name(test: ast.expr) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(test))
+
+
+class SetAside:
+    """Freezes all objects from `begin` to `end`, so that garbage collections do not pause the training loop.
+
+    A full collection visits every object: some 300,000 with torch loaded, 100 to 170 ms in which no thread runs Python.
+    Any code that allocates objects can trigger it, including a background save. Objects that exist when a run has begun
+    live until it ends; once frozen, they are not visited again.
+
+    Only one run holds it at a time; a second `begin` does nothing.
+    """
+
+    _held_by: "SetAside | None" = None
+
+    def begin(self) -> None:
+        """Collect once, then freeze: garbage must not be kept for the duration of the run."""
+        if SetAside._held_by is None:
+            SetAside._held_by = self
+            gc.collect()
+            gc.freeze()
+
+    def end(self) -> None:
+        if SetAside._held_by is self:
+            SetAside._held_by = None
+            gc.unfreeze()
+
+
+_forks = [False, True]  # whether a process is being started; whether collecting was on before
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Keep existing objects out of the garbage collector of a process that may be forked inside this context.
+
+    The remains of an earlier run, such as a process group in a cycle, have threads that do not exist in the child:
+    destroying them there ends in a segmentation fault. Collection is off from before the fork, because other at-fork
+    handlers run in the child before the one here.
+    """
+    _forks[:] = True, gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        _forks[0] = False
+        if _forks[1]:
+            gc.enable()
+
+
+def _in_child() -> None:
+    if _forks[0]:
+        gc.freeze()
+        if _forks[1]:
+            gc.enable()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing is forked
+    os.register_at_fork(after_in_child=_in_child)

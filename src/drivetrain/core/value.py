@@ -1,6 +1,6 @@
 """The base of every value that travels between stages: frozen, and the same after a trip through JSON."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,3 +16,7 @@ class Value(BaseModel):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         return cls.model_validate_json(text)
+
+
+PrecisionName = Literal["fp32", "tf32", "fp16", "bf16"]
+"""The number formats in which a model computes."""

@@ -190,3 +190,12 @@ def _next_store(init_method: str, rank: int, size: int, timeout: timedelta) -> A
 
 # Between two words of a writer lie the slowest rank's file and a step. A rank that dies is noticed at once.
 _ASIDE_TIMEOUT = timedelta(hours=1)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was enqueued; a CPU already has.
+
+    Each call is a host wait: it belongs where something is timed, never in the loop.
+    """
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

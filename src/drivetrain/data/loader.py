@@ -20,8 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.gc_freeze import forking
-from drivetrain.core.main_guard import REMEDY, trains_when_imported
+from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, trains_when_imported
 from drivetrain.core.units import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
@@ -365,8 +364,8 @@ class Loader:
         remedy = "make the data set picklable (no lambdas, no open files), or use --num-workers 0"
         if not reason and _start_method(self.source) != "fork" and trains_when_imported():
             reason = "started by spawn or forkserver, they import the script, and it trains when it is imported"
-            remedy = f"{REMEDY}; or use --num-workers 0"
-            reason = f"{reason}; {REMEDY}" if self._may_do_without_workers else reason
+            remedy = f"{MAIN_GUARD_REMEDY}; or use --num-workers 0"
+            reason = f"{reason}; {MAIN_GUARD_REMEDY}" if self._may_do_without_workers else reason
         if not reason:
             try:
                 with forking():

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.gc_freeze import forking
+from drivetrain.core.isolation import generators_kept
+from drivetrain.core.processes import forking
 from drivetrain.core.units import format_bytes
-from drivetrain.core.untouched import generators_kept
 from drivetrain.data.keyed_items import Collate, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
     Column,

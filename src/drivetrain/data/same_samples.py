@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.core.untouched import generators_kept
+from drivetrain.core.isolation import generators_kept
 from drivetrain.data.keyed_items import KeyedItems, spread_over
 from drivetrain.data.rng_watch import Generators
 

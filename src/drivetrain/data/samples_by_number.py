@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.untouched import generators_kept
+from drivetrain.core.isolation import generators_kept
 from drivetrain.data.batch import to_device
 from drivetrain.data.keyed_items import Collated, KeyedItems
 from drivetrain.data.loader import Loader

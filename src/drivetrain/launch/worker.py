@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.launchers import supervision
 from drivetrain.core.processes import die_with_parent
-from drivetrain.core.supervision import supervision
 
 STORE_FD = "DRIVETRAIN_STORE_FD"
 SUPERVISOR_PID = "DRIVETRAIN_SUPERVISOR_PID"

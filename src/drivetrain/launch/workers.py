@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.launchers import ProcessPlace
+from drivetrain.core.launchers import CHANNEL, ProcessPlace
 from drivetrain.core.processes import OrphanGuard, kill_group
-from drivetrain.core.supervision import CHANNEL
 from drivetrain.hardware.cgroups import oom_kills
 from drivetrain.launch.control import TOKEN
 from drivetrain.launch.layout import Layout

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.launchers import supervision
 from drivetrain.core.records import PartLoss, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
-from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch

@@ -15,8 +15,8 @@ from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
+from drivetrain.core.isolation import evaluating
 from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
-from drivetrain.core.modes import evaluating
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drivetrain.core.precision_name import PrecisionName
-from drivetrain.core.value import Value
+from drivetrain.core.value import PrecisionName, Value
 from drivetrain.plan.choice import Choice
 from drivetrain.plan.rules import Settings
 

@@ -5,10 +5,9 @@ They are a start, not an answer: the micro-batch that is fastest depends on the 
 
 from typing import Literal
 
-from drivetrain.core.precision_name import PrecisionName
 from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.units import format_bytes
-from drivetrain.core.value import Value
+from drivetrain.core.value import PrecisionName, Value
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.plan.choice import Choice
 

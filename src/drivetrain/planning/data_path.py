@@ -6,7 +6,7 @@ import time
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.untouched import generators_kept
+from drivetrain.core.isolation import generators_kept
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.synchronize import synchronize
-from drivetrain.core.world import World
+from drivetrain.core.world import World, synchronize
 from drivetrain.data.division import Division
 from drivetrain.loop.read_back import Reading
 from drivetrain.plan.knobs import Way

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.gc_freeze import SetAside
 from drivetrain.core.log import notice
+from drivetrain.core.processes import SetAside
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder

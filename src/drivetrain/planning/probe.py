@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from drivetrain.core.isolation import untouched
 from drivetrain.core.loss import LossSum
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
-from drivetrain.core.synchronize import synchronize
-from drivetrain.core.untouched import untouched
-from drivetrain.core.world import World
+from drivetrain.core.world import World, synchronize
 from drivetrain.data.batch import leaves, to_device
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import Columns

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.launchers import without_launcher
-from drivetrain.core.supervision import CHANNEL
-from drivetrain.core.untouched import untouched
+from drivetrain.core.isolation import untouched
+from drivetrain.core.launchers import CHANNEL, without_launcher
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits, RepeatTrial
 from drivetrain.planning.first_steps import FirstSteps

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from drivetrain.api.training import Result, configured, export, train
 from drivetrain.config import Config
 from drivetrain.core.hook import StepContext
-from drivetrain.core.micro_step import is_counted
+from drivetrain.core.isolation import is_counted
 from drivetrain.job import Job
 from drivetrain.proving.case import Case, Subject
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.plain_names import plainly_named
 from drivetrain.checkpoint.weights import WeightsTaken
-from drivetrain.core.parameter_watch import ParameterWatch
+from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division

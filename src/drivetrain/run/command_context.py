@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from drivetrain.config import Config
-from drivetrain.core.supervision import supervision
+from drivetrain.core.launchers import supervision
 from drivetrain.job import Job
 
 Instead = Callable[[Job], NoReturn]

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.synchronize import synchronize
-from drivetrain.core.world import World
+from drivetrain.core.world import World, synchronize
 from drivetrain.strategies import StrategyParts
 
 MOST_SHARE = 0.01  # of a step's time

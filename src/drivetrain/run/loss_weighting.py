@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.untouched import generators_kept, untouched
+from drivetrain.core.isolation import generators_kept, untouched
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.counts import IGNORE_INDEX, candidates

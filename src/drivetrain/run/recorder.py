@@ -8,9 +8,9 @@ from math import ceil
 from rich.markup import escape
 from torch.optim import Optimizer
 
-from drivetrain.core.fused import tell_plain_steps
+from drivetrain.core.launchers import supervision
+from drivetrain.core.optimizers import tell_plain_steps
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.core.supervision import supervision
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper

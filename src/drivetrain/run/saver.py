@@ -9,8 +9,8 @@ from torch import Tensor
 
 from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.gc_freeze import SetAside
-from drivetrain.core.supervision import supervision
+from drivetrain.core.launchers import supervision
+from drivetrain.core.processes import SetAside
 from drivetrain.core.world import World
 from drivetrain.monitor.recorder import NoRunRecorder
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
-from drivetrain.core.main_guard import refuse_while_importing
 from drivetrain.core.precision import Precision, num_threads, numerics
+from drivetrain.core.processes import refuse_while_importing
 from drivetrain.core.run_folder import RunFolder, read_job
-from drivetrain.core.supervision import supervision
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import Draws

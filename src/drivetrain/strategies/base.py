@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.closures import closure_error
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.isolation import uncounted
 from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss
-from drivetrain.core.micro_step import uncounted
+from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.fused import as_parameters_lie
+from drivetrain.core.optimizers import as_parameters_lie
 from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.core.micro_step import uncounted
+from drivetrain.core.isolation import uncounted
 from drivetrain.moe import Balance, MixtureOfExperts, Settlement, auxiliary_loss, load_metrics
 from drivetrain.moe.layer.load import figures_of
 from tests.api.jobs import Trained, Variant

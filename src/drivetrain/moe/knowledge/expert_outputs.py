@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drivetrain.core.modes import evaluating
+from drivetrain.core.isolation import evaluating
 from drivetrain.core.world import World
 from drivetrain.moe.layer.mixture import MixtureOfExperts
 from drivetrain.moe.layer.router import Routing

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from drivetrain.core.micro_step import is_counted
+from drivetrain.core.isolation import is_counted
 
 SAMPLE = 256  # tokens of a micro-batch that are kept to decide by which experts come and go
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.hook import Rehearsal, StepContext
+from drivetrain.core.isolation import evaluating
 from drivetrain.core.loss import LossSum
-from drivetrain.core.modes import evaluating
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.moe.layer.router import Routing
 

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import nn
 
-from drivetrain.core.synchronize import synchronize
+from drivetrain.core.world import synchronize
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import use_all_cores
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.core.synchronize import synchronize
 from drivetrain.core.units import MIB
+from drivetrain.core.world import synchronize
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import seconds_per_call, span, use_all_cores
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from drivetrain.core.synchronize import synchronize
 from drivetrain.core.units import format_digits
+from drivetrain.core.world import synchronize
 from drivetrain.hardware import Gpu
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain.core.fused import use_fused
-from tests.core.test_fused import OPTIMIZERS, a_channels_last_model_goes_on_exactly, gradients_of
+from drivetrain.core.optimizers import use_fused
+from tests.core.test_optimizers import OPTIMIZERS, a_channels_last_model_goes_on_exactly, gradients_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -1,4 +1,4 @@
-"""Turns on the fused form of torch's optimizers, only where it does what the plain one does.
+"""Optimizers: the fused form of torch's, only where it does what the plain one does; and those that need a closure.
 
 Torch's fused kernels are faster, but take less than the plain ones: no sparse gradients, no momentum that begins later
 than that of other parameters, and nothing that lies in memory in another order than its parameter. The last of these is
@@ -7,6 +7,7 @@ in a step (a sparse gradient from `F.embedding(sparse=True)`) is done by the pla
 depend neither on when it showed up first nor on interruptions.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import is_distributed, local_part
 
 _GUARD = "_fused_guard"
@@ -169,3 +171,24 @@ def _is_plain(parameter: Tensor) -> bool:
 
 def _lie_alike(parameter: Tensor, gradient: Tensor) -> bool:
     return parameter.stride() == gradient.stride() or parameter.numel() < 2
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step requires a closure that computes the loss, as far as can be detected."""
+    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+        return True  # SAM and its kin: two steps around a second backward
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(each.default is inspect.Parameter.empty and each.kind not in kinds for each in parameters)
+
+
+def closure_error(optimizer: Optimizer) -> DrivetrainError:
+    """Return the error to raise before, or in place of, the first step."""
+    return DrivetrainError(
+        f"{type(optimizer).__name__} computes the loss several times in a step (it needs a closure), and a step has "
+        "one forward and backward for each micro-batch here",
+        remedy="use an optimizer that steps once per gradient, such as AdamW or SGD; LBFGS and SAM need another loop",
+    )

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 import drivetrain as dt
-from drivetrain.core.fused import tell_plain_steps, use_fused
+from drivetrain.core.optimizers import tell_plain_steps, use_fused
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, weight_decay=0.01),

@@ -1,0 +1,71 @@
+"""Runs something beside the training without a trace: generators, memory, modes and buffers are as before."""
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the global generators of Python, numpy and torch's CPU on exit."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """Restore the generators afterwards, the device's too, and give the memory that was used back."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    with generators_kept():
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                gc.collect()  # on a CPU the memory is not needed that soon
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()
+                assert on_device is not None
+                torch.cuda.set_rng_state(on_device, device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode; on exit each submodule gets back its mode, which may differ between them."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+_uncounted = [0]
+
+
+def is_counted() -> bool:
+    """Return False while a rank without samples left runs one at weight 0, to stay in step with the others."""
+    return not _uncounted[0]
+
+
+@contextmanager
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """Run a forward whose samples are not part of the step: its changes to the model's buffers are undone."""
+    _uncounted[0] += 1
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        _uncounted[0] -= 1
+        for buffer, saved in before:
+            buffer.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it
