@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.report.style import FAINT, INK, canvas
+from drivetrain.report.picture import FAINT, INK, canvas
 from studies.continual.comparison import MethodOutcome, Study
 from studies.continual.methods import METHODS
 

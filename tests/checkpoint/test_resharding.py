@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.checkpoint import Checkpointer, Shard
-from drivetrain.checkpoint.box import Box, tiling_problem
+from drivetrain.checkpoint.tensor_file import Box, tiling_problem
 from drivetrain.core.world import World
 from tests.checkpoint.thread_world import on_ranks
 from tests.gloo_pool import GlooPool

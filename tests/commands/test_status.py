@@ -15,7 +15,7 @@ from drivetrain.cli import main
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.launch.root_cause import Failure, as_json
 from drivetrain.launch.run_states import LAST_BYTES, runs_in, state_of
-from drivetrain.launch.slurm_jobs import jobs_of, write_down
+from drivetrain.launch.slurm import jobs_of, write_down
 from tests import warm_python
 
 JOB = {"name": "mine", "num_steps": 100, "global_batch": 8}

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from drivetrain.core.units import GIB
-from drivetrain.hardware.cgroups import _memberships
-from drivetrain.hardware.mounts import read_mounts
+from drivetrain.hardware.cgroups import _memberships, read_mounts
 from tests.hardware.children import child_environ
 
 MIB = 1024**2

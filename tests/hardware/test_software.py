@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.hardware.software import OPTIONAL_PACKAGES, find_software, runs_on
+from drivetrain.hardware.detection import OPTIONAL_PACKAGES, find_software, runs_on
 from tests.hardware.children import child_environ
 
 
@@ -30,7 +30,7 @@ def test_importing_and_detecting_do_not_import_torch() -> None:
 
 def test_torch_from_its_files_is_torch_as_imported() -> None:
     code = (
-        "from drivetrain.hardware.software import find_software as find\n"
+        "from drivetrain.hardware.detection import find_software as find\n"
         "before = find(); import torch; after = find()\n"
         "print(before.torch, before.torch_backend, before.torch_cuda, sep='|')\n"
         "print(after.torch == torch.__version__, before.torch_backend == after.torch_backend)"
@@ -53,7 +53,7 @@ def test_every_build_of_torch(tmp_path: Path, text: str, expected: tuple[str, st
     (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('must not be imported')")
     (tmp_path / "torch/version.py").write_text(text)
     code = (
-        "import sys; from drivetrain.hardware.software import find_software as find; sys.path.insert(0, sys.argv[1]); "
+        "import sys; from drivetrain.hardware.detection import find_software as find; sys.path.insert(0, sys.argv[1]); "
         "s = find(); print(s.torch, s.torch_backend, s.torch_cuda, sep='|')"
     )
     assert tuple(in_child(code, str(tmp_path)).split("|")) == expected

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain import ConfigError, DrivetrainError
-from drivetrain.launch.binding import choose_cores, numa_cores
-from drivetrain.launch.layout import make_layout
+from drivetrain.launch.layout import choose_cores, make_layout, numa_cores
 from drivetrain.launch.network import get_free_port, listen_on, loopback_interface
 from drivetrain.launch.options import LaunchOptions
 from tests.hardware_fixtures import load

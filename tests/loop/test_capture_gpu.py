@@ -20,7 +20,7 @@ from drivetrain.core.world import World
 from drivetrain.loop import CapturedStep, CapturedStepper, CudaRecorder, capture, make_capturable, own_stream
 from drivetrain.loop.read_back import PinnedSlots, Reading
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
-from drivetrain.strategies.lr_on_device import put_rates_on_device
+from drivetrain.strategies.optimizer_state import put_rates_on_device
 from tests.api.jobs import Mlp, Trained, Variant, run, vector_loss
 from tests.api.test_resume import PlantedError, assert_identical
 from tests.loop.test_capture import Often, halve, less_dropout_once, other_dropout

@@ -245,9 +245,9 @@ def test_counting_apart_survives_what_fails() -> None:
 
 
 def test_a_formula_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.core import flops
+    from drivetrain.plan import simulate
 
-    monkeypatch.setattr(flops, "flop_registry", {torch.ops.aten.mm: lambda *_, **__: 1 / 0})
+    monkeypatch.setattr(simulate, "flop_registry", {torch.ops.aten.mm: lambda *_, **__: 1 / 0})
     with FlopCount() as count:
         assert torch.equal(torch.ones(2, 2) @ torch.ones(2, 2), torch.full((2, 2), 2.0))
     assert count.total == 0

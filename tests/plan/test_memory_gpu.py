@@ -13,9 +13,8 @@ from drivetrain import DrivetrainError, Job
 from drivetrain.api.planning import plan
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
-from drivetrain.plan.held import count_held, forecast_held
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
-from drivetrain.plan.simulate import simulate
+from drivetrain.plan.simulate import count_held, forecast_held, simulate
 from drivetrain.recipes.gpt import CONTEXT, VOCABULARY, SmallGpt
 from drivetrain.run.peak_memory import peak_meter
 

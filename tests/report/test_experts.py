@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drivetrain.report import RunData, style, write_report
+from drivetrain.report import RunData, picture, write_report
 from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
 from tests.report.test_report import pixels
 
@@ -104,7 +104,7 @@ def test_the_page_holds_all_of_it_and_nothing_breaks_out(tmp_path: Path) -> None
 def test_no_label_lies_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sleeps: bool) -> None:
     """Taken from the drawn figure itself: the frames of all texts of each kind."""
     figures: list[Any] = []
-    monkeypatch.setattr(style.Canvas, "png", lambda self: figures.append(self.figure) or b"")
+    monkeypatch.setattr(picture.Canvas, "png", lambda self: figures.append(self.figure) or b"")
     experts = [str(expert) for expert in range(number)]
     rows = [load(step, {name: 5 + int(name) * step % 7 for name in experts}) for step in (10, 20, 30)]
     classes = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Ankle boot"]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import drivetrain as dt
-from drivetrain.checkpoint.plain_names import renamed
+from drivetrain.checkpoint.weights import renamed
 from drivetrain.run.model_factory import unwrapped
 from tests.core.test_optimizers import StopAt
 

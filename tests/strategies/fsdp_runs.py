@@ -15,7 +15,7 @@ from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.world import World
-from drivetrain.plan.held import num_bytes
+from drivetrain.plan.simulate import num_bytes
 from drivetrain.strategies import Average, FsdpStrategy, ShardOptions, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.sharding import build, forecast_local, shard
 from tests.api.jobs import Trained, Variant, make_job, read, run

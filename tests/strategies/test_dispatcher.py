@@ -21,8 +21,14 @@ from drivetrain.moe.layer.permute import Spread, copied, summed
 from drivetrain.moe.layer.placement import slots_of
 from drivetrain.moe.layer.router import Routing
 from drivetrain.strategies import dispatcher
-from drivetrain.strategies.dispatcher import ExchangeDispatcher
-from drivetrain.strategies.routing_tables import arriving_rows, homes_of, leaving_rows, parcels_of, traffic_of
+from drivetrain.strategies.dispatcher import (
+    ExchangeDispatcher,
+    arriving_rows,
+    homes_of,
+    leaving_rows,
+    parcels_of,
+    traffic_of,
+)
 from tests.gloo_pool import GlooPool
 
 WIDTH, HIDDEN, OUTPUTS = 5, 6, 7

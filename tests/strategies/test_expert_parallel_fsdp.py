@@ -21,7 +21,7 @@ from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.state import local_part
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, MixtureOfExperts, Slots, mixtures_in
-from drivetrain.plan.held import num_bytes
+from drivetrain.plan.simulate import num_bytes
 from drivetrain.strategies import (
     Average,
     DdpStrategy,

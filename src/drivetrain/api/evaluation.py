@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.checkpoint.plain_names import plainly_named
+from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import numerics

@@ -4,11 +4,10 @@ from drivetrain.checkpoint.background import BackgroundSaver, SaveOutcome
 from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError, SharedFileError
-from drivetrain.checkpoint.export import LiveTensors, export
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.manifest import FORMAT_VERSION
-from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
-from drivetrain.checkpoint.weights import Weights, WeightsTaken, load_weights, read_weights
+from drivetrain.checkpoint.tensor_file import refuse_unstorable_meta, refuse_unstorable_shards
+from drivetrain.checkpoint.weights import LiveTensors, Weights, WeightsTaken, export, load_weights, read_weights
 from drivetrain.core.state import Shard
 
 __all__ = [

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.errors import CheckpointError
-from drivetrain.checkpoint.failure import SaveFailure
+from drivetrain.checkpoint.errors import CheckpointError, SaveFailure
 from drivetrain.checkpoint.frozen import Split
 from drivetrain.checkpoint.staging import Staging
-from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
+from drivetrain.checkpoint.tensor_file import refuse_unstorable_meta, refuse_unstorable_shards
 from drivetrain.core.state import Shard
 from drivetrain.core.world import World
 

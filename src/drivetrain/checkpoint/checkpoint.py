@@ -14,11 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.box import Box
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
+from drivetrain.checkpoint.files import step_name, steps_in
 from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredFile, StoredTensor
-from drivetrain.checkpoint.names import step_name, steps_in
-from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
+from drivetrain.checkpoint.tensor_file import DTYPES, Box, TensorFile
 
 MOST_OPEN_FILES = 64  # a checkpoint of thousands of ranks must not use up the process's file descriptors
 

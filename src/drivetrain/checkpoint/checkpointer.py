@@ -24,9 +24,20 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
-from drivetrain.checkpoint.failure import SaveFailure
-from drivetrain.checkpoint.files import Files
+from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SaveFailure, SharedFileError
+from drivetrain.checkpoint.files import (
+    Files,
+    draft_name,
+    leftovers_in,
+    set_aside_in,
+    shared_draft_name,
+    shared_in,
+    shared_name,
+    shared_trash_name,
+    step_name,
+    steps_in,
+    trash_name,
+)
 from drivetrain.checkpoint.frozen import FrozenMovedError, FrozenReport, FrozenWeights, Split
 from drivetrain.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -40,20 +51,16 @@ from drivetrain.checkpoint.manifest import (
     merged_tensors,
     parts_problem,
 )
-from drivetrain.checkpoint.names import (
-    draft_name,
-    leftovers_in,
-    set_aside_in,
-    shared_draft_name,
-    shared_in,
-    shared_name,
-    shared_trash_name,
-    step_name,
-    steps_in,
-    trash_name,
+from drivetrain.checkpoint.tensor_file import (
+    CODES,
+    RESERVED_NAME,
+    Arrangement,
+    Entry,
+    arranged,
+    encoded,
+    refuse_unstorable_meta,
+    refuse_unstorable_shards,
 )
-from drivetrain.checkpoint.storable import refuse_unstorable_meta, refuse_unstorable_shards
-from drivetrain.checkpoint.tensor_file import CODES, RESERVED_NAME, Arrangement, Entry, arranged, encoded
 from drivetrain.core.state import Shard
 from drivetrain.core.value import Value
 from drivetrain.core.world import World

@@ -21,10 +21,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from drivetrain.checkpoint.box import Box, tiling_problem
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
-from drivetrain.checkpoint.names import SHARED_NAME
-from drivetrain.checkpoint.tensor_file import DTYPES
+from drivetrain.checkpoint.files import SHARED_NAME
+from drivetrain.checkpoint.tensor_file import DTYPES, Box, tiling_problem
 from drivetrain.core.value import Value
 
 FORMAT_VERSION = 2

@@ -1,22 +1,26 @@
-"""A safetensors file, written as a stream and read by ranges.
+"""Safetensors files, written as a stream and read by ranges; what can be stored; and boxes of a tensor's indices.
 
 The `save_file` of safetensors wants every tensor in host memory at once and leaves the hash to a second reading. Here
 one tensor at a time comes from its device, and the hash is of what was to be written, not of what the disk returns.
 Reading is the library's.
+
+State that cannot be stored is refused before a byte is written: a trainer asks at the start of a run.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.core.state import Shard
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -129,3 +133,174 @@ class TensorFile:
         except SafetensorError as error:
             raise CheckpointDamagedError(f"{name} cannot be read from {self.path}: {error}", path=self.path) from None
         return tensor
+
+
+# Boxes that no straight cut divides are compared in pairs; real shards are never that many.
+MOST_ENTANGLED_BOXES = 20_000
+
+
+@dataclass(frozen=True)
+class Box:
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """Return the intersection of both boxes; None if it is empty."""
+        starts = tuple(max(pair) for pair in zip(self.offsets, other.offsets, strict=True))
+        stops = tuple(min(pair) for pair in zip(self._stops, other._stops, strict=True))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
+        """Return the slices of this box in a tensor that holds the outer one."""
+        return tuple(
+            slice(offset - base, offset - base + size)
+            for offset, base, size in zip(self.offsets, outer.offsets, self.shape, strict=True)
+        )
+
+    def fits_in(self, shape: Sequence[int]) -> bool:
+        return len(self.offsets) == len(self.shape) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= total
+            for offset, size, total in zip(self.offsets, self.shape, shape, strict=True)
+        )
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.shape, strict=True))
+
+
+def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Return a problem, or empty if the boxes, which must fit in the shape, hold each of its elements exactly once."""
+    solid = [box for box in boxes if box.volume]
+    if overlap := _overlap(solid):
+        return overlap
+    missing = math.prod(shape) - sum(box.volume for box in solid)
+    return f"{missing} of its {math.prod(shape)} elements are in no part" if missing else ""
+
+
+def _overlap(boxes: list[Box]) -> str:
+    """Find an overlap by cutting the boxes apart along any dimension, so that shards of any grid cost n log n."""
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        dimensions = range(len(group[0].shape))
+        parts = next((parts for d in dimensions if len(parts := list(_groups_along(group, d))) > 1), None)
+        if parts is not None:
+            groups.extend(parts)
+        elif problem := _overlap_in_pairs(group):
+            return problem
+    return ""
+
+
+def _groups_along(boxes: list[Box], dimension: int) -> Iterator[list[Box]]:
+    """Yield groups of boxes that overlap along one dimension, directly or through others."""
+    group: list[Box] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[dimension]):
+        if group and box.offsets[dimension] >= end:
+            yield group
+            group = []
+        group.append(box)
+        end = max(end, box.offsets[dimension] + box.shape[dimension])
+    yield group
+
+
+def _overlap_in_pairs(boxes: list[Box]) -> str:
+    if len(boxes) > MOST_ENTANGLED_BOXES:
+        return f"{len(boxes)} parts lie in a way that no sharding makes"
+    starts = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
+    stops = starts + np.array([box.shape for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
+    for index in range(len(boxes) - 1):
+        meets = (starts[index] < stops[index + 1 :]) & (starts[index + 1 :] < stops[index])
+        for other in np.flatnonzero(meets.all(axis=1)):
+            first, second = boxes[index], boxes[index + 1 + int(other)]
+            return (
+                f"the part at {list(first.offsets)} of shape {list(first.shape)} overlaps"
+                f" the one at {list(second.offsets)} of shape {list(second.shape)}"
+            )
+    return ""
+
+
+DEEPEST_META = 64
+
+
+def refuse_unstorable_shards(shards: Iterable[Shard]) -> None:
+    """Raise a CheckpointError that names the key of the first shard that cannot be stored."""
+    for shard in shards:
+        if problem := _shard_problem(shard):
+            raise CheckpointError(f"the tensor {shard.key!r} cannot be saved: {problem[0]}", remedy=problem[1])
+
+
+def _shard_problem(shard: Shard) -> tuple[str, str] | None:
+    tensor: Any = shard.tensor  # whatever a user's state holds
+    if not shard.key or not _is_text(shard.key):
+        return "its name is empty or is not text", "give it a name"
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is a {type(tensor).__name__}, not a tensor", "put what is not a tensor into meta, as JSON"
+    if hasattr(tensor, "to_local"):
+        return "it is a distributed tensor", "hand in its local part, with the offsets of that part"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "without data" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        return f"it is {kind}", "hand in a dense tensor"
+    if tensor.dtype not in CODES:
+        return f"its type is {tensor.dtype}", "use one of " + ", ".join(sorted(map(str, CODES)))
+    if not Box(tuple(shard.offsets), tuple(tensor.shape)).fits_in(shard.global_shape):
+        return (
+            f"a part of shape {list(tensor.shape)} at {list(shard.offsets)} does not lie in the global shape"
+            f" {list(shard.global_shape)}",
+            "offsets and shapes have one number per dimension, and the part ends inside the whole",
+        )
+    return None
+
+
+def refuse_unstorable_meta(meta: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError that names the first value that JSON cannot hold. Tuples come back as lists."""
+    if not isinstance(meta, Mapping):
+        raise CheckpointError(f"meta is a {type(meta).__name__}, not a mapping", remedy="hand in a dictionary")
+    _refuse(dict(meta), "meta", 0)
+    try:
+        json.dumps(dict(meta), allow_nan=False)
+    except ValueError as error:  # an integer of thousands of digits
+        raise CheckpointError(
+            f"meta cannot be saved as JSON: {error}", remedy="take out what JSON cannot hold"
+        ) from None
+
+
+def _refuse(value: object, where: str, depth: int) -> None:
+    problem = ""
+    if depth > DEEPEST_META:
+        problem = f"is nested more than {DEEPEST_META} deep"
+    elif isinstance(value, str):
+        problem = "" if _is_text(value) else "is a string that is not text"
+    elif isinstance(value, float):
+        problem = "" if math.isfinite(value) else f"is {value}, which JSON does not know"
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _refuse(item, f"{where}[{index}]", depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str) or not _is_text(key):
+                problem = f"has the key {key!r}, which is not text: JSON would change it"
+                break
+            _refuse(item, f"{where}.{key}", depth + 1)
+    elif value is not None and not isinstance(value, int):
+        problem = f"is a {type(value).__name__}, which JSON does not know"
+    if problem:
+        raise CheckpointError(
+            f"{where} {problem}", remedy="hand in tensors as shards, and all else as JSON (None for a missing number)"
+        )
+
+
+def _is_text(text: object) -> bool:
+    """Return whether it is text without lone surrogates: a file with these could not be read back as UTF-8."""
+    try:
+        return isinstance(text, str) and text.encode() is not None
+    except UnicodeEncodeError:
+        return False

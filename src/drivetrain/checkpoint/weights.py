@@ -1,18 +1,86 @@
-"""Weights to start from: a safetensors file, the folder of another run, or one of its checkpoints."""
+"""Weights alone: read to start from a file or another run, and exported to one plain file that other tools read.
 
-from collections.abc import Callable, Collection, Mapping
+`torch.compile` puts `_orig_mod.` before the names of what it wraps, DataParallel and DistributedDataParallel `module.`:
+files that were written with a wrapped model are read under the names of the model itself.
+"""
+
+import io
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.checkpoint import Checkpoint
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
+from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.manifest import MANIFEST_NAME
-from drivetrain.checkpoint.plain_names import renamed
-from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile
-from drivetrain.core.state import local_part, offsets_of
+from drivetrain.checkpoint.tensor_file import CODES, DTYPES, RESERVED_NAME, Entry, TensorFile, arranged, encoded
+from drivetrain.core.state import TensorSource, local_part, offsets_of
+
+_COMPILED, _PARALLEL = "_orig_mod.", "module."
+
+
+def plain_name(name: str) -> str:
+    """Remove the prefix that `torch.compile` adds, which no user's module has as its name."""
+    return name.replace(_COMPILED, "")
+
+
+def renamed(names: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Map stored names to those in `own`; unchanged, where no other mapping matches more of them.
+
+    A model may have a submodule called `module`: then its names fit as they are.
+    """
+    known = set(own)
+    ways = [{name: name for name in names}, {name: plain_name(name) for name in names}]
+    if names and all(plain_name(name).startswith(_PARALLEL) for name in names):
+        ways.append({name: plain_name(name).removeprefix(_PARALLEL) for name in names})
+    return max(ways, key=lambda way: len(known & set(way.values())))
+
+
+class PlainNames:
+    """A checkpoint that was written with a wrapped model, seen under the names of the model itself."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, names
+        self._stored = {self._plain(key): key for key in source.keys}
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        meta = dict(self._source.meta)
+        if "optimizer_groups" in meta:
+            meta["optimizer_groups"] = [
+                {**group, "params": [self._names.get(name, name) for name in group["params"]]}
+                for group in meta["optimizer_groups"]
+            ]
+        if "optimizer_scalars" in meta:
+            scalars = meta["optimizer_scalars"]
+            meta["optimizer_scalars"] = {self._names.get(name, name): value for name, value in scalars.items()}
+        return meta
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        return {plain: self._source.keys[key] for plain, key in self._stored.items()}
+
+    def read(self, key: str, offsets: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        return self._source.read(self._stored[key], offsets, shape)
+
+    def _plain(self, key: str) -> str:
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            of, _, field = name.rpartition("/")
+            return f"{kind}/{self._names.get(of, of)}/{field}"
+        return f"{kind}/{self._names.get(name, name)}"
+
+
+def plainly_named(source: TensorSource, own: Collection[str]) -> TensorSource:
+    """Return a checkpoint under a model's names, which are `own`; the source itself if it has these."""
+    names = renamed([key.removeprefix("model/") for key in source.keys if key.startswith("model/")], own)
+    return source if all(name == plain for name, plain in names.items()) else PlainNames(source, names)
+
 
 _PREFIX = "model/"
 _PICKLED = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
@@ -177,3 +245,106 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+PICKLED = (".pt", ".pth", ".bin")  # what `torch.save` writes, by custom
+SUFFIXES = (".safetensors", *PICKLED)
+
+
+class _Info(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class ExportSource(Protocol):
+    """A checkpoint, or anything else that has whole tensors by key."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def keys(self) -> Mapping[str, _Info]: ...
+
+    def read(self, key: str) -> Tensor: ...
+
+
+class LiveTensors:
+    """Tensors of a model that is being trained, as a checkpoint would give them; `path` is its run's folder."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.keys = path, tensors
+
+    def read(self, key: str) -> Tensor:
+        return self.keys[key].detach().cpu().contiguous()
+
+
+def check_suffix(path: Path) -> None:
+    """Raise for a suffix of a format that `export` does not write."""
+    if path.suffix.lower() not in ("", *SUFFIXES):
+        raise CheckpointError(
+            f"{path} ends in {path.suffix!r}, and weights are written as safetensors or as a state_dict",
+            remedy=f"end its name in one of {', '.join(SUFFIXES)}: the first is safetensors, the others torch.save",
+            path=path,
+        )
+
+
+def export(checkpoint: ExportSource, path: Path, prefix: str = "model/", instead: str = "") -> Path:
+    """Write the whole tensors below the prefix, named without it, in the format of the suffix of `path`.
+
+    `.pt`, `.pth` and `.bin` get a state_dict by `torch.save`; any other allowed name gets safetensors, for which one
+    tensor at a time is in memory. With `instead`, a tensor of the same name below that prefix is taken where there is
+    one. An existing file is replaced atomically, or left as it is.
+    """
+    check_suffix(path)
+    found = [key for key in checkpoint.keys if key.startswith(prefix)]
+    names = {key: plain_name(key.removeprefix(prefix)) for key in found}
+    if len(set(names.values())) < len(names):
+        names = {key: key.removeprefix(prefix) for key in found}
+    if not names:
+        known = sorted({key.split("/")[0] + "/" for key in checkpoint.keys if "/" in key})
+        raise CheckpointError(
+            f"{checkpoint.path} holds no tensor whose name starts with {prefix!r}",
+            remedy=f"choose one of these prefixes: {', '.join(known) or '(there are none)'}",
+            path=checkpoint.path,
+        )
+    if forbidden := [key for key, name in names.items() if name in ("", RESERVED_NAME)]:
+        raise CheckpointError(
+            f"{forbidden[0]!r} has no name that a safetensors file can hold, without {prefix!r}",
+            remedy="choose another prefix",
+            path=checkpoint.path,
+        )
+    infos = checkpoint.keys
+    if instead:
+        others = {key: instead + key.removeprefix(prefix) for key in names}
+        names = {others[key] if others[key] in infos else key: name for key, name in names.items()}
+    keys = list(names)
+    entries = [Entry(names[key], CODES[infos[key].dtype], tuple(infos[key].shape)) for key in keys]
+    files = Files()
+    draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        if path.suffix.lower() in PICKLED:
+            files.write_file(draft, _pickled({name: checkpoint.read(key) for key, name in names.items()}))
+        else:
+            files.write_file(
+                draft, encoded(arranged(entries, {"format": "pt"}), lambda number: checkpoint.read(keys[number]))
+            )
+        files.rename(draft, path)
+        files.fsync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; it needs {sum(entry.num_bytes for entry in entries)} bytes",
+            remedy="name a folder that is there, that you can write to, and that has the space",
+            path=path,
+        ) from None
+    finally:
+        files.remove_file(draft)
+    return path
+
+
+def _pickled(state: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    yield buffer.getbuffer()

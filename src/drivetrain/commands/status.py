@@ -13,7 +13,7 @@ from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.launch.run_states import RunState, runs_in, state_of
-from drivetrain.launch.slurm_jobs import SlurmJob, jobs_of
+from drivetrain.launch.slurm import SlurmJob, jobs_of
 
 COMMAND = Command(
     summary="How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",

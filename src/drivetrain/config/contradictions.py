@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from drivetrain.config.given import Given
 from drivetrain.config.schema import Config, DistributedSection, Switch
+from drivetrain.config.settings import Given
 from drivetrain.core.errors import Problem
 from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.strategy_facts import StrategyFacts, strategy_facts

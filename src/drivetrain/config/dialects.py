@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.config.given import Given
-from drivetrain.config.settings import normal
+from drivetrain.config.settings import Given, normal
 from drivetrain.core.errors import Problem
 
 

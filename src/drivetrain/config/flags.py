@@ -5,6 +5,7 @@ a boolean (`--compile digits` leaves `digits` alone), and unknown flags are take
 """
 
 import argparse
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,18 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from drivetrain.config.given import Given
 from drivetrain.config.resolve import value_problem
-from drivetrain.config.script_flags import flags_in
-from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, SWITCHES, Setting, nearest, normal, settings_of
+from drivetrain.config.settings import (
+    BY_NAME,
+    SECTIONS,
+    SETTINGS,
+    SWITCHES,
+    Given,
+    Setting,
+    nearest,
+    normal,
+    settings_of,
+)
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.units import format_list
 
@@ -335,3 +344,14 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def flags_in(script: Path) -> frozenset[str]:
+    """Return every string in a script that is a flag. Empty where it cannot be read: running it reports why."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return frozenset()
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    found = {part for text in texts if text.startswith("--") for part in text.replace("/", " ").split()}
+    return frozenset(found | {f"--no-{flag[2:]}" for flag in found})

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.contradictions import find_contradictions
-from drivetrain.config.given import Given
 from drivetrain.config.schema import Config, PlanPins
-from drivetrain.config.settings import BY_DOTTED, SETTINGS, Setting, nearest
+from drivetrain.config.settings import BY_DOTTED, SETTINGS, Given, Setting, nearest
 from drivetrain.config.sources import from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES

@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from drivetrain.config.dialects import DEEPSPEED_MARKS, SECTIONS_OF_OTHERS, Line, translate
-from drivetrain.config.given import Given
-from drivetrain.config.settings import BY_NAME, SECTIONS, SWITCHES, nearest, normal
+from drivetrain.config.settings import BY_NAME, SECTIONS, SWITCHES, Given, nearest, normal
 from drivetrain.core.errors import Problem
 
 

@@ -13,9 +13,8 @@ from typing import Generic, TypeVar
 import psutil
 
 from drivetrain.core.units import GIB, format_gib
-from drivetrain.hardware.cgroups import cpu_limit, memory_limit
+from drivetrain.hardware.cgroups import Mount, cpu_limit, memory_limit, mount_of, read_mounts
 from drivetrain.hardware.facts import Cpu, Disk, Memory, Note, Precision
-from drivetrain.hardware.mounts import Mount, mount_of, read_mounts
 
 SMALL_SHM_BYTES = GIB
 LOW_OPEN_FILES = 4096

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.units import GIB
+from drivetrain.hardware.catalogue import cuda_precisions, tabled_rates
 from drivetrain.hardware.facts import Gpu, Link, Memory, MigSlice, Note, Rate
 from drivetrain.hardware.nvml import Nvml
-from drivetrain.hardware.peaks import cuda_precisions, tabled_rates
 from drivetrain.hardware.visible import Selection, first_mig_entry, mig_matches, names_mig, select
 
 Handle = Any

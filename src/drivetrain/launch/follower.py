@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.interrupt import StopWish, hearing
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.launch.control import OTHER_SECRET, Channel, read_token, token_file
 from drivetrain.launch.layout import Layout
@@ -14,7 +15,6 @@ from drivetrain.launch.logs import RankLogs
 from drivetrain.launch.network import own_addresses
 from drivetrain.launch.nodes import NO_TOKEN
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.signals import StopWish, hearing
 from drivetrain.launch.supervisor import TICK_SECONDS
 from drivetrain.launch.workers import Crew, Start, WorkerTask
 

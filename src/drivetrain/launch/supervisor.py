@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.interrupt import hearing
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.run_folder import is_finished
 from drivetrain.launch.layout import Layout
@@ -36,7 +37,6 @@ from drivetrain.launch.root_cause import (
     never_came,
     node_lost,
 )
-from drivetrain.launch.signals import hearing
 from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, Start, WorkerTask
 
 TICK_SECONDS = 0.1

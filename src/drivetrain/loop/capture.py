@@ -34,7 +34,7 @@ from drivetrain.loop.static_inputs import NotStaticError, signature, with_tensor
 from drivetrain.loop.stepper import Stepper
 from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.strategies.base import CapturableStrategy, ObjectiveCall
-from drivetrain.strategies.lr_on_device import put_rates_on_device
+from drivetrain.strategies.optimizer_state import put_rates_on_device
 
 WARM_STEPS = 3  # of a shape, before it is recorded; all but the first are watched
 RARE = 16  # a shape that fewer than one in so many steps have is rare

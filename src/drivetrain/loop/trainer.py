@@ -31,7 +31,7 @@ from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
 from drivetrain.strategies.ema import Average
-from drivetrain.strategies.lr_on_device import are_rounded, rounded, set_rate
+from drivetrain.strategies.optimizer_state import are_rounded, rounded, set_rate
 
 
 class NormSchedule(Protocol):

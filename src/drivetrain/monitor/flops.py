@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core.flops import flops_of
 from drivetrain.hardware import Hardware, Rate
+from drivetrain.plan.simulate import flops_of
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -9,8 +9,7 @@ from typing import Literal
 
 from drivetrain.core.units import format_bytes, format_count, format_seconds
 from drivetrain.core.value import Value
-from drivetrain.plan.choice import Choice
-from drivetrain.plan.rules import LEAST_SHM_BYTES, MAX_WORKERS
+from drivetrain.plan.rules import LEAST_SHM_BYTES, MAX_WORKERS, Choice
 
 HARMLESS = 0.02  # of a step: reading that takes no more is done in the training process
 LEAST_GAIN = 0.02  # of the time that is left: less is not worth the memory

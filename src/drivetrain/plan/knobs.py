@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from drivetrain.core.value import PrecisionName, Value
-from drivetrain.plan.choice import Choice
-from drivetrain.plan.rules import Settings
+from drivetrain.plan.rules import Choice, Settings
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 # Which kernels may be used: `off` any, the fastest; `fixed` none that is chosen by timing, and of cuDNN only

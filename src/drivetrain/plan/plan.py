@@ -9,10 +9,10 @@ from typing import Any, Self
 import yaml
 
 from drivetrain.core.value import Value
-from drivetrain.plan.choice import Choice
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability
+from drivetrain.plan.rules import Choice
 from drivetrain.plan.tune import Tried
 
 NOT_MEASURED = Repeatability(reason="nothing was measured")

@@ -1,15 +1,28 @@
 """Chooses settings when nothing was measured: pure functions of the hardware and of what the user pinned.
 
 They are a start, not an answer: the micro-batch that is fastest depends on the model.
+
+Nothing is decided without its reason: every value is a `Choice`.
 """
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.units import format_bytes
 from drivetrain.core.value import PrecisionName, Value
 from drivetrain.hardware import Gpu, Hardware
-from drivetrain.plan.choice import Choice
+
+T = TypeVar("T")
+
+
+class Choice(Value, Generic[T]):
+    """A value, why it was taken, what else there is, and whether the user pinned it."""
+
+    value: T
+    reason: str
+    alternatives: tuple[str, ...] = ()
+    pinned: bool = False
+
 
 TARGET_BATCH = 256
 

@@ -10,10 +10,10 @@ from drivetrain.data.source import source_of
 from drivetrain.loop import why_not_here
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.held import num_bytes
 from drivetrain.plan.knobs import KNOBS, KnobFacts, PlanningOutcome, Way, choices_of
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
 from drivetrain.plan.repeat import IN_WORDS
+from drivetrain.plan.simulate import num_bytes
 from drivetrain.plan.tune import (
     NO_TIME,
     Measurement,

@@ -14,8 +14,16 @@ from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
-from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, layouts
-from drivetrain.plan.pace import LEAST_OF_PEAK, MOST_OF_PEAK, sample_seconds
+from drivetrain.plan.fitting import (
+    LEAST_OF_PEAK,
+    MOST_OF_PEAK,
+    MemoryLayout,
+    Needs,
+    does_not_fit,
+    first_that_fits,
+    layouts,
+    sample_seconds,
+)
 from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.job_settings import of_asked_length, refuse_other_batch
 from drivetrain.run.memory_needs import needs_of

@@ -33,8 +33,8 @@ from drivetrain.data.keyed_items import Columns
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
-from drivetrain.plan.held import count_held
 from drivetrain.plan.knobs import Way
+from drivetrain.plan.simulate import count_held
 from drivetrain.plan.tune import Measurement
 from drivetrain.run.peak_memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.switches import switches_of
@@ -43,7 +43,7 @@ from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.loss_parts import LossParts
-from drivetrain.strategies.lr_on_device import put_rates_on_device
+from drivetrain.strategies.optimizer_state import put_rates_on_device
 from drivetrain.strategies.recurrent import split_recurrent_dropout
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50

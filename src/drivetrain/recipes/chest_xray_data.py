@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.data.bad_input import BadInput
-from drivetrain.data.image_file import read_image
-from drivetrain.data.table import read_table
+from drivetrain.data.files import BadInput, read_image, read_table
 
 FILES = "files"
 CHEXPERT, SPLIT, METADATA = (f"mimic-cxr-2.0.0-{name}.csv" for name in ("chexpert", "split", "metadata"))

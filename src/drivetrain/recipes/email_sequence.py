@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.data.bad_input import BadInput
-from drivetrain.data.table import read_table
+from drivetrain.data.files import BadInput, read_table
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.generated_emails import LABELS, bag_of_words_ceiling, ceiling, generate

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.run_folder import write_atomically
-from drivetrain.data.idx import read_idx
+from drivetrain.data.files import read_idx
 from drivetrain.hardware.measured import cache_folder
 from drivetrain.recipes.digits import load_digits
 

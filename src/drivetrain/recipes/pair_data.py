@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.data.bad_input import BadInput
-from drivetrain.data.image_file import read_image
-from drivetrain.data.table import read_table
+from drivetrain.data.files import BadInput, read_image, read_table
 
 LABELS = ("first", "second", "similar")
 SWAPPED = (1, 0, 2)  # the label of a pair in the other order

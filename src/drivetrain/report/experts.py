@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from drivetrain.report.picture import FAINT, INK, MANY, OTHER, TRAIN, VALID, canvas, end_at_all
 from drivetrain.report.run_data import Row, RunData
-from drivetrain.report.style import FAINT, INK, MANY, OTHER, TRAIN, VALID, canvas, end_at_all
 
 # In inches: what a line of labels needs, how high a picture may be for it, and how wide is the right one of two.
 _LINE, _LEAST_HEIGHT, _MOST_HEIGHT, _HALF_WIDTH = 0.15, 3.2, 12.0, 5.2

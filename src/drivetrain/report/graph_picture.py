@@ -8,8 +8,8 @@ from typing import Any
 from drivetrain.core.run_folder import as_row
 from drivetrain.moe.knowledge.graph import Edge, KnowledgeGraph, Node, Relation
 from drivetrain.report.graph_layout import GraphLayout, layout
+from drivetrain.report.picture import FAINT, GRID, INK, canvas
 from drivetrain.report.run_data import Row, RunData
-from drivetrain.report.style import FAINT, GRID, INK, canvas
 
 _TINTS = ["#dbe7f4", "#8fb3d9", "#2f6db5", "#163f73"]  # of specialisation, from all concepts alike to one
 _DORMANT, _CONCEPT, _FILL = "#b5485d", "#f3ead7", "#b98d3c"

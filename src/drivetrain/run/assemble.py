@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.checkpoint.plain_names import plainly_named
-from drivetrain.checkpoint.weights import WeightsTaken
+from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device

@@ -24,7 +24,7 @@ from drivetrain.data.batch import map_tensors, to_device
 from drivetrain.data.counts import Count, candidates
 from drivetrain.data.keyed_items import what_draws
 from drivetrain.job import LossFunction
-from drivetrain.plan.loss_kind import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
+from drivetrain.plan.loss_weighting import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
 
 MOST_ENTRIES = 2_000_000  # of all gradients together, that are compared
 PART_SHARES = (0.2, 0.5)  # where a batch is cut: parts of 20, 30 and 50 % of its samples

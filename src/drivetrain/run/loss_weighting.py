@@ -27,8 +27,7 @@ from drivetrain.data.stream import SampleStream
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
-from drivetrain.plan.loss_kind import Finding
-from drivetrain.plan.loss_weighting import Weighting, weighting_of
+from drivetrain.plan.loss_weighting import Finding, Weighting, weighting_of
 from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.run.session import Session

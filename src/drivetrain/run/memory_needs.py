@@ -14,9 +14,8 @@ from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.plan.fitting import Needs, does_not_fit
-from drivetrain.plan.held import Held, count_held, forecast_held, num_bytes
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
-from drivetrain.plan.simulate import Simulated, simulate
+from drivetrain.plan.simulate import Held, Simulated, count_held, forecast_held, num_bytes, simulate
 from drivetrain.strategies.activations import recompute, repeated_blocks
 
 MOST_SAMPLES = 16  # that a step is followed with; beyond, it is a line

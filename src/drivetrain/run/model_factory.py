@@ -20,7 +20,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.core.units import format_bytes
-from drivetrain.plan.held import num_bytes
+from drivetrain.plan.simulate import num_bytes
 from drivetrain.run.memory_needs import explained
 from drivetrain.run.session import Session
 from drivetrain.run.sharing import strategy_for

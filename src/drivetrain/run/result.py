@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.checkpoint.names import step_name
+from drivetrain.checkpoint.files import step_name
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.records import StepRecord
 

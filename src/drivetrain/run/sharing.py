@@ -14,11 +14,10 @@ from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice
-from drivetrain.plan.held import Held, forecast_held, num_bytes
 from drivetrain.plan.rules import choose_strategy
+from drivetrain.plan.simulate import Held, forecast_held, num_bytes
 from drivetrain.run.job_settings import plan_anew
-from drivetrain.strategies.registry import strategy_spec
-from drivetrain.strategies.spec import refuse_without_package
+from drivetrain.strategies.spec import refuse_without_package, strategy_spec
 
 _FLAG = "--parallel-strategy"
 _PLENTY = 10  # × its weights: more than any optimizer of torch keeps for a model, with its gradients

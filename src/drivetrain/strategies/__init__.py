@@ -9,10 +9,9 @@ from drivetrain.strategies.kinds.deepspeed import DeepSpeedStrategy
 from drivetrain.strategies.kinds.expert_parallel import ExpertParallelStrategy, ShardedExpertParallelStrategy
 from drivetrain.strategies.kinds.fsdp import FsdpStrategy
 from drivetrain.strategies.kinds.single import SingleStrategy
-from drivetrain.strategies.registry import strategy_spec
 from drivetrain.strategies.sharding import Sharded, ShardOptions
 from drivetrain.strategies.shared_experts import SharedExperts
-from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec
+from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec, strategy_spec
 
 __all__ = [
     "Average",

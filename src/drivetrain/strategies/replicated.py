@@ -14,8 +14,8 @@ from drivetrain.core.optimizers import as_parameters_lie
 from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
-from drivetrain.strategies.lr_on_device import ON_HOST
 from drivetrain.strategies.optimizer_state import (
+    ON_HOST,
     Decoder,
     Encoder,
     attributes_of,

@@ -23,7 +23,7 @@ from drivetrain.core.state import is_distributed, local_part, offsets_of, put_va
 from drivetrain.core.units import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.layer.balance import mixtures_in
-from drivetrain.plan.held import Held, forecast_held, without_memory
+from drivetrain.plan.simulate import Held, forecast_held, without_memory
 from drivetrain.strategies.activations import repeated_blocks
 from drivetrain.strategies.compiling import compile_options
 from drivetrain.strategies.shared_experts import SharedExperts

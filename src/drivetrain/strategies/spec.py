@@ -1,4 +1,4 @@
-"""What a strategy's file tells the rest of the package: facts as literals, and how the strategy is made."""
+"""What a strategy's file tells the rest of the package (facts as literals, how it is made), and how it is found."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.strategy_facts import StrategyFacts
 from drivetrain.core.world import World
 from drivetrain.job import Job
@@ -85,3 +86,19 @@ class StrategySpec(StrategyFacts):
     settle_auto: Callable[[Config, int], Config] = _keep
     keeps_on_host: Callable[[Config], bool] = lambda config: False
     describe: Callable[[Any], Description | None] = lambda strategy: None
+
+
+def strategy_spec(name: str) -> StrategySpec:
+    """Import a strategy and return its spec.
+
+    Args:
+        name: a file of `strategies/kinds`, an entry point of the group `drivetrain.strategies`, or
+            `package.module:SPEC`, where the module may also be in the current folder.
+    """
+    spec = STRATEGIES.load(name)
+    if not isinstance(spec, StrategySpec):
+        raise DrivetrainError(
+            f"the strategy {name} is a {type(spec).__name__}, expected a StrategySpec",
+            remedy="assign SPEC = StrategySpec(make=…), from drivetrain.strategies",
+        )
+    return spec

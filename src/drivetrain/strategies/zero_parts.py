@@ -3,10 +3,14 @@
 DeepSpeed puts the weights of a group into one flat float32 tensor and cuts that between ranks, regardless of where
 weights end; the optimizer knows only flat tensors. Nothing is gathered for a save: each rank writes its ranges, as
 boxes.
+
+A range of a weight's elements, in row-major order, is the end of a row, some whole rows, and the start of another; in
+more dimensions the same again inside a row.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +19,6 @@ from torch import Tensor, nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource, read_for
 from drivetrain.strategies.base import StrategyParts
-from drivetrain.strategies.flat_parts import read_flat, shards_of
 from drivetrain.strategies.optimizer_state import Decoder, Encoder, cannot_save
 from drivetrain.strategies.replicated import (
     AVERAGE,
@@ -31,6 +34,43 @@ from drivetrain.strategies.replicated import (
 )
 
 Shape = tuple[int, ...]
+
+
+def boxes_of(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the fewest boxes, as (offsets, shape), that hold the elements from `start` to before `stop`, in order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row_size = prod(shape[1:])
+    row, column = divmod(start, row_size)
+    last_row, last_column = divmod(stop, row_size)
+    if column or row == last_row:
+        end = row_size if row < last_row else last_column
+        yield from (((row, *offsets), (1, *size)) for offsets, size in boxes_of(shape[1:], column, end))
+        if row == last_row:
+            return
+        row += 1
+    if row < last_row:
+        yield (row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])
+    yield from (((last_row, *offsets), (1, *size)) for offsets, size in boxes_of(shape[1:], 0, last_column))
+
+
+def shards_of(key: str, flat: Tensor, shape: Shape, start: int) -> list[Shard]:
+    """Return a flat tensor, which holds the elements of a whole from `start` on, as shards that share its memory."""
+    shards, taken = [], 0
+    for offsets, size in boxes_of(shape, start, start + flat.numel()):
+        part = flat[taken : taken + prod(size)].view(size)
+        shards.append(Shard(key, part, shape, offsets, is_part=True))
+        taken += part.numel()
+    return shards
+
+
+def read_flat(source: TensorSource, key: str, shape: Shape, start: int, stop: int) -> Tensor:
+    """Read the elements from `start` to before `stop` of a stored tensor."""
+    parts = [source.read(key, offsets, size).reshape(-1) for offsets, size in boxes_of(shape, start, stop)]
+    return torch.cat(parts) if parts else torch.zeros(0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
 """Strategies, one per file. A file's name is the strategy's name; its `SPEC` says all that other rooms need to know.
 
-`drivetrain.strategies.registry` finds them here: nothing lists them.
+`drivetrain.strategies.spec` finds them here: nothing lists them.
 """

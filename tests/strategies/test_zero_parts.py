@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.strategies.flat_parts import boxes_of, read_flat, shards_of
+from drivetrain.strategies.zero_parts import boxes_of, read_flat, shards_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

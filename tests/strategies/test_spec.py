@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain.config import configure
 from drivetrain.core import plugins
-from drivetrain.core import plugins as facts
+from drivetrain.core import strategy_facts as facts
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.plugins import STRATEGIES
 from drivetrain.core.strategy_facts import StrategyFacts

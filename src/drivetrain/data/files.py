@@ -1,15 +1,74 @@
-"""Reads the user's tables: CSV, TSV, and JSON lines. Rows that do not fit are collected with their line."""
+"""Reads the user's files: tables (CSV, TSV, JSON lines), images, and arrays in the IDX format of MNIST.
+
+What cannot be read is collected with its file and line, and reported all at once, before anything is written.
+"""
 
 import csv
+import gzip
 import json
+import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.data.bad_input import BadInput
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, DrivetrainError, InputError, Problem
+
+SHOWN = 10  # problems that are printed in full; the rest is counted
+
+
+class BadInput:
+    """Keeps the first ten problems with their file and line, and counts the rest.
+
+    Example:
+        >>> bad = BadInput()
+        >>> bad.add("mails.csv", "the text is empty", line=7)
+        >>> bad.count
+        1
+        >>> bad.raise_if_any(remedy="fill in the rows, or remove them")
+        Traceback (most recent call last):
+            ...
+        drivetrain.core.errors.InputError: 1 problem with the input:
+          mails.csv line 7: the text is empty
+          remedy: fill in the rows, or remove them
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shown: list[str] = []
+
+    def add(self, file: Path | str, message: str, *, line: int | None = None) -> None:
+        """Record one problem.
+
+        Args:
+            file: The file that holds it, as the user would write its path.
+            message: What is wrong there, with the value that was found and what is allowed.
+            line: The line in the file, from 1; None where the whole file is meant, such as an image.
+        """
+        self.count += 1
+        if len(self._shown) < SHOWN:
+            place = f"{file}" if line is None else f"{file} line {line}"
+            self._shown.append(f"  {place}: {message}")
+
+    def raise_if_any(self, remedy: str) -> None:
+        """Raise an `InputError` (exit code 2) that lists the problems, if there are any.
+
+        Args:
+            remedy: What the user can do about them.
+        """
+        if not self.count:
+            return
+        heading = "1 problem with the input:" if self.count == 1 else f"{self.count:,} problems with the input:"
+        rest = self.count - len(self._shown)
+        more = [f"  and {rest:,} more"] if rest else []
+        raise InputError("\n".join([heading, *self._shown, *more]), remedy=remedy)
+
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
@@ -132,3 +191,64 @@ def _json_rows(file: Any, path: Path, columns: Sequence[str], bad: BadInput) -> 
 
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_image(
+    path: Path, size: int, bad: BadInput, *, mode: Literal["L", "RGB"] = "RGB", named_in: tuple[Path, int] | None = None
+) -> Tensor | None:
+    """Decode an image to a `uint8` tensor of (channels, size, size); None on failure, which is added to `bad`.
+
+    Args:
+        path: The image, in any format that Pillow reads.
+        size: Height and width of the result; the image is stretched to it.
+        bad: Gets the problem if the image is missing, torn or of an unknown format.
+        mode: `RGB` for three channels, `L` for one.
+        named_in: The table and its line that name the image, for the message.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)  # cameras store photographs lying on their side
+            pixels = np.asarray(upright.convert(mode).resize((size, size), Image.Resampling.BILINEAR))
+    except FileNotFoundError:
+        problem = "there is no such image"
+    except UnidentifiedImageError:
+        problem = "it is no image of a known format"
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        problem = f"it does not decode: {error}"
+    else:
+        tensor = torch.from_numpy(pixels.copy())
+        return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.permute(2, 0, 1).contiguous()
+    if named_in is None:
+        bad.add(path, problem)
+    else:
+        bad.add(named_in[0], f"{path}: {problem}", line=named_in[1])
+    return None
+
+
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read_idx(path: Path) -> Tensor:
+    """Read the array of a file: two zero bytes, its type, the number of dimensions, each of them, then its elements."""
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _bad(path, f"cannot be read: {error}") from None
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES:
+        raise _bad(path, "is no IDX file: it begins otherwise")
+    kind, num_dims = np.dtype(_TYPES[content[2]]), content[3]
+    start = 4 + 4 * num_dims
+    shape = [int.from_bytes(content[place : place + 4], "big") for place in range(4, start, 4)]
+    if len(content) != start + math.prod(shape) * kind.itemsize:
+        found = len(content) - start
+        raise _bad(path, f"is torn: {found} bytes of elements where {shape} needs {math.prod(shape) * kind.itemsize}")
+    values = np.frombuffer(content, kind, offset=start).reshape(shape)
+    return torch.from_numpy(values.astype(kind.newbyteorder("=")))
+
+
+def _bad(path: Path, what: str) -> DrivetrainError:
+    return DrivetrainError(f"{path} {what}", remedy="delete it and fetch it again")
