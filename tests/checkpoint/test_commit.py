@@ -225,7 +225,7 @@ def test_a_step_that_is_there_is_never_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 10**18])
 def test_a_step_that_is_no_step(tmp_path: Path, step: int) -> None:
-    with pytest.raises(CheckpointError, match=f"a step cannot be {step}"):
+    with pytest.raises(CheckpointError, match=f"expected a step from 0 on, got {step}"):
         Checkpointer(tmp_path / "c", World()).save(step, [], {})
 
 

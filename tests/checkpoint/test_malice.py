@@ -137,7 +137,7 @@ def test_a_manifest_that_lies(folder: Path, lie: str) -> None:
 )
 def test_a_manifest_that_is_none(folder: Path, body: bytes) -> None:
     seal(folder / "step-00000002", body)
-    with pytest.raises(CheckpointDamagedError, match="is no manifest"):
+    with pytest.raises(CheckpointDamagedError, match="is not a manifest"):
         Checkpoint.open(folder / "step-00000002")
 
 

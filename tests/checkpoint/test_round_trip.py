@@ -266,5 +266,5 @@ def test_nothing_after_close(tmp_path: Path) -> None:
         checkpointer.save(2, [], {})
     with pytest.raises(CheckpointError, match="closed"):
         checkpointer.latest()
-    with pytest.raises(ValueError, match="keep_last is 0"):
+    with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
         Checkpointer(tmp_path, World(), 0)

@@ -64,7 +64,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("work")
-    with pytest.raises(DrivetrainError, match="no run of drivetrain"):
+    with pytest.raises(DrivetrainError, match="is not a run of drivetrain"):
         RunFolder.claim(tmp_path, "mine", JOB)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 

@@ -142,7 +142,7 @@ def test_images_decode_or_are_reported(tmp_path: Path) -> None:
         bad.raise_if_any("replace them")
     _, torn, text, gone = caught.value.message.splitlines()
     assert torn.startswith(f"  {table} line 3: {tmp_path / 'torn.png'}: it does not decode")
-    assert text == f"  {tmp_path / 'text.png'}: it is no image of a known format"
+    assert text == f"  {tmp_path / 'text.png'}: it is not an image of a known format"
     assert gone == f"  {table} line 5: {tmp_path / 'gone.png'}: there is no such image"
 
 
@@ -171,8 +171,8 @@ def test_bytes_and_reals(tmp_path: Path) -> None:
     [
         (SHORTS[:-1], "is torn: 11 bytes"),
         (SHORTS + b"x", "is torn: 13 bytes"),
-        (b"\x89PNG....", "is no IDX file"),
-        (b"", "is no IDX file"),
+        (b"\x89PNG....", "is not an IDX file"),
+        (b"", "is not an IDX file"),
         (gzip.compress(SHORTS, mtime=0)[:-12], "cannot be read"),
     ],
 )

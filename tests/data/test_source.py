@@ -179,11 +179,11 @@ def test_keys_that_are_no_numbers() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (3, "int has no length or no items, and cannot be iterated"),
-        ("data.csv", "a text is no data"),
+        (3, "expected a Dataset, got int: it has neither __len__ and __getitem__ nor __iter__"),
+        ("data.csv", "expected a Dataset, got str"),
         ({}, "empty"),
         ({"x": torch.zeros(3), "y": torch.zeros(4)}, "unequal length: {'x': 3, 'y': 4}"),
-        ({"x": [1, 2, 3]}, "'x' is list"),
+        ({"x": [1, 2, 3]}, "got list for 'x'"),
         ({"x": np.array(["a", "b"])}, "'x' cannot be made a tensor"),
         ((torch.zeros(100, 3), torch.zeros(100, dtype=torch.long)), "2 tensors of 100 rows is taken for 2 items"),
         (DataLoader(DATA, batch_size=None), "batch_size=None"),

@@ -85,7 +85,7 @@ def test_a_port_that_is_taken() -> None:
         port = first.getsockname()[1]
         with pytest.raises(DrivetrainError, match=f"port {port} of 127.0.0.1 is taken"):
             listen_on("127.0.0.1", port, "second")
-    with pytest.raises(DrivetrainError, match="is no address of this machine"):
+    with pytest.raises(DrivetrainError, match="is not an address of this machine"):
         listen_on("192.0.2.1", 0, "elsewhere")
     with listen_on("127.0.0.1", get_free_port(), "a free one"):
         pass

@@ -117,7 +117,7 @@ def test_a_wrong_main_address(tmp_path: Path) -> None:
     job = script(tmp_path, "")
     with two_hosts(tmp_path) as hosts:
         elsewhere = hosts.end(0, hosts.launch(0, "--main-address", "10.77.0.2", str(job)))
-        assert "10.77.0.2 is no address of this machine" in elsewhere.err
+        assert "10.77.0.2 is not an address of this machine" in elsewhere.err
         itself = hosts.end(1, hosts.launch(1, "--main-address", "10.77.0.2", str(job)))
         assert "is this machine itself" in itself.err
         nowhere = hosts.end(1, hosts.launch(1, "--main-address", "192.0.2.7", str(job)))

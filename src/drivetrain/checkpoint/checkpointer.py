@@ -111,7 +111,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path, world: World, keep_last: int = 3, *, files: Files | None = None) -> None:
         if keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint is kept")
+            raise ValueError(f"keep_last must be at least 1, got {keep_last}")
         self.folder = folder
         self.problems: list[str] = []  # problems that did not stop the run, as text; only grows
         self._world, self._keep_last, self._files = world, keep_last, files or Files()
@@ -276,7 +276,7 @@ class Checkpointer:
         failure, num_bytes, report = None, 0, FrozenReport()
         try:
             if not 0 <= step < 10**18:
-                raise CheckpointError(f"a step cannot be {step}", remedy="count steps from 0")
+                raise CheckpointError(f"expected a step from 0 on, got {step}", remedy="count steps from 0")
             if self._known is None or self._known.layout != _layout(shards):
                 refuse_unstorable_shards(shards)
             to_share = self.frozen.to_be_stored(split)

@@ -131,7 +131,7 @@ class Manifest(Value):
                 tables.append(list(RankTable.model_validate_json(read(name, file), strict=True).tensors))
             except ValidationError as error:
                 raise CheckpointDamagedError(
-                    f"{path.with_name(name)} is no table: {_first(error)}", path=path
+                    f"{path.with_name(name)} is not a table of tensors: {_first(error)}", path=path
                 ) from None
         try:
             return self.model_copy(update={"tensors": merged_tensors(tables)})
@@ -169,7 +169,7 @@ class Manifest(Value):
                 )
             manifest = cls.model_validate_json(body, strict=True)
         except ValidationError as error:
-            raise CheckpointDamagedError(f"{path} is no manifest: {_first(error)}", path=path) from None
+            raise CheckpointDamagedError(f"{path} is not a manifest: {_first(error)}", path=path) from None
         if not manifest.tables:
             manifest.refuse_contradictions(path)
         return manifest

@@ -427,7 +427,7 @@ def _output_folder(case: _Case) -> Iterator[Problem]:
     if "run.output_dir" not in case.given:
         return
     if "\0" in str(folder):
-        yield case.problem("run.output_dir", "this is no path", "a folder", "name another folder")
+        yield case.problem("run.output_dir", "not a valid path", "a folder", "name another folder")
         return
     blocker = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if blocker is not None:

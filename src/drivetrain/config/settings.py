@@ -156,7 +156,7 @@ class Setting:
         elif self.is_list and isinstance(value, (int, float)) and not isinstance(value, bool):
             value = [value]
         if _holds_bool(value) and not self.is_bool:
-            raise ValueError("a boolean stands where none fits")  # pydantic would read True as 1
+            raise ValueError("a boolean is not allowed here")  # pydantic would read True as 1
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:

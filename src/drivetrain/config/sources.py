@@ -39,7 +39,7 @@ def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
     except OSError as error:
         return [], [_file_problem(path, f"it cannot be read: {error.strerror}", f"ls -l {path}")]
     except ValueError:  # a zero byte in the name
-        return [], [_file_problem(path, "this is no path", "give the path of a YAML file")]
+        return [], [_file_problem(path, "not a valid path", "give the path of a YAML file")]
 
     try:
         loader = yaml.SafeLoader(text)
@@ -90,7 +90,7 @@ def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:
         else:
             source = f"{path.name} line {batch_node.start_mark.line + 1}"
             allowed, remedy = "a whole number, at least 1", "take it out, or plan anew"
-            problems.append(Problem("global_batch", "this is no number of samples", None, source, allowed, remedy))
+            problems.append(Problem("global_batch", "not a number of samples", None, source, allowed, remedy))
     for key_node, choice in entries:
         key, source = str(key_node.value), f"{path.name} line {key_node.start_mark.line + 1}"
         setting = BY_NAME.get(normal(key))

@@ -57,7 +57,7 @@ class Tally:
             total, count = value.total.double(), num_samples
         elif not isinstance(value, Tensor):
             raise DrivetrainError(
-                f"the metric {self._name!r} returned {type(value).__name__}",
+                f"the metric {self._name!r} returned {type(value).__name__}, expected a tensor or a LossSum",
                 remedy="return a tensor (a mean over the batch, or an entry per item), or dt.LossSum(sum, count)",
             )
         elif value.dim() or not value.is_floating_point():

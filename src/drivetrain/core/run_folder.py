@@ -74,7 +74,7 @@ class RunFolder:
             and any(entry.name not in (_LOCK, CERTIFICATE) for entry in path.iterdir())
         ):
             raise DrivetrainError(
-                f"{path} is there already and is no run of drivetrain's; it is left as it is",
+                f"{path} already exists and is not a run of drivetrain; it is left as it is",
                 remedy="choose another --name or --output-dir",
             )
         path.mkdir(exist_ok=True)

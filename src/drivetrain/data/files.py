@@ -91,7 +91,7 @@ def read_table(path: Path, columns: Sequence[str], bad: BadInput, *, key: str = 
     """Read the named columns of a `.csv`, `.tsv`, `.jsonl` or `.ndjson` file, as text.
 
     Rows that cannot be read are left out and added to `bad`: a missing column or value, a wrong number of fields, bytes
-    that are not UTF-8, JSON that is no object. Numbers and booleans of JSON are taken as they are written.
+    that are not UTF-8, JSON that is not an object. Numbers and booleans of JSON are taken as they are written.
 
     Args:
         path: The file.
@@ -109,7 +109,7 @@ def read_table(path: Path, columns: Sequence[str], bad: BadInput, *, key: str = 
     kind = path.suffix.lower()
     if kind not in (*DELIMITERS, *JSON_LINES):
         allowed = f"a file that ends in {', '.join((*DELIMITERS, *JSON_LINES))}"
-        raise ConfigError([Problem(key, f"{path} is none", str(path), allowed=allowed, remedy="convert it")])
+        raise ConfigError([Problem(key, f"{path} is not a table", str(path), allowed=allowed, remedy="convert it")])
     before = bad.count
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -214,7 +214,7 @@ def read_image(
     except FileNotFoundError:
         problem = "there is no such image"
     except UnidentifiedImageError:
-        problem = "it is no image of a known format"
+        problem = "it is not an image of a known format"
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         problem = f"it does not decode: {error}"
     else:
@@ -239,7 +239,7 @@ def read_idx(path: Path) -> Tensor:
     except (OSError, EOFError, zlib.error) as error:
         raise _bad(path, f"cannot be read: {error}") from None
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES:
-        raise _bad(path, "is no IDX file: it begins otherwise")
+        raise _bad(path, "is not an IDX file: it begins with other bytes")
     kind, num_dims = np.dtype(_TYPES[content[2]]), content[3]
     start = 4 + 4 * num_dims
     shape = [int.from_bytes(content[place : place + 4], "big") for place in range(4, start, 4)]

@@ -240,7 +240,7 @@ class Loader:
     @property
     def _stream(self) -> SampleStream:
         if not isinstance(self._order, SampleStream):
-            raise TypeError("this order has to be read; a step of it cannot be had by its number")
+            raise TypeError("this order can only be iterated: a step of it cannot be read by its number")
         return self._order
 
     def first(self, last_step: int | None = None, last_epoch: int | None = None) -> MicroBatch:

@@ -98,14 +98,17 @@ def source_of(data: Any) -> Source:
     if isinstance(data, Mapping) and not hasattr(data, "__getitems__"):
         return Source(_columns(data))
     if isinstance(data, (str, bytes)):
-        raise DrivetrainError("a text is no data", remedy="open what it names, and give a data set made from it")
+        raise DrivetrainError(
+            f"expected a Dataset, got {type(data).__name__}",
+            remedy="open the file or folder that it names, and pass a Dataset made from it",
+        )
     _refuse_separate_tensors(data)
     if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Source(data)
     if hasattr(data, "__iter__"):
         return Source(data, is_iterable=True, shuffle=False, notes=tuple(_notes_on_iterating(data)))
     raise DrivetrainError(
-        f"{type(data).__name__} has no length or no items, and cannot be iterated",
+        f"expected a Dataset, got {type(data).__name__}: it has neither __len__ and __getitem__ nor __iter__",
         remedy="give a data set (__len__ and __getitem__, or __iter__), a list of items, a dictionary of tensors of "
         "equal length, or a DataLoader",
     )
@@ -130,7 +133,7 @@ def _columns(data: Mapping[Any, Any]) -> Columns:
     for name, value in data.items():
         if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
             raise DrivetrainError(
-                f"a dictionary as data holds tensors or arrays of equal length, and {name!r} is {type(value).__name__}",
+                f"expected a dictionary of tensors or arrays of equal length, got {type(value).__name__} for {name!r}",
                 remedy="make it a tensor, or give a list of items",
             )
         try:

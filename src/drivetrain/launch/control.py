@@ -117,7 +117,7 @@ class Channel:
         while len(self._in) >= _HEAD.size:
             length, mac = _HEAD.unpack(self._in[: _HEAD.size])
             if length > _LONGEST:
-                self._lose("it sent what is no message")
+                self._lose("it sent something that is not a message")
                 break
             if len(self._in) < _HEAD.size + length:
                 break

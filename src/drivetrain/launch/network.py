@@ -31,7 +31,7 @@ def listen_on(address: str, port: int, what: str) -> socket.socket:
                 remedy=f"end that process, or choose another with --main-port (free now: {get_free_port(address)})",
             ) from None
         raise DrivetrainError(
-            f"{what}: {address} is no address of this machine ({error.strerror})",
+            f"{what}: {address} is not an address of this machine ({error.strerror})",
             remedy=f"on the node with --node-rank 0, --main-address is one of its own: {', '.join(own_addresses())}",
         ) from None
     return listening

@@ -26,7 +26,7 @@ class _Console(Console):
 
 
 class RunConsole:
-    """Shows a run. Where the output is no terminal, only the lines remain, and a long epoch gets one a minute.
+    """Shows a run. Where the output is not a terminal, only the lines remain, and a long epoch gets one a minute.
 
     `line_every` asks for a line after every so many steps.
     """

@@ -189,7 +189,7 @@ def _contradictions(facts: ZeroFacts, own: Mapping[str, Any]) -> Iterator[tuple[
 def _in_zero(facts: ZeroFacts, zero: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
     stage = zero.get("stage")
     if stage is not None and stage not in (1, 2, 3):
-        yield "zero_optimization.stage", stage, f"{stage} is no stage that shards", "use 1, 2 or 3; for 0, use ddp"
+        yield "zero_optimization.stage", stage, f"{stage} is not a stage that shards", "use 1, 2 or 3; for 0, use ddp"
     elif stage is not None and facts.stage not in (None, stage):
         message = f"{stage} in the file, but --zero-stage {facts.stage} is asked for"
         yield "zero_optimization.stage", stage, message, "drop one of the two"

@@ -158,7 +158,7 @@ class LossParts:
         counts = {} if self.count is None else self.count(batch)
         if not isinstance(counts, Mapping):
             raise DrivetrainError(
-                f"Job.count returned {type(counts).__name__}",
+                f"Job.count returned {type(counts).__name__}, expected a dictionary",
                 remedy='return a number for each part: {"name": count}',
             )
         new = [name for name in counts if self.names and name not in self._ahead_names]
@@ -325,7 +325,9 @@ class LossParts:
 
 def _check(name: Any, part: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise DrivetrainError(f"a part of the loss is named {name!r}", remedy='name it by a text: {"name": loss}')
+        raise DrivetrainError(
+            f"a part of the loss is named {name!r}, expected a str", remedy='name it by a text: {"name": loss}'
+        )
     value = part.total if isinstance(part, LossSum) else part
     if not isinstance(value, Tensor) or value.dim():
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

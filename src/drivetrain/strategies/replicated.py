@@ -120,7 +120,7 @@ def optimizer_meta(parts: StrategyParts, names: Mapping[Tensor, str]) -> tuple[l
     if others:
         what = f"a tensor of shape {tuple(others[0].shape)}" if isinstance(others[0], Tensor) else repr(others[0])
         raise DrivetrainError(
-            f"the optimizer keeps state for {what}, which is no parameter of the model",
+            f"the optimizer keeps state for {what}, which is not a parameter of the model",
             remedy="keep it for a parameter, or under a key that is text",
         )
     meta: dict[str, Any] = {"groups": groups, "optimizer_made_with": parts.made_with}
