@@ -3,6 +3,8 @@
 `repeat`: for each job of `repeat_jobs` the plan, measured with no flags, says whether the fastest way repeats and what
 the cheapest that does costs. `repeat-runs`: the job is trained with `--deterministic` twice, each time with empty
 compile caches: once at a stretch, once killed with SIGKILL and resumed; weights, optimizer and losses are compared.
+`repeat-attention`: steps of GPT-2 124M in one process, interleaved: the fastest kernels, and kernels that repeat with
+torch's own blocks and with ours in the backward of flex attention.
 """
 
 import json
@@ -14,12 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import yaml
+
+from benchmarks.gpt2 import CONTEXT, VOCABULARY, Gpt2, loss_of
+from drivetrain.core import precision
 
 PLANNED_STEPS, STEPS = 20_000, 200  # of a job that is long enough to be compiled; of those that are run
 JOBS = tuple(os.environ.get("REPEAT_JOBS", "gpt2,lstm,transformer,cnn").split(","))
 FLAGS = ("--deterministic", "--compile", "--no-auto-optimize", "--no-report")
+ATTENTION_BATCH, ATTENTION_ROUNDS, ATTENTION_STEPS = 64, 12, 8
 KILL_AFTER = STEPS // 2  # steps; a checkpoint is saved every 50
 
 
@@ -34,6 +42,55 @@ def measure() -> dict[str, list[float]]:
 def measure_runs() -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         return whole_runs(Path(folder))
+
+
+def measure_attention() -> dict[str, list[float]]:
+    """Return milliseconds per step by round, and what repeating costs against the fastest kernels of each round."""
+    if not torch.cuda.is_available():
+        raise SystemExit("repeat-attention needs a GPU")
+    text = torch.randint(0, VOCABULARY, (ATTENTION_BATCH, CONTEXT + 1), device="cuda")
+    batch = [text[:, :-1].contiguous(), text[:, 1:].contiguous()]
+    torch.manual_seed(0)
+    model = Gpt2().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    torchs_own = dict.fromkeys(precision._OPTIONS)
+    variants = {
+        "the fastest kernels": (False, precision._OPTIONS),
+        "repeating, torch's blocks": (True, torchs_own),
+        "repeating, our blocks": (True, precision._OPTIONS),
+    }
+    compiled: dict[str, Any] = {}
+
+    def step(name: str) -> None:
+        repeats, blocks = variants[name]
+        switches = precision.numerics(precision.Precision("bf16", "cuda"), deterministic=repeats, cudnn_benchmark=False)
+        with mock.patch.object(precision, "_OPTIONS", blocks), switches:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = compiled[name](model, batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, (repeats, _) in variants.items():
+        options = {"deterministic": True, "fallback_random": True} if repeats else {}
+        compiled[name] = torch.compile(lambda model, batch: loss_of(model, batch), options=options or None)
+        for _ in range(3):
+            step(name)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ATTENTION_ROUNDS):
+        for name in variants:
+            step(name)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(ATTENTION_STEPS):
+                step(name)
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - began) / ATTENTION_STEPS * 1e3)
+    fastest, *others = times.items()
+    found = {f"{name} (ms per step)": values for name, values in times.items()}
+    for name, values in others:
+        found[f"{name}: cost (%)"] = [100 * (a / b - 1) for a, b in zip(values, fastest[1], strict=True)]
+    return found
 
 
 def planned(job: str, folder: Path) -> dict[str, Any]:
