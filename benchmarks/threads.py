@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
+from drivetrain.checkpoint.checkpoint_folder import CheckpointFolder
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.staging import Staging
@@ -28,7 +29,7 @@ PARTS = (
     (Staging, "take"),
     (Staging, "until_copied"),
     (Checkpointer, "_agree_on_what_is_saved"),
-    (Checkpointer, "_begin"),
+    (CheckpointFolder, "begin"),
     (Files, "write_file"),
     (os, "fsync"),
     (Checkpointer, "_commit"),

@@ -14,9 +14,7 @@ disk before the manifest that names it is written, and removed when no checkpoin
 All ranks use one shared folder and call every collective method together. An error on one rank is raised on all.
 """
 
-import contextlib
 import copy
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -24,19 +22,13 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
+from drivetrain.checkpoint.checkpoint_folder import CheckpointFolder
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SaveFailure, SharedFileError
 from drivetrain.checkpoint.files import (
     Files,
-    draft_name,
-    leftovers_in,
     set_aside_in,
     shared_draft_name,
-    shared_in,
-    shared_name,
-    shared_trash_name,
     step_name,
-    steps_in,
-    trash_name,
 )
 from drivetrain.checkpoint.frozen import FrozenMovedError, FrozenReport, FrozenWeights, Split
 from drivetrain.checkpoint.manifest import (
@@ -103,6 +95,60 @@ class _Merged(NamedTuple):
     tensors: dict[str, StoredTensor]
 
 
+class _Tables:
+    """Tables of what is in which file, computed once for each layout of a state and kept."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: _Known | None = None
+        self._merged: _Merged | None = None
+
+    def of_rank(self, rank: int) -> "_Tables":
+        """Return a copy for a rank of another process group."""
+        other = copy.copy(self)
+        other._rank = rank
+        return other
+
+    def knows(self, shards: Sequence[Shard]) -> bool:
+        """Return whether the last state had the same layout."""
+        return self._known is not None and self._known.layout == _layout(shards)
+
+    def of(self, shards: Sequence[Shard]) -> _Known:
+        """Return the table and the arrangement of this rank's file."""
+        known = self._known
+        if known is None or known.layout != _layout(shards):
+            known = self._known = self.tabled(shards)
+        return known
+
+    def tabled(self, shards: Sequence[Shard], file: str = "") -> _Known:
+        """Compute the table of a file."""
+        file = file or file_name(self._rank)
+        tensors: list[tuple[str, StoredTensor]] = []
+        entries: list[Entry] = []
+        taken = {RESERVED_NAME}
+        for shard in shards:
+            code, shape = CODES[shard.tensor.dtype], tuple(shard.tensor.shape)
+            parts: tuple[Part, ...] = ()
+            if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still listed
+                name = _free_name(shard.key, taken)
+                taken.add(name)
+                entries.append(Entry(name, code, shape))
+                parts = (Part(file=file, name=name, offsets=tuple(shard.offsets), shape=shape),)
+            tensors.append((shard.key, StoredTensor(dtype=code, shape=tuple(shard.global_shape), parts=parts)))
+        table = RankTable(tensors=tuple(tensors)).model_dump_json()
+        return _Known(_layout(shards), arranged(entries) if entries else None, table)
+
+    def merged(self, tables: list[str], files: set[str]) -> dict[str, StoredTensor]:
+        """Return each tensor with the parts of all ranks, which have to hold every element once."""
+        merged = self._merged
+        if merged is None or merged.tables != tables or merged.files != files:
+            tensors = merged_tensors([RankTable.from_json(table).tensors for table in tables])
+            if problem := parts_problem(tensors, files):
+                raise _not_whole(problem)
+            merged = self._merged = _Merged(tables, files, tensors)
+        return merged.tensors
+
+
 class Checkpointer:
     """Made by all ranks of the run that writes here, together. Makes the folder; removes the leftovers of a crash.
 
@@ -115,12 +161,12 @@ class Checkpointer:
         self.folder = folder
         self.problems: list[str] = []  # problems that did not stop the run, as text; only grows
         self._world, self._keep_last, self._files = world, keep_last, files or Files()
+        self._disk = CheckpointFolder(folder, self._files, self.problems)
         self._pinned: set[int] = set()
         self._closed = False
-        self._known: _Known | None = None
-        self._merged: _Merged | None = None
+        self._tables = _Tables(world.rank)
         self.frozen = FrozenWeights()
-        self.problems += self._decided_by_main(self._prepare_folder, "checkpoints cannot be kept")
+        self.problems += self._decided_by_main(self._disk.prepare, "checkpoints cannot be kept")
 
     def save(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> Path:
         """Save a checkpoint; collective. When this returns, it is on the disk.
@@ -134,9 +180,9 @@ class Checkpointer:
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Precompute what depends on the layout of these shards, for the first save; not collective."""
-        known = self._known = self._tabled(shards)
+        known = self._tables.of(shards)
         if self._world.size == 1:  # otherwise it takes the tables of all ranks
-            self._merge([known.table], {file_name(0)} if known.file else set())
+            self._tables.merged([known.table], {file_name(0)} if known.file else set())
 
     def save_if_wanted(
         self,
@@ -162,7 +208,7 @@ class Checkpointer:
         needed_bytes = self._agree_on_what_is_saved(step, shards, split, meta, doing)
         to_share = self.frozen.to_be_stored(split)
         name, shared, free_bytes = self._decided_by_main(
-            lambda: self._begin(step, shares=bool(to_share)), doing, needed_bytes
+            lambda: self._disk.begin(step, shares=bool(to_share)), doing, needed_bytes
         )
         draft = self.folder / name
         try:
@@ -179,7 +225,7 @@ class Checkpointer:
         reports = [RankReport.from_json(text) for text in self._world.gather(report.model_dump_json())]
         self.frozen.note_moved(step, {key for report in reports for key in report.moved})
         if not all(report.is_wanted for report in reports):
-            self._decided_by_main(lambda: self._discard(step, draft, shared, renamed=False), doing)
+            self._decided_by_main(lambda: self._disk.discard(step, draft, shared, renamed=False), doing)
             return False
         self.problems += self._decided_by_main(
             lambda: self._commit(step, draft, shared, reports, split, meta), doing, needed_bytes, free_bytes
@@ -192,6 +238,7 @@ class Checkpointer:
         """Return a view of the same checkpoints, pins and problems over another process group: for another thread."""
         other = copy.copy(self)
         other._world = world
+        other._tables = self._tables.of_rank(world.rank)
         return other
 
     def latest(self) -> Checkpoint | None:
@@ -235,7 +282,7 @@ class Checkpointer:
 
         They are not verified.
         """
-        return steps_in(self.folder)
+        return self._disk.steps()
 
     def discard_after(self, step: int) -> list[int]:
         """Remove the checkpoints of later steps, pinned ones too; return their steps, ascending. Collective.
@@ -246,7 +293,7 @@ class Checkpointer:
         """
         self._refuse_closed()
         removed: list[int] = self._decided_by_main(
-            lambda: self._discard_after(step), f"checkpoints after step {step} cannot be removed"
+            lambda: self._disk.discard_after(step), f"checkpoints after step {step} cannot be removed"
         )
         self._pinned.difference_update(removed)
         return removed
@@ -277,7 +324,7 @@ class Checkpointer:
         try:
             if not 0 <= step < 10**18:
                 raise CheckpointError(f"expected a step from 0 on, got {step}", remedy="count steps from 0")
-            if self._known is None or self._known.layout != _layout(shards):
+            if not self._tables.knows(shards):
                 refuse_unstorable_shards(shards)
             to_share = self.frozen.to_be_stored(split)
             refuse_unstorable_shards(to_share)
@@ -314,37 +361,9 @@ class Checkpointer:
                 self.problems.append(f"{self.folder / name} is gone or damaged: its frozen weights are written again")
         return lost
 
-    def _begin(self, step: int, *, shares: bool) -> tuple[str, str, int]:
-        """Make a folder to write into, and one for frozen weights if they are to be written; called on rank 0.
-
-        Returns the names of both, and the bytes that were free before.
-        """
-        final = self.folder / step_name(step)
-        if final.exists() or final.is_symlink():
-            raise CheckpointError(
-                f"{final} is there already, and is left as it is",
-                remedy="save each step once; to save it anew, move that folder away",
-                path=final,
-            )
-        name = draft_name(step)
-        free_bytes = shutil.disk_usage(self.folder).free
-        self._files.make_folder(self.folder / name)
-        if not shares:
-            return name, "", free_bytes
-        shared = shared_name()
-        try:
-            self._files.make_folder(self.folder / shared_draft_name(shared))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._files.remove_tree(self.folder / name)
-            raise
-        return name, shared, free_bytes
-
     def _write(self, draft: Path, shards: Sequence[Shard]) -> RankReport:
         """Write this rank's file."""
-        known = self._known
-        if known is None or known.layout != _layout(shards):
-            known = self._known = self._tabled(shards)
+        known = self._tables.of(shards)
         if known.file is None:
             return RankReport(table=known.table)
         held = [shard.tensor for shard in shards if shard.tensor.numel()]
@@ -354,7 +373,7 @@ class Checkpointer:
     def _write_shared(self, name: str, shards: Sequence[Shard]) -> dict[str, Any]:
         """Write this rank's file of frozen weights; return fields of its report. Each is copied when its turn comes."""
         file = file_name(self._world.rank)
-        known = self._tabled(shards, f"{name}/{file}")
+        known = self._tables.tabled(shards, f"{name}/{file}")
         if known.file is None:
             return {"shared_table": known.table}
         held = [shard for shard in shards if shard.tensor.numel()]
@@ -365,23 +384,6 @@ class Checkpointer:
             "shared_table": known.table,
             "shared_file": StoredFile(size=written.size, sha256=written.sha256),
         }
-
-    def _tabled(self, shards: Sequence[Shard], file: str = "") -> _Known:
-        file = file or file_name(self._world.rank)
-        tensors: list[tuple[str, StoredTensor]] = []
-        entries: list[Entry] = []
-        taken = {RESERVED_NAME}
-        for shard in shards:
-            code, shape = CODES[shard.tensor.dtype], tuple(shard.tensor.shape)
-            parts: tuple[Part, ...] = ()
-            if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still listed
-                name = _free_name(shard.key, taken)
-                taken.add(name)
-                entries.append(Entry(name, code, shape))
-                parts = (Part(file=file, name=name, offsets=tuple(shard.offsets), shape=shape),)
-            tensors.append((shard.key, StoredTensor(dtype=code, shape=tuple(shard.global_shape), parts=parts)))
-        table = RankTable(tensors=tuple(tensors)).model_dump_json()
-        return _Known(_layout(shards), arranged(entries) if entries else None, table)
 
     def _commit(
         self,
@@ -398,17 +400,15 @@ class Checkpointer:
         try:
             if failure := SaveFailure.joined([report.failure for report in reports]):
                 raise failure.error()
-            tensors = self._whole_tensors(reports)
+            written = {file_name(rank): report.file for rank, report in enumerate(reports) if report.file}
+            tensors = self._tables.merged([report.table for report in reports], set(written))
             frozen, folders = self.frozen.shared_by(split), dict(self.frozen.folders)
             if shared:
                 folders[shared], new = _newly_shared(reports)
                 if problem := parts_problem(new, {f"{shared}/{file}" for file in folders[shared]}):
                     raise _not_whole(problem)
                 frozen |= new
-                draft_of_shared = self.folder / shared_draft_name(shared)
-                self._files.fsync_folder(draft_of_shared)
-                self._files.rename(draft_of_shared, self.folder / shared)
-                self._files.fsync_folder(self.folder)
+                self._disk.publish_shared(shared)
             used = {part.file.partition("/")[0] for tensor in frozen.values() for part in tensor.parts}
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
@@ -416,7 +416,7 @@ class Checkpointer:
                 world_size=self._world.size,
                 shared={folder: files for folder, files in folders.items() if folder in used},
                 meta=dict(meta),
-                files={file_name(rank): report.file for rank, report in enumerate(reports) if report.file},
+                files=written,
                 frozen=self.frozen.checksums_of(frozen),
                 moved=tuple(sorted(self.frozen.moved)),
                 tensors={**tensors, **frozen},
@@ -427,119 +427,10 @@ class Checkpointer:
             renamed = True
             self._files.fsync_folder(self.folder)
         except BaseException:
-            self._discard(step, draft, shared, renamed)
+            self._disk.discard(step, draft, shared, renamed)
             raise
-        return [*self._prune(step), *self._prune_shared(used)]
-
-    def _whole_tensors(self, reports: Sequence[RankReport]) -> dict[str, StoredTensor]:
-        """Return each tensor with the parts of all ranks, which have to hold every element once."""
-        tables = [report.table for report in reports]
-        return self._merge(tables, {file_name(rank) for rank, report in enumerate(reports) if report.file})
-
-    def _merge(self, tables: list[str], files: set[str]) -> dict[str, StoredTensor]:
-        merged = self._merged
-        if merged is None or merged.tables != tables or merged.files != files:
-            tensors = merged_tensors([RankTable.from_json(table).tensors for table in tables])
-            if problem := parts_problem(tensors, files):
-                raise _not_whole(problem)
-            merged = self._merged = _Merged(tables, files, tensors)
-        return merged.tensors
-
-    def _discard(self, step: int, draft: Path, shared: str, renamed: bool) -> None:
-        """Remove everything that a failed save wrote. If even this fails, the first error is still the one reported."""
-        try:
-            if renamed:
-                self._remove_checkpoint(step)
-            else:
-                self._files.remove_tree(draft)
-            if shared and (self.folder / shared).exists():
-                self._remove_shared(shared)
-            elif shared:
-                self._files.remove_tree(self.folder / shared_draft_name(shared))
-        except OSError as error:
-            self.problems.append(f"what is left of step {step} could not be removed: {error.strerror}")
-
-    def _prune(self, just_saved: int) -> list[str]:
-        """Remove old checkpoints on rank 0. One that cannot be removed costs space, and does not end the run."""
-        problems = []
-        try:
-            steps = self.steps()
-        except OSError as error:
-            return [f"old checkpoints could not be listed: {error.strerror}"]
-        kept = {*steps[-self._keep_last :], *self._pinned, just_saved}
-        for step in steps:
-            try:
-                if step not in kept:
-                    self._remove_checkpoint(step)
-            except OSError as error:
-                problems.append(f"{self.folder / step_name(step)} could not be removed: {error.strerror}")
-        return problems
-
-    def _prune_shared(self, used: set[str]) -> list[str]:
-        """Remove shared folders that no checkpoint needs, on rank 0; `used` are those of the newest one.
-
-        Checkpoints that were set aside count: they may still be valuable. If one does not list what it needs, all
-        folders stay.
-        """
-        problems = []
-        try:
-            others = [name for name in shared_in(self.folder) if name not in used]
-            if not others:
-                return []
-            for name in (*map(step_name, self.steps()), *set_aside_in(self.folder)):
-                used = used | read_manifest(self.folder / name).shared.keys()
-        except (OSError, CheckpointError):
-            return []
-        for name in others:
-            if name in used:
-                continue
-            try:
-                self._remove_shared(name)
-                self.frozen.folders.pop(name, None)
-            except OSError as error:
-                problems.append(f"{self.folder / name} could not be removed: {error.strerror}")
-        return problems
-
-    def _remove_shared(self, name: str) -> None:
-        """Rename and remove a shared folder: a crash inside the removal must leave no half under a valid name."""
-        trash = self.folder / shared_trash_name(name)
-        self._files.rename(self.folder / name, trash)
-        self._files.remove_tree(trash)
-
-    def _remove_checkpoint(self, step: int) -> None:
-        """Remove a checkpoint, after renaming it: a crash inside the removal must leave no half under a valid name."""
-        trash = self.folder / trash_name(step)
-        self._files.rename(self.folder / step_name(step), trash)
-        self._files.remove_tree(trash)
-
-    def _discard_after(self, step: int) -> list[int]:
-        """Remove the checkpoints after `step`, on rank 0, and return their steps."""
-        later = [found for found in self.steps() if found > step]
-        trash = []
-        for found in reversed(later):
-            trash.append(self.folder / trash_name(found))
-            self._files.rename(self.folder / step_name(found), trash[-1])
-        self._files.fsync_folder(self.folder)
-        for path in trash:
-            try:
-                self._files.remove_tree(path)
-            except OSError as error:
-                self.problems.append(f"{path} could not be removed: {error.strerror}")
-        return later
-
-    def _prepare_folder(self) -> list[str]:
-        """Make the folder and remove leftovers of a crash, on rank 0.
-
-        Only names made by a save or removal are touched.
-        """
-        self.folder.mkdir(mode=0o775, parents=True, exist_ok=True)
-        problems = []
-        for path in leftovers_in(self.folder):
-            try:
-                self._files.remove_tree(path)
-            except OSError as error:
-                problems.append(f"{path}, left by a crash, could not be removed: {error.strerror}")
-        return problems
+        old = self._disk.prune(self._keep_last, {*self._pinned, step})
+        return [*old, *self._disk.prune_shared(used, lambda name: self.frozen.folders.pop(name, None))]
 
     # Finding
 
@@ -557,22 +448,9 @@ class Checkpointer:
 
     def _set_aside(self, step: int, reason: str) -> str:
         """Rename a damaged checkpoint instead of removing it: the rest of it may still be valuable."""
-        path = self.folder / step_name(step)
-
-        def rename() -> str:
-            number, target = 1, path.with_name(f"{path.name}.corrupt")
-            while target.exists():
-                number += 1
-                target = path.with_name(f"{path.name}.corrupt-{number}")
-            try:
-                self._files.rename(path, target)
-                self._files.fsync_folder(self.folder)
-            except OSError as error:
-                return f"could not be set aside ({error.strerror})"
-            return f"was set aside as {target.name}"
-
-        outcome = self._decided_by_main(rename, "a damaged checkpoint cannot be set aside")
-        return f"{path.name} is damaged and {outcome}: {reason}"
+        name = step_name(step)
+        outcome = self._decided_by_main(lambda: self._disk.set_aside(name), "a damaged checkpoint cannot be set aside")
+        return f"{name} is damaged and {outcome}: {reason}"
 
     def _refuse_to_start_anew(self, damaged: set[int], incomplete: Sequence[str]) -> None:
         names = self._decided_by_main(lambda: set_aside_in(self.folder), "checkpoints cannot be listed")
