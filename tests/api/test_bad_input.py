@@ -113,7 +113,7 @@ class Every:
         ({"epochs": 1.5}, "got 1.5"),
         ({"loss": 3}, "it cannot be called"),
         ({"clip_norm": -1}, "got -1"),
-        ({"data": 3}, "no length or no items"),
+        ({"data": 3}, "expected a Dataset, got int"),
         ({"keep_last": 0}, "got 0"),
         ({"hooks": [Every(0)]}, "Every.every is 0"),
         ({"hooks": [Every(-4)]}, "Every.every is -4"),

@@ -37,7 +37,7 @@ from drivetrain.job import Job
 from drivetrain.launch.layout import make_layout
 from drivetrain.plan.knobs import KNOBS, Way
 from drivetrain.plan.tune import Measurement, Tried, Tuned
-from drivetrain.planning import other_machine, planner
+from drivetrain.planning import description, other_machine
 from drivetrain.planning.probe import Journal, StepProbe
 from tests.api.jobs import Variant, make_job
 from tests.gloo_pool import GlooPool
@@ -95,7 +95,7 @@ def test_what_is_not_compiled_is_not_forecast_as_if_it_were() -> None:
     )
     job = make_job(VARIANT, valid=make_job(VARIANT).data)
     run: Any = SimpleNamespace(job=job, world=World())
-    seconds = planner._validation_seconds(run, Tuned(way=compiled, tried=tried, reasons={}))
+    seconds = description._validation_seconds(run, Tuned(way=compiled, tried=tried, reasons={}))
     assert seconds == pytest.approx(0.01 * 60 * 2)
 
 
@@ -361,7 +361,7 @@ def test_a_job_without_a_global_batch_takes_the_plans(tmp_path: Path) -> None:
 def test_every_choice_that_is_written_can_be_read(tmp_path: Path) -> None:
     readable = {setting.name for setting in SETTINGS if setting.is_planned}
     assert set(planned(tmp_path, measure=True).choices) <= readable
-    source = inspect.getsource(planner) + inspect.getsource(other_machine)
+    source = inspect.getsource(description) + inspect.getsource(other_machine)
     written = {told.setting for knob in KNOBS for told in knob.lines}
     written |= set(re.findall(r'"((?:\w+)\.(?:\w+))": (?:Choice|_strategy|settings|workers|sharded_rest)', source))
     written |= set(re.findall(r'choices\["([\w.]+)"\] = ', source))

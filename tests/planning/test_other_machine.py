@@ -117,7 +117,7 @@ def test_nothing_fits() -> None:
         planned(1, 0.001)
     told = str(caught.value)
     assert "not even one sample at a time fits on 1 × a GPU with 0.001 GB" in told
-    assert "weights by module: blocks 1.1" in told
+    assert "weights by module: blocks 1.0" in told
     assert "activations by module: blocks" in told
     assert "remedy: cheapest first:\n    1. " in told
 

@@ -119,7 +119,7 @@ def test_images_that_do_not_fit_in_memory_are_decoded_when_needed(tmp_path: Path
     assert later.images is None
     torch.testing.assert_close(later[0], kept[0])
     questions[0].image.write_bytes(b"torn")
-    with pytest.raises(InputError, match="it is no image"):
+    with pytest.raises(InputError, match="it is not an image of a known format"):
         later[0]
 
 

@@ -223,7 +223,7 @@ def test_only_candidates_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         compared.append(len(slots))
         return agreements(layer, tokens, slots, world)
 
-    monkeypatch.setattr("drivetrain.moe.lifecycle.lifecycle.agreements", noted)
+    monkeypatch.setattr("drivetrain.moe.lifecycle.surgery.agreements", noted)
     torch.manual_seed(0)
     layer = MixtureOfExperts(4, 40, 8, k=1, num_slots=41, balance=Balance(0.0))
     rules = Rules(far=1e9, idle_looks=10**9)
