@@ -71,6 +71,8 @@ def test_a_failure_is_told_once(place: str) -> None:
     assert len(told) == 1
     assert "test is dropped" in told[0]
     assert f"planted in {place}" in told[0]
+    assert "Error: " in told[0], "the error's type"
+    assert "(test_trackers.py:" in told[0], "and the line that raised it"
 
 
 @pytest.mark.parametrize("place", ["init", "log", "close"])

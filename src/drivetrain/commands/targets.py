@@ -96,7 +96,8 @@ def _imported(target: str) -> Any:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise DrivetrainError(
-            f"{target} cannot be loaded: {error}", remedy="give `module:function`, importable from this folder"
+            f"{target} cannot be loaded: {error}",
+            remedy="give `module:RECIPE` or `module:function`, importable from this folder",
         ) from error
 
 

@@ -8,6 +8,7 @@ and dropped. Training does not stop for it and does not wait for it.
 import contextlib
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +96,14 @@ class BackgroundTracker:
 
     def _drop(self, error: BaseException) -> None:
         self._is_dropped = True
-        cause = str(error).strip() or type(error).__name__
-        self._report(f"{self.name} is dropped, and the run goes on without it: {cause}")
+        self._report(f"{self.name} is dropped, and the run goes on without it: {_cause(error)}")
+
+
+def _cause(error: BaseException) -> str:
+    """Return the error with its type and the line that raised it: `'loss'` alone says nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def start_trackers(names: tuple[str, ...], start: TrackerStart) -> list[BackgroundTracker]:
