@@ -22,6 +22,7 @@ from drivetrain.plan.knobs import Way
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
 from drivetrain.planning.probe import StepProbe
+from drivetrain.run import Session
 from tests.api.jobs import Variant, Vectors, make_job
 from tests.api.test_resume import CrashingLoss, PlantedError
 from tests.gloo_pool import GlooPool
@@ -266,7 +267,7 @@ def limits_of(folder: str) -> list[float]:
 
     with (
         mock.patch.object(planner, "tune", noting),
-        mock.patch.object(planner, "_free_bytes", lambda run: 1000 - run.world.rank),
+        mock.patch.object(Session, "free_bytes", lambda run: 1000 - run.world.rank),
         mock.patch.object(planner, "LEAST_STEPS", 1),
     ):
         run(Path(folder), make_job(VARIANT), parallel_strategy="ddp", gpu_memory_fraction=0.5)

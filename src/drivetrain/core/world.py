@@ -6,10 +6,10 @@ never pickled objects.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import ProcessPlace, find_place
+
+T = TypeVar("T")
 
 
 class World:
@@ -123,6 +125,20 @@ class World:
     def agree(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
         return self.gather(value if self.is_main else None)[0]
+
+    def main_does(self, work: Callable[[], T]) -> T:
+        """Have rank 0 do something; return its result, which has to be JSON, or raise its error, on every rank."""
+        answer: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                answer = {"value": work()}
+            except DrivetrainError as error:
+                answer = {"message": error.message, "remedy": error.remedy}
+        answer = self.agree(answer)
+        if "message" in answer:
+            raise DrivetrainError(answer["message"], remedy=answer["remedy"])
+        value: T = answer["value"]
+        return value
 
     def aside(self) -> "World":
         """Return a world of the same ranks over a separate gloo group, for one thread in the background of training.

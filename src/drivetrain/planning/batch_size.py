@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
@@ -113,7 +112,7 @@ def search_batch_size(
             remedy="give a map-style data set, or a batch size",
         )
     most = min(at_most or job.num_samples, max(1, job.num_samples // world.size))
-    limit = min(world.gather(_free_bytes(run))) * fraction
+    limit = min(world.gather(run.free_bytes())) * fraction
     fits = _forecast(run, model, most, limit)
     began, tried = time.monotonic(), list[tuple[int, Measurement]]()
     best, num_slower, ended = float("inf"), 0, "that is all of a step" if keeps_step else "that is all of the data"
@@ -177,8 +176,3 @@ def _forecast(run: Session, model: nn.Module, most: int, limit: float) -> int:
     except Exception:  # noqa: BLE001 - a step that cannot be followed on shapes alone can still be run
         return most
     return max((size for size in _sizes(1, most) if line.peak_bytes(size) <= limit), default=0)
-
-
-def _free_bytes(run: Session) -> int:
-    device = run.world.device
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

@@ -384,7 +384,7 @@ def _micro_batch_of_copies(run: Session, way: Way, chosen: Measurement) -> int:
     if run.world.device.type != "cuda":
         return way.micro_batch
     held = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
-    limit = _free_bytes(run) * run.config.memory.gpu_fraction
+    limit = run.free_bytes() * run.config.memory.gpu_fraction
     size = way.micro_batch
     while size:
         peak = held + max(0, chosen.peak_bytes - held) * size / way.micro_batch + CONTEXT_BYTES
@@ -451,7 +451,7 @@ def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int,
         remaining_samples=run.rank_samples * num_steps,
         counts_memory=device.type == "cuda",
         # Of the rank that has the least: all have to try the same ways.
-        memory_limit_bytes=min(run.world.gather(_free_bytes(run))) * config.memory.gpu_fraction,
+        memory_limit_bytes=min(run.world.gather(run.free_bytes())) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(run, planned),
         largest_micro_batch=run.weighting.holds_division,
         others=others_of(facts_of(run, model, planned)),
@@ -523,14 +523,9 @@ def _does_not_fit(run: Session, model: nn.Module, way: Way, tried: list[Tried]) 
         model,
         way.precision,
         str(run.world.device),
-        _free_bytes(run),
+        run.free_bytes(),
         run.config.memory.gpu_fraction,
         num_devices=run.num_devices,
         micro_batch=min((each.micro_batch for each in failed), default=1),
         recomputes=any(each.recompute for each in failed),
     )
-
-
-def _free_bytes(run: Session) -> int:
-    device = run.world.device
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else run.hardware.memory.free_bytes

@@ -147,15 +147,7 @@ def _refuse_meta(run: Session, made: nn.Module) -> None:
     if isinstance(run.job.model, nn.Module) or not run.cuts(run.config.distributed.strategy):
         refuse_meta(made)
         return
-    problem = None
-    try:
-        if run.world.is_main:
-            refuse_meta(made)
-    except DrivetrainError as error:
-        problem = {"message": error.message, "remedy": error.remedy}
-    problem = run.world.agree(problem)
-    if problem is not None:
-        raise DrivetrainError(problem["message"], remedy=problem["remedy"])
+    run.world.main_does(lambda: refuse_meta(made))
 
 
 def _shard_options(config: Config) -> ShardOptions:

@@ -1,4 +1,4 @@
-"""The session of a run on one rank: its world and devices, its settled job, its folder, and the plan it follows."""
+"""A run on one rank: its world and devices, its settled job, its folder, and the plan it follows."""
 
 import copy
 import json
@@ -185,25 +185,23 @@ class Session:
 
     def claim(self) -> RunFolder | None:
         """Claim the folder on rank 0; the problems it finds are raised on all ranks."""
-        folder, answer = None, None
-        if self.world.is_main:
-            try:
-                # A checkpoint brings its own experts, whatever number is asked for.
-                experts = {} if self.config.moe.experts is None else {"experts": self.config.moe.experts}
-                identity = self.job.identity() | experts
-                if self.job.source.sizes_vary:  # what a step was taken to need is not what it is
-                    recorded = read_job(self.config.run.output_dir / self.name)
-                    identity |= {"global_batch": recorded.get("global_batch", self.job.global_batch)}
-                folder = RunFolder.claim(self.config.run.output_dir, self.name, identity)
-                folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
-                answer = {"path": str(folder.path.absolute())}
-            except DrivetrainError as error:
-                answer = {"message": error.message, "remedy": error.remedy}
-        answer = self.world.agree(answer)
-        if "message" in answer:
-            raise DrivetrainError(answer["message"], remedy=answer["remedy"])
-        self.path = Path(answer["path"])
-        supervision.run(answer["path"])
+        folder: RunFolder | None = None
+
+        def claim() -> str:
+            nonlocal folder
+            # A checkpoint brings its own experts, whatever number is asked for.
+            experts = {} if self.config.moe.experts is None else {"experts": self.config.moe.experts}
+            identity = self.job.identity() | experts
+            if self.job.source.sizes_vary:  # what a step was taken to need is not what it is
+                recorded = read_job(self.config.run.output_dir / self.name)
+                identity |= {"global_batch": recorded.get("global_batch", self.job.global_batch)}
+            folder = RunFolder.claim(self.config.run.output_dir, self.name, identity)
+            folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
+            return str(folder.path.absolute())
+
+        path = self.world.main_does(claim)
+        self.path = Path(path)
+        supervision.run(path)
         return folder
 
     def compilation(self) -> str:
@@ -361,6 +359,11 @@ class Session:
             sharded=sharded,
             experts=self.experts,
         )
+
+    def free_bytes(self) -> int:
+        """Return the memory that is free now: on the GPU, or of the host on a CPU."""
+        device = self.world.device
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else self.hardware.memory.free_bytes
 
     def close(self) -> None:
         """Close the run, however it ended."""

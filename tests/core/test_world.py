@@ -1,0 +1,33 @@
+"""What the processes of a run tell each other."""
+
+import torch
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.world import World
+from tests.gloo_pool import GlooPool
+
+
+def do_on_main(fails: bool) -> tuple[str, list[int]]:
+    """Return what `main_does` gave or raised on this rank, and the ranks that did the work."""
+    world = World.join([torch.device("cpu")])
+    did: list[int] = []
+
+    def work() -> str:
+        did.append(world.rank)
+        if fails:
+            raise DrivetrainError("the folder is full", remedy="empty it")
+        return "done"
+
+    try:
+        return world.main_does(work), did
+    except DrivetrainError as error:
+        return f"{error.message}; {error.remedy}", did
+
+
+def test_rank_0_does_it_and_all_have_the_result(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(do_on_main, False, world=2) == [("done", [0]), ("done", [])]
+
+
+def test_the_error_of_rank_0_is_raised_on_all(gloo_pool: GlooPool) -> None:
+    error = "the folder is full; empty it"
+    assert gloo_pool.run(do_on_main, True, world=2) == [(error, [0]), (error, [])]
