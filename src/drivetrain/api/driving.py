@@ -128,7 +128,7 @@ def drive(
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a loop is driven with, once its folder is claimed."""
+    """Everything that a driven loop works with, once its folder is claimed."""
 
     folder: RunFolder | None  # on the main process
     checkpointer: Checkpointer

@@ -120,7 +120,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Start:
-    """What is known before the parts of a run are put together."""
+    """The folder, checkpoint and model of a run, before its parts are assembled."""
 
     folder: RunFolder | None  # on the main process
     checkpointer: Checkpointer

@@ -27,12 +27,11 @@ def settled_job(
     Returns:
         The job, and whether the samples of a step are by rule: neither given, asked for, nor recorded.
     """
-    recorded = read_job(folder).get("global_batch")
-    is_new = not recorded or is_finished(folder)
+    recorded = None if is_finished(folder) else read_job(folder).get("global_batch")
     is_asked = config.batch_asked.is_set or config.plan_pins.global_batch is not None
-    by_rule = bool(world.agree(job.global_batch is None and is_new and not is_asked))
+    by_rule = bool(world.agree(job.global_batch is None and not recorded and not is_asked))
     global_batch = job.global_batch or world.agree(
-        _global_batch(job, config, settings, num_devices, folder) if world.is_main else None
+        _global_batch(job, config, settings, num_devices, recorded) if world.is_main else None
     )
     job = replace(
         of_asked_length(job, config),
@@ -78,13 +77,12 @@ def _early_stopping(job: Job, config: Config) -> EarlyStopping | None:
     return replace(job.early_stopping or EarlyStopping(metric=job.best.metric, mode=job.best.mode), patience=patience)
 
 
-def _global_batch(job: Job, config: Config, settings: Settings, num_devices: int, folder: Path) -> int:
+def _global_batch(job: Job, config: Config, settings: Settings, num_devices: int, recorded: int | None) -> int:
     """Return the global batch recorded at the first start; else as asked for, as planned in a file, or by rule.
 
     Asked for and by rule, it is micro-batch × accumulation × devices.
     """
-    recorded = read_job(folder).get("global_batch")
-    if recorded and not is_finished(folder):
+    if recorded:
         return int(recorded)
     asked, planned = config.batch_asked, config.plan_pins.global_batch
     if planned is not None and not asked.is_set:
