@@ -10,7 +10,7 @@ from drivetrain.config.dialects import DIALECTS, Meaning
 from drivetrain.config.settings import BY_DOTTED
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.launchers import ProcessPlace
-from drivetrain.run.launched import share_workers
+from drivetrain.run.command_context import share_workers
 from tests.hardware_fixtures import load
 
 GPUS = load("8x-a100-80gb")

@@ -16,7 +16,7 @@ from drivetrain.core.precision import Precision
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
 from drivetrain.plan.simulate import count_held, forecast_held, simulate
 from drivetrain.recipes.gpt import CONTEXT, VOCABULARY, SmallGpt
-from drivetrain.run.peak_memory import peak_meter
+from drivetrain.run.memory import peak_meter
 
 pytestmark = pytest.mark.gpu
 GB = 10**9

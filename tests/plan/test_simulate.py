@@ -14,7 +14,7 @@ from drivetrain.core.loss import LossSum
 from drivetrain.core.precision import Precision
 from drivetrain.plan.simulate import Held, count_held, forecast_held, simulate, without_memory
 from drivetrain.recipes.gpt import SmallGpt
-from drivetrain.run.peak_memory import ResidentPeakMeter, peak_meter
+from drivetrain.run.memory import ResidentPeakMeter, peak_meter
 from drivetrain.strategies.activations import recompute
 
 FP32, BF16 = Precision("fp32", "cpu"), Precision("bf16", "cpu")

@@ -18,7 +18,7 @@ from drivetrain.hardware.catalogue import machine_named, machine_of_memory
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.simulate import simulate
 from drivetrain.planning.other_machine import plan_elsewhere
-from drivetrain.run.memory_needs import needs_of
+from drivetrain.run.memory import needs_of
 from tests.hardware_fixtures import load
 
 HERE = load("cpu-2core")

@@ -26,8 +26,8 @@ from drivetrain.monitor.phases import make_clock
 from drivetrain.run import Session
 from drivetrain.run.assemble import RunParts, assemble, make_stepper
 from drivetrain.run.data_loading import make_loader
+from drivetrain.run.memory import peak_meter
 from drivetrain.run.model_factory import build_model, prepare_model
-from drivetrain.run.peak_memory import peak_meter
 from drivetrain.strategies import Trial
 from drivetrain.strategies.loss_parts import LossParts
 

@@ -61,7 +61,7 @@ from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.data_loading import division_of, make_loader, make_validator
 from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
-from drivetrain.run.memory_cap import (
+from drivetrain.run.memory import (
     can_go_on_here,
     give_memory_back,
     has_checkpoint,

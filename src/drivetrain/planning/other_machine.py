@@ -26,7 +26,7 @@ from drivetrain.plan.fitting import (
 )
 from drivetrain.plan.plan import Forecast, Plan
 from drivetrain.run.job_settings import of_asked_length, refuse_other_batch
-from drivetrain.run.memory_needs import needs_of
+from drivetrain.run.memory import needs_of
 from drivetrain.run.model_factory import checked, couples_samples, make_model, refuse_lazy
 
 ACCURACY = (

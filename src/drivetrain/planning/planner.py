@@ -44,7 +44,7 @@ from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.planning.repeat import RepeatProbe
 from drivetrain.run.data_loading import make_loader
-from drivetrain.run.memory_needs import explained
+from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled

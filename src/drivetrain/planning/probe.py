@@ -36,8 +36,8 @@ from drivetrain.loop import CapturedStep, CudaRecorder, make_capturable, own_str
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.simulate import count_held
 from drivetrain.plan.tune import Measurement
-from drivetrain.run.peak_memory import CudaPeakMeter, NoPeakMeter
-from drivetrain.run.switches import switches_of
+from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
+from drivetrain.run.session import switches_of
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction

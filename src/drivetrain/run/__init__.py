@@ -1,7 +1,7 @@
 """One run on one rank, for every kind of training loop: its setup, and the records that are written about it."""
 
 from drivetrain.run.command_context import configured, done_instead, last_one_finished, note_end, num_trained
-from drivetrain.run.init_from import take_weights, write_down
+from drivetrain.run.model_factory import take_weights, write_down
 from drivetrain.run.recorder import (
     open_recorder,
     tell_batch_size,
@@ -13,8 +13,7 @@ from drivetrain.run.recorder import (
     tell_sharding,
     tell_strategy,
 )
-from drivetrain.run.result import CHECKPOINTS, Result, Which, checkpoint_of
-from drivetrain.run.saver import CheckpointSaver, State
+from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, Result, State, Which, checkpoint_of
 from drivetrain.run.session import SOURCE, Session
 
 __all__ = [

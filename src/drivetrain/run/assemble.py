@@ -23,8 +23,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable
 from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.phases import NoClock, PhaseClock
-from drivetrain.run.init_from import take_weights
-from drivetrain.run.model_factory import Prepared, called_loss_of
+from drivetrain.run.model_factory import Prepared, called_loss_of, take_weights
 from drivetrain.run.session import Session
 from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyParts, Trial
 from drivetrain.strategies.base import LossFunction, ObjectiveCall

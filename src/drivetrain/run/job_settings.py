@@ -1,14 +1,27 @@
-"""Settles a job by what the configuration says: its global batch, its length, when it saves, validates and stops."""
+"""Settles a job by what the configuration says: its global batch, its length, when it saves, validates and stops.
+
+`--debug` makes it the same job on little data, so that the whole path of a run is tried in seconds.
+"""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.run_folder import is_finished, read_job
 from drivetrain.core.world import World
+from drivetrain.data.keyed_items import Columns
+from drivetrain.data.source import source_of
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Settings
+
+DEBUG_SAMPLES = 100  # of the training set, and of the validation set
+DEBUG_SAMPLES_PER_DEVICE = 4
+DEBUG_STEPS = DEBUG_SAMPLES // DEBUG_SAMPLES_PER_DEVICE  # if the length of an epoch is not known
 
 
 def settled_job(
@@ -119,3 +132,42 @@ def refuse_other_batch(config: Config, global_batch: int) -> None:
 def plan_anew(config: Config) -> str:
     """Return a remedy that always helps."""
     return f"plan anew, with the flags of this run: `drivetrain plan TARGET --out {config.plan.file}`"
+
+
+def debugged(job: Job, config: Config, num_devices: int) -> Job:
+    """Return the job cut down for a trial, under its own name, with a note on the data that a run reports.
+
+    The batch and the length of the configuration stay. Data whose order is not ours cannot be cut: only the number of
+    steps is limited then.
+    """
+    source, batch, budget = job.source, config.batch_asked, config.budget
+    changes: dict[str, Any] = {"name": f"{job.name}-debug"}
+    length = job.num_samples if source.is_keyed else None
+    if length is not None:
+        size = (batch.size or DEBUG_SAMPLES_PER_DEVICE) * (batch.accumulation or 1) * num_devices
+        kept = min(length, max(DEBUG_SAMPLES, size))
+        changes["global_batch"] = min(size, kept)
+        cut = f"{kept} of {length:,} samples, {changes['global_batch']} per step"
+        source = replace(source, dataset=_first(source.dataset, kept), drop_last=False)
+    else:
+        cut = "the data has an order of its own and is not cut; only the number of steps is limited"
+    if job.valid is not None:
+        changes["valid"] = _first(source_of(job.valid).dataset, DEBUG_SAMPLES)
+    if not (budget.epochs or budget.max_steps):
+        changes["epochs"] = None if job.epochs is None else 1
+        is_open = length is None or job.epochs is None
+        changes["max_steps"] = min(DEBUG_STEPS, job.max_steps or DEBUG_STEPS) if is_open else job.max_steps
+    note = f"--debug: {cut}; this tries the path out, its figures say nothing of the job"
+    return replace(job, **changes, data=replace(source, notes=(note, *source.notes)))
+
+
+def _first(dataset: Any, number: int) -> Any:
+    """Return the first samples, as the same kind of data where the way it is read depends on that."""
+    number = min(number, len(dataset))
+    if isinstance(dataset, TensorDataset):
+        return TensorDataset(*(tensor[:number] for tensor in dataset.tensors))
+    if isinstance(dataset, Columns):
+        return Columns({name: tensor[:number] for name, tensor in dataset.tensors.items()})
+    if isinstance(dataset, (list, tuple, Tensor)):
+        return dataset[:number]
+    return Subset(dataset, range(number))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import nn
@@ -32,14 +32,18 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import Asked, Way, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import PlannedRun
-from drivetrain.run.command_context import count_run, given_on_command_line, target_of_run
-from drivetrain.run.debugging import debugged
-from drivetrain.run.job_settings import settled_job
-from drivetrain.run.launched import obey_launcher, share_workers, unused_gpus
+from drivetrain.run.command_context import (
+    count_run,
+    given_on_command_line,
+    obey_launcher,
+    share_workers,
+    target_of_run,
+    unused_gpus,
+)
+from drivetrain.run.job_settings import debugged, settled_job
 from drivetrain.run.preflight import Preflight, run_preflight
 from drivetrain.run.residency import Residency
 from drivetrain.run.sharing import given_strategy, refuse_strategy
-from drivetrain.run.switches import switches_of
 from drivetrain.strategies import (
     Description,
     Sharded,
@@ -388,3 +392,20 @@ class Session:
             )
         for hook, state in zip(hooks, states, strict=True):
             hook.load_state_dict(state)
+
+
+class Switches(TypedDict):
+    """Keyword arguments of `core.precision.numerics`."""
+
+    deterministic: bool
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+
+
+def switches_of(way: Way, cudnn_benchmark: bool) -> Switches:
+    """Return the switches for a way, where the user allows cuDNN to choose by timing or not."""
+    return Switches(
+        deterministic=way.repeat == "strict",
+        cudnn_benchmark=cudnn_benchmark and way.repeat == "off",
+        cudnn_deterministic=way.repeat != "off",
+    )

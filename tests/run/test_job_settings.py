@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Job, configure, train
-from drivetrain.run.debugging import debugged
+from drivetrain.run.job_settings import debugged
 
 
 class Plain(Dataset[Any]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.api.jobs import plain_loop, run, vector_loss
-from tests.run.test_memory_cap import VARIANT, events
+from tests.run.test_memory import VARIANT, events
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,7 @@
 """A run that is out of memory goes on with smaller micro-batches, and comes to the same."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
+from drivetrain.run.memory import NoPeakMeter, ResidentPeakMeter, peak_meter
 from tests.api.jobs import Variant, make_job, make_model, plain_loop, read, run, vector_loss
 from tests.launch.jobs import launch, script
 
@@ -136,7 +138,7 @@ SCRIPT = """
 import sys
 import torch
 import drivetrain as dt
-from tests.run.test_memory_cap import VARIANT, Hungry
+from tests.run.test_memory import VARIANT, Hungry
 from tests.api.jobs import make_job
 
 class OnOneRank(Hungry):
@@ -179,3 +181,28 @@ def test_the_size_that_ran_out_is_named(tmp_path: Path) -> None:
     (told,) = events(tmp_path / "suite", "micro-batch capped")
     assert told["micro_batch"] == 7
     assert told["words"] == "micro-batches of 15 samples or more ran out of memory"
+
+
+MB = 10**6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count is Linux's")
+def test_resident_memory_is_seen_and_forgotten() -> None:
+    meter = peak_meter(torch.device("cpu"))
+    assert isinstance(meter, ResidentPeakMeter)
+    assert meter.is_coarse
+    held = torch.ones(25 * MB)
+    meter.reset()
+    big = torch.ones(50 * MB)
+    del big
+    small = torch.ones(10 * MB)
+    assert meter.peak_bytes() == pytest.approx(200 * MB, abs=20 * MB), "the most at once, above what was held before"
+    meter.reset()
+    assert meter.peak_bytes() < 20 * MB
+    del held, small
+
+
+def test_where_nobody_counts() -> None:
+    meter = NoPeakMeter()
+    meter.reset()
+    assert meter.peak_bytes() == 0
