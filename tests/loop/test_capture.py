@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drivetrain import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.loop import CapturedStepper, capture, in_flight, trainer
+from drivetrain.loop import CapturedStepper, capture, read_back, trainer
 from drivetrain.loop.read_back import DeviceResultTable, TableRow, _Sent
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import Session, assemble
@@ -127,8 +127,8 @@ def test_steps_that_are_read_together(
     captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, changes: dict[str, Any]
 ) -> None:
     """Over the ends of windows of numbers, with a shape of its own for an epoch's last step, with saves between."""
-    monkeypatch.setattr(in_flight, "MOST_READ_BACK", together)
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "MOST_READ_BACK", together)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
     monkeypatch.setattr("drivetrain.data.index_prefetch.FIRST", 40)
     monkeypatch.setattr("drivetrain.data.index_prefetch.FOLLOWING", 100)
     if "valid_every" in changes:
@@ -190,10 +190,10 @@ def test_stretches_are_the_same_steps(
         BASE, num_samples=num_samples, save_every=save_every, dropout=0.3 if draws else 0.0, steps=70, global_batch=8
     )
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as name:
-        patched.setattr(in_flight, "MOST_READ_BACK", together)
-        patched.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
-        patched.setattr(in_flight, "MOST_IN_FLIGHT", under_way)
-        patched.setattr(in_flight, "IN_FLIGHT_SECONDS", 1e9)
+        patched.setattr(read_back, "MOST_READ_BACK", together)
+        patched.setattr(read_back, "READ_BACK_SECONDS", 1e9)
+        patched.setattr(read_back, "MOST_IN_FLIGHT", under_way)
+        patched.setattr(read_back, "IN_FLIGHT_SECONDS", 1e9)
         patched.setattr("drivetrain.data.index_prefetch.FIRST", piece)
         patched.setattr("drivetrain.data.index_prefetch.FOLLOWING", piece)
         captures, folder = Captures(patched), Path(name)
@@ -228,10 +228,10 @@ def steps_alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_host_does_little_for_most_steps(
     captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
-    monkeypatch.setattr(in_flight, "MOST_READ_BACK", 20)
-    monkeypatch.setattr(in_flight, "IN_FLIGHT_SECONDS", 1e9)
-    monkeypatch.setattr(in_flight, "MOST_IN_FLIGHT", 50)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "MOST_READ_BACK", 20)
+    monkeypatch.setattr(read_back, "IN_FLIGHT_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "MOST_IN_FLIGHT", 50)
     begun = steps_alone(monkeypatch)
     num_at_once: list[int] = []
     go_on, records = trainer.Trainer._go_on, trainer.Trainer._records
@@ -268,7 +268,7 @@ def test_a_mixture_is_balanced_after_each_step_of_a_stretch(
     captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bias on each expert's choice moves by the load of every step, and the next step is routed by it."""
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
 
     def mixture() -> nn.Module:
         torch.manual_seed(4)
@@ -346,13 +346,13 @@ def test_seconds_are_those_of_the_device(
     """However far the host is ahead of it, which is not farther than was meant."""
     Simulated(captures, monkeypatch, step_seconds)
     most_ahead: list[int] = []
-    enqueue = in_flight.InFlight._enqueue
+    enqueue = read_back.InFlight._enqueue
 
-    def enqueued(self: in_flight.InFlight, which: Any) -> None:
+    def enqueued(self: read_back.InFlight, which: Any) -> None:
         enqueue(self, which)
         most_ahead.append(self._num_steps)
 
-    monkeypatch.setattr(in_flight.InFlight, "_enqueue", enqueued)
+    monkeypatch.setattr(read_back.InFlight, "_enqueue", enqueued)
     variant = replace(BASE, steps=240, num_samples=8000, save_every=1000, dropout=0.0)
     began = time.perf_counter()
     captures.run(tmp_path, variant, settings=RESIDENT, hooks=(Sets(hook_every),))
@@ -363,9 +363,9 @@ def test_seconds_are_those_of_the_device(
     lower, _, upper = statistics.quantiles(seconds[40:], n=4)
     assert lower > 0.5 * step_seconds
     assert upper < 2 * step_seconds
-    meant = (in_flight.IN_FLIGHT_SECONDS + 2 * in_flight.READ_BACK_SECONDS) / step_seconds
+    meant = (read_back.IN_FLIGHT_SECONDS + 2 * read_back.READ_BACK_SECONDS) / step_seconds
     assert max(most_ahead[len(most_ahead) // 3 :]) < 2 * meant
-    assert max(most_ahead) > 1.5 * in_flight.READ_BACK_SECONDS / step_seconds
+    assert max(most_ahead) > 1.5 * read_back.READ_BACK_SECONDS / step_seconds
 
 
 @pytest.mark.parametrize("bad", [52, 61])
@@ -373,7 +373,7 @@ def test_a_bad_step_among_those_read_together(
     captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
     """It ends the run; those before it are written and saved, also right before it, and nothing after it is."""
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
     variant = replace(BASE, steps=90, save_every=25, num_samples=320)
 
     def spoilt(model: nn.Module, batch: Any) -> Tensor:
@@ -393,7 +393,7 @@ def test_a_bad_step_among_those_read_together(
 
 
 def test_a_wish_to_stop_is_heard_at_once(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
     asked = []
     set_lr = trainer.Trainer._set_lr
 
@@ -453,8 +453,8 @@ def test_a_rare_shape_on_resident_data_makes_nobody_wait(
 ) -> None:
     """What an epoch's last step came to is fetched right behind it, and the records are those of ordinary steps."""
     monkeypatch.setattr(capture, "RARE", 3)
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
-    monkeypatch.setattr(in_flight, "MOST_READ_BACK", 16)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "MOST_READ_BACK", 16)
     too_late: list[TableRow] = []
     on_its_way = TableRow._on_its_way
 
@@ -597,7 +597,7 @@ def test_hooks_between_steps(
     num_starts: int | None,
     resident: str,
 ) -> None:
-    monkeypatch.setattr(in_flight, "READ_BACK_SECONDS", 1e9)
+    monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
     variant = replace(BASE, steps=steps, num_samples=160, save_every=60)  # one shape
     settings = {"resident": resident}
     plain = captures.run(tmp_path / "plain", variant, "off", hooks=[Often(change)], settings=settings)

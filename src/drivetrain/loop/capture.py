@@ -7,9 +7,10 @@ an epoch's last step may take as long as a dozen replays otherwise. Other steps 
 
 All of it is on one stream that is not CUDA's default (`own_stream`): that one cannot be captured. What changes from
 step to step reaches a replay through memory: the batch is copied into place, or is gathered by the replay itself from
-resident data, whose `Window` says which samples are next; the learning rate is on the device (`strategies.rates`); the
-generators' seeds are read when a replay begins. A step on resident data enqueues nothing but the replay: it writes its
-results into a table on the device, and the host copies many rows at once (`core.records.DeviceResultTable`).
+resident data, whose `Window` says which samples are next; the learning rate is on the device
+(`strategies.optimizer_state`); the generators' seeds are read when a replay begins. A step on resident data enqueues
+nothing but the replay: it writes its results into a table on the device, and the host copies many rows at once
+(`loop.read_back.DeviceResultTable`).
 """
 
 import threading
@@ -28,9 +29,16 @@ from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.resident import Resident, Rows, Window
-from drivetrain.loop.python_state import State, changes, generators_state, python_state
+from drivetrain.loop.capture_rules import (
+    NotStaticError,
+    State,
+    changes,
+    generators_state,
+    python_state,
+    signature,
+    with_tensors,
+)
 from drivetrain.loop.read_back import DeviceResultTable, TableRow
-from drivetrain.loop.static_inputs import NotStaticError, signature, with_tensors
 from drivetrain.loop.stepper import Stepper
 from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.strategies.base import CapturableStrategy, ObjectiveCall

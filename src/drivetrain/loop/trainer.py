@@ -26,7 +26,7 @@ from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
-from drivetrain.loop.in_flight import InFlight, ReadStep
+from drivetrain.loop.read_back import InFlight, ReadStep
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
