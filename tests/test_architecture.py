@@ -34,7 +34,7 @@ ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
 # `verify`, whose parent must stay free of torch (docs/how-it-works/decisions.md); and `prove`, which imports what its
 # processes did.
 MAY_LOAD_LATE = {
-    "__init__.py", "cli.py", "commands/command.py", "launch/worker.py", "core/plugins.py", "core/studies.py",
+    "__init__.py", "cli.py", "commands/command.py", "launch/worker.py", "core/plugins.py",
     "proving/processes.py", "verify/child.py", "verify/zygote.py",
 }  # fmt: skip
 
@@ -205,6 +205,6 @@ def test_a_planted_import_is_found(tmp_path: Path, file: str, code: str, expecte
 
 
 def test_strategies_share_no_code_that_knows_experts() -> None:
-    """What all strategies share meets mixtures through `core/step_settlement.py` only."""
+    """What all strategies share meets mixtures through `core/hook.py` only."""
     for file in ("strategies/base.py", "strategies/replicated.py"):
         assert not [each.target for each in imports_of(PACKAGE) if each.file == file and ".moe" in each.target]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Hardware, Software
 from drivetrain.hardware.amd import find_amd
 from drivetrain.hardware.detection import survey

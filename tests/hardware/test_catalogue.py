@@ -5,7 +5,7 @@ import re
 import pytest
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Precision
 from drivetrain.hardware.catalogue import (
     CARDS,

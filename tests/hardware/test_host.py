@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware.cgroups import Mount, mount_of, parse_mountinfo
 from drivetrain.hardware.host import find_cpu, find_disk, find_memory, nearest_existing, open_files_notes
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware.cgroups import _memberships, read_mounts
 from tests.hardware.children import child_environ
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Hardware, Note, Software
 from drivetrain.hardware.detection import survey
 from tests.hardware.fake_nvml import FakeGpu, FakeMig, FakeNvml, gpu_uuid, gpus

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drivetrain.core.run_folder import JsonLines
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
 from drivetrain.monitor.sampler import NvmlReader, Sampler, torch_memory
 from tests.api.jobs import Variant, run

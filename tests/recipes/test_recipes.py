@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from drivetrain.cli import main
 from drivetrain.commands.train import FOR_ALL_RECIPES, FOR_RECIPES
 from drivetrain.config import configure
-from drivetrain.core.plugins import RECIPES
-from drivetrain.core.recipe_facts import recipe_summary
+from drivetrain.core.plugins import RECIPES, recipe_summary
 from drivetrain.recipes import Recipe, digits
 from drivetrain.recipes.digits import DigitNet, load_digits
 from drivetrain.recipes.gpt import CONTEXT, SmallGpt, Windows, next_token_loss

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.plugins import STRATEGIES
-from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.run import Session
 from tests.api.jobs import Trained, Variant, make_job, plain_loop, run

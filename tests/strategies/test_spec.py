@@ -8,10 +8,9 @@ import pytest
 
 from drivetrain.config import configure
 from drivetrain.core import plugins
-from drivetrain.core import strategy_facts as facts
+from drivetrain.core import plugins as facts
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.core.plugins import STRATEGIES
-from drivetrain.core.strategy_facts import StrategyFacts
+from drivetrain.core.plugins import STRATEGIES, StrategyFacts
 from drivetrain.strategies import strategy_spec
 from tests.hardware_fixtures import load
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.core import studies
+from drivetrain.core import plugins
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("words", [["continual"], ["train", "digits-continual"]])
 def test_a_checkout_elsewhere_without_it(monkeypatch, tmp_path: Path, capsys, words: list[str]) -> None:
-    monkeypatch.setattr(studies, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(plugins, "CHECKOUT", tmp_path)
     monkeypatch.delitem(sys.modules, "drivetrain.commands.continual", raising=False)
     assert main([*words, "--gpu-mode", "cpu", "--output-dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err

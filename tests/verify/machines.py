@@ -1,6 +1,6 @@
 """Made-up machines to verify on."""
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Cpu, Disk, Gpu, Hardware, Memory, Precision, Software
 
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "tf32", "fp16", "bf16")

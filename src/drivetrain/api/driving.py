@@ -32,11 +32,10 @@ from drivetrain.core.hook import Hook
 from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.loss import LossSum, NamedLosses
-from drivetrain.core.plugins import STRATEGIES
+from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.state import Shard, local_part
-from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position

@@ -28,8 +28,7 @@ from drivetrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from drivetrain.checkpoint.staging import has_room
 from drivetrain.checkpoint.tensor_file import CODES
 from drivetrain.core.state import Shard
-from drivetrain.core.units import format_bytes
-from drivetrain.core.value import Value
+from drivetrain.core.value import Value, format_bytes
 
 SHOWN = 3
 

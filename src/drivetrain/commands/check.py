@@ -16,7 +16,7 @@ from rich.text import Text
 from drivetrain import __version__
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Resolved
-from drivetrain.core.units import format_count, format_gib
+from drivetrain.core.value import format_count, format_gib
 from drivetrain.hardware import Gpu, Hardware, Note, detect
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
 

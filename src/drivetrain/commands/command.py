@@ -11,7 +11,7 @@ from types import ModuleType
 from drivetrain.config import SETTINGS, Setting
 from drivetrain.core import plugins
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.literal_facts import literal_facts
+from drivetrain.core.plugins import literal_facts
 from drivetrain.core.value import Value
 
 

@@ -1,7 +1,7 @@
 """`drivetrain continual`: the command of the study `studies/continual`, which only a checkout has."""
 
 from drivetrain.commands.command import Command
-from drivetrain.core.studies import load_study
+from drivetrain.core.plugins import load_study
 
 COMMAND = Command(
     summary="Tasks one after the other: what networks and growing mixtures keep of the first",

@@ -11,9 +11,7 @@ from drivetrain.config import SETTINGS, Config, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
-from drivetrain.core.plugins import RECIPES
-from drivetrain.core.recipe_facts import recipe_summary
-from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.plugins import RECIPES, recipe_summary, strategy_facts
 from drivetrain.hardware import Hardware, detect
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.start import start

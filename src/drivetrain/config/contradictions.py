@@ -7,8 +7,7 @@ from typing import Any, Generic, TypeVar
 from drivetrain.config.schema import Config, DistributedSection, Switch
 from drivetrain.config.settings import Given
 from drivetrain.core.errors import Problem
-from drivetrain.core.plugins import STRATEGIES
-from drivetrain.core.strategy_facts import StrategyFacts, strategy_facts
+from drivetrain.core.plugins import STRATEGIES, StrategyFacts, strategy_facts
 from drivetrain.hardware import Gpu, Hardware
 
 _NEEDS_THE_MACHINE = (

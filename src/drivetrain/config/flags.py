@@ -26,7 +26,7 @@ from drivetrain.config.settings import (
     settings_of,
 )
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.units import format_list
+from drivetrain.core.value import format_list
 
 COMMAND_LINE = "command line"
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})

@@ -10,8 +10,7 @@ from drivetrain.config.schema import Config, PlanPins
 from drivetrain.config.settings import BY_DOTTED, SETTINGS, Given, Setting, nearest
 from drivetrain.config.sources import from_plan, from_values, from_yaml
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.plugins import STRATEGIES
-from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.hardware import Hardware, detect
 
 _DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from drivetrain.core.plugins import STRATEGIES, TRACKERS, Plugins
-from drivetrain.core.units import parse_seconds
-from drivetrain.core.value import PrecisionName
+from drivetrain.core.value import PrecisionName, parse_seconds
 
 
 class Flag:

@@ -1,4 +1,8 @@
-"""Periodic work at step boundaries, called on all ranks."""
+"""Work at step boundaries: hooks, called on all ranks; and what layers of a model do at the end of each step.
+
+A mixture of experts sums the loads of its experts over all ranks, moves their biases, and has losses of its own. A
+strategy calls its `StepSettlement` and knows no such layer.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.loss import LossSum
 from drivetrain.core.world import World
+
+PERIODS = "a whole number of steps from 1, or 'epoch'"
 
 
 class Samples(Protocol):
@@ -108,9 +115,6 @@ class ChecksFirst(Protocol):
         """Raise if the hook cannot work; called on every rank with the model as it is trained."""
 
 
-PERIODS = "a whole number of steps from 1, or 'epoch'"
-
-
 def is_period(every: object) -> bool:
     """Return whether `every` is a valid period of a hook: one of `PERIODS`."""
     return every == "epoch" or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
@@ -185,3 +189,43 @@ def every(period: int | Literal["epoch"], function: Callable[[StepContext], Any]
         message = f"{type(given).__name__} cannot be called"
         raise ConfigError([Problem("every", message, given, remedy="dt.every(100, lambda context: …)")])
     return _FunctionHook(period, function)
+
+
+class StepSettlement(Protocol):
+    """Settles a step for all layers of a kind in one model."""
+
+    group: dist.ProcessGroup | None  # of the ranks that share a step; set by the strategy
+
+    def take_auxiliary(self) -> Tensor | None:
+        """Hand over the losses that the last forward left, to be added to a mean loss; None if there are none."""
+
+    def settle(self) -> None:
+        """End a step, on all ranks together. The host does not wait."""
+
+    def forget(self) -> None:
+        """Drop what was counted since the last step: it is not part of one."""
+
+
+class NoSettlement:
+    """Does nothing, in a model without such layers."""
+
+    group: dist.ProcessGroup | None = None
+
+    def take_auxiliary(self) -> Tensor | None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+def settlement_of(model: nn.Module) -> StepSettlement:
+    """Return the settlement of a model: what the class of a layer makes, if it has `make_settlement(model)`."""
+    for module in model.modules():
+        make = getattr(type(module), "make_settlement", None)
+        if make is not None:
+            made: StepSettlement = make(model)
+            return made
+    return NoSettlement()

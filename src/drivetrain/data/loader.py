@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, trains_when_imported
-from drivetrain.core.units import format_bytes
+from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned
 from drivetrain.data.division import Division, MicroStep, Place, Position, Stretch

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.processes import forking
-from drivetrain.core.units import format_bytes
+from drivetrain.core.value import format_bytes
 from drivetrain.data.keyed_items import Collate, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
     Column,

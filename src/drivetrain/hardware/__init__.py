@@ -1,6 +1,6 @@
 """Detects this machine and what this process may use of it. Importing it does not import torch."""
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware.detection import detect
 from drivetrain.hardware.device import DeviceManager, DeviceMemory, GpuMode, assert_on_device, canonical_device
 from drivetrain.hardware.facts import (

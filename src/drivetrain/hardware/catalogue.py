@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware.facts import Gpu, Precision, Rate
 
 _SOURCE = "vendor data sheet, dense"

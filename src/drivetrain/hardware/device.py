@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.units import GIB
-from drivetrain.core.value import Value
+from drivetrain.core.value import GIB, Value
 from drivetrain.hardware.facts import Gpu, Hardware
 from drivetrain.hardware.nvml import read_utilisation
 

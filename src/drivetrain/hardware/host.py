@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from drivetrain.core.units import GIB, format_gib
+from drivetrain.core.value import GIB, format_gib
 from drivetrain.hardware.cgroups import Mount, cpu_limit, memory_limit, mount_of, read_mounts
 from drivetrain.hardware.facts import Cpu, Disk, Memory, Note, Precision
 

@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware.catalogue import cuda_precisions, tabled_rates
 from drivetrain.hardware.facts import Gpu, Link, Memory, MigSlice, Note, Rate
 from drivetrain.hardware.nvml import Nvml

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.plugins import strategy_facts
 from drivetrain.core.precision import Precision
-from drivetrain.core.strategy_facts import strategy_facts
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Draws
 from drivetrain.data.resident import Rows

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from drivetrain.core.run_folder import JsonLines
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
 from drivetrain.hardware.nvml import Nvml
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu, Hardware, detect
 from drivetrain.hardware.nvml import load_nvml
 from drivetrain.monitor.sampler import HostReader, NvmlReader, label, torch_memory

@@ -7,8 +7,7 @@ and the seconds that the device computes.
 from math import ceil
 from typing import Literal
 
-from drivetrain.core.units import format_bytes, format_count, format_seconds
-from drivetrain.core.value import Value
+from drivetrain.core.value import Value, format_bytes, format_count, format_seconds
 from drivetrain.plan.rules import LEAST_SHM_BYTES, MAX_WORKERS, Choice
 
 HARMLESS = 0.02  # of a step: reading that takes no more is done in the training process

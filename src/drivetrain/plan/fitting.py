@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import Field
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.strategy_facts import strategy_facts
-from drivetrain.core.units import format_bytes
-from drivetrain.core.value import Value
+from drivetrain.core.plugins import strategy_facts
+from drivetrain.core.value import Value, format_bytes
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
 from drivetrain.plan.plan import MemoryForecast
 from drivetrain.plan.simulate import Held

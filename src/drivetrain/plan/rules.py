@@ -7,9 +7,8 @@ Nothing is decided without its reason: every value is a `Choice`.
 
 from typing import Generic, Literal, TypeVar
 
-from drivetrain.core.strategy_facts import strategy_facts
-from drivetrain.core.units import format_bytes
-from drivetrain.core.value import PrecisionName, Value
+from drivetrain.core.plugins import strategy_facts
+from drivetrain.core.value import PrecisionName, Value, format_bytes
 from drivetrain.hardware import Gpu, Hardware
 
 T = TypeVar("T")

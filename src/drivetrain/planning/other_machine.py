@@ -8,8 +8,7 @@ from torch import nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.units import format_bytes
-from drivetrain.core.value import PrecisionName
+from drivetrain.core.value import PrecisionName, format_bytes
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
 from drivetrain.job import Job

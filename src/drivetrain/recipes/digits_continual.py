@@ -2,7 +2,7 @@
 
 from drivetrain.api.training import Result
 from drivetrain.config import Config
-from drivetrain.core.studies import load_study
+from drivetrain.core.plugins import load_study
 from drivetrain.job import Job
 from drivetrain.recipes.recipe import Recipe
 

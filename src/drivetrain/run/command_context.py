@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.launchers import ProcessPlace, supervision
-from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.plugins import strategy_facts
 from drivetrain.job import Job
 
 Instead = Callable[[Job], NoReturn]

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.core.hook import settlement_of
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.precision import Precision, numerics
-from drivetrain.core.step_settlement import settlement_of
 from drivetrain.data.batch import map_tensors, to_device
 from drivetrain.data.counts import Count, candidates
 from drivetrain.data.keyed_items import what_draws

@@ -23,8 +23,7 @@ from torch import nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
 from drivetrain.core.run_folder import write_atomically
-from drivetrain.core.units import format_bytes
-from drivetrain.core.value import PrecisionName
+from drivetrain.core.value import PrecisionName, format_bytes
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job

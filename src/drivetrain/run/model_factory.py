@@ -24,7 +24,7 @@ from drivetrain.checkpoint import CheckpointError, Weights, WeightsTaken, load_w
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
-from drivetrain.core.units import format_bytes
+from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.monitor.recorder import NoRunRecorder

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from drivetrain.config import Config
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.units import GIB
+from drivetrain.core.value import GIB
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.same_samples import READING_SECONDS, Glance, are_steady, difference, glance

@@ -6,7 +6,7 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.units import format_bytes
+from drivetrain.core.value import format_bytes
 from drivetrain.data.keyed_items import Collate
 from drivetrain.data.resident import Resident, num_bytes_in_memory
 from drivetrain.data.resident_copy import NotResidentError, make_resident

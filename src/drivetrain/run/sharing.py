@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.plugins import STRATEGIES
-from drivetrain.core.strategy_facts import strategy_facts
+from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.plan import Choice

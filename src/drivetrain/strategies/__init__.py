@@ -1,6 +1,6 @@
 """Strategies: how devices share the work of a step. One contract suite holds for all of them (`tests/strategies`)."""
 
-from drivetrain.core.strategy_facts import Conflict
+from drivetrain.core.plugins import Conflict
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.kinds.data_parallel import DataParallelStrategy

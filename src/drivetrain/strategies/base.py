@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.core.step_settlement import StepSettlement, settlement_of
 from drivetrain.strategies.activations import offload
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.loss_parts import LossParts

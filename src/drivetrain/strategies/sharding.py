@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
-from drivetrain.core.units import format_bytes
+from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.plan.simulate import Held, forecast_held, without_memory

@@ -9,8 +9,7 @@ import torch
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.plugins import STRATEGIES
-from drivetrain.core.strategy_facts import StrategyFacts
+from drivetrain.core.plugins import STRATEGIES, StrategyFacts
 from drivetrain.core.world import World
 from drivetrain.job import Job
 from drivetrain.strategies.base import Strategy

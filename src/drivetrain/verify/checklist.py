@@ -4,8 +4,7 @@ import difflib
 from collections.abc import Sequence
 
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.literal_facts import literal_facts
-from drivetrain.core.plugins import PROBES
+from drivetrain.core.plugins import PROBES, literal_facts
 from drivetrain.verify.probe import Probe
 
 

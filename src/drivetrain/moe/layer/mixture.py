@@ -166,7 +166,7 @@ class MixtureOfExperts(nn.Module):
 
     @staticmethod
     def make_settlement(model: nn.Module) -> "Settlement":
-        """Return what ends a step for all mixtures of a model (`core/step_settlement.py`)."""
+        """Return what ends a step for all mixtures of a model (`core/hook.py`)."""
         return Settlement(model)
 
     def extra_repr(self) -> str:

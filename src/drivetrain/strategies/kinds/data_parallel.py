@@ -20,7 +20,7 @@ from torch.nn.parallel import replicate as replicate_on_gpus
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss, summed_by_count
-from drivetrain.core.strategy_facts import Conflict
+from drivetrain.core.plugins import Conflict
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
 from drivetrain.data.stream import key_of

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.plugins import Conflict
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.cross_rank import Sums

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.plugins import Conflict
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource, is_distributed, local_part, put_away
-from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.cross_rank import Sums, norm_over_ranks, share_infinities

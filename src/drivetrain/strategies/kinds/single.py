@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.core.plugins import Conflict
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.core.strategy_facts import Conflict
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
 from drivetrain.strategies.replicated import load_whole_state, whole_state

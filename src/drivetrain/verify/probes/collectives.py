@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from drivetrain.core.processes import die_with_parent
-from drivetrain.core.units import MIB, format_digits
-from drivetrain.core.value import Value
+from drivetrain.core.value import MIB, Value, format_digits
 from drivetrain.core.world import synchronize
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.core.units import MIB
+from drivetrain.core.value import MIB
 from drivetrain.core.world import synchronize
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import seconds_per_call, span, use_all_cores

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.core.units import format_digits
+from drivetrain.core.value import format_digits
 from drivetrain.hardware import Precision
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.probes.timing import flops_span, seconds_per_call, slow_gpus, use_all_cores

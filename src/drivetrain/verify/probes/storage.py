@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drivetrain.core.units import MIB, format_bytes, format_digits
+from drivetrain.core.value import MIB, format_bytes, format_digits
 from drivetrain.verify.probe import Probe
 from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, passed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from drivetrain.core.units import format_digits
+from drivetrain.core.value import format_digits
 from drivetrain.core.world import synchronize
 from drivetrain.hardware import Gpu
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drivetrain.core.units import (
+from drivetrain.core.value import (
     GIB,
     MIB,
     format_bytes,
