@@ -16,7 +16,7 @@ from drivetrain.core.precision import FP32_ON_CPU, Precision, numerics
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.facts import Rate
 from drivetrain.plan import Pins, choose_settings
-from drivetrain.strategies.activations import recompute, repeated_blocks
+from drivetrain.strategies.layers import recompute, repeated_blocks
 from tests.api.jobs import Transformer, Variant, make_job, read
 from tests.hardware_fixtures import load
 

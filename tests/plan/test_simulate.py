@@ -15,7 +15,7 @@ from drivetrain.core.precision import Precision
 from drivetrain.plan.simulate import Held, count_held, forecast_held, simulate, without_memory
 from drivetrain.recipes.gpt import SmallGpt
 from drivetrain.run.memory import ResidentPeakMeter, peak_meter
-from drivetrain.strategies.activations import recompute
+from drivetrain.strategies.layers import recompute
 
 FP32, BF16 = Precision("fp32", "cpu"), Precision("bf16", "cpu")
 MB = 10**6

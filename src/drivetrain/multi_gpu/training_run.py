@@ -22,7 +22,7 @@ from drivetrain.data.source import Source, source_of
 from drivetrain.job import EarlyStopping, Job, WarmupCosine
 from drivetrain.report import RunData
 from drivetrain.run.command_context import given_on_command_line
-from drivetrain.strategies.activations import repeated_blocks
+from drivetrain.strategies.layers import repeated_blocks
 
 MOST_WARMUP_STEPS, WARMUP_SHARE = 1000, 0.1
 

@@ -39,12 +39,11 @@ from drivetrain.plan.tune import Measurement
 from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.session import switches_of
 from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
-from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compiled, num_graphs
+from drivetrain.strategies.layers import recompute, split_recurrent_dropout
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
-from drivetrain.strategies.recurrent import split_recurrent_dropout
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
 ROUND_SECONDS = 0.02

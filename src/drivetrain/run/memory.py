@@ -33,7 +33,7 @@ from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
 from drivetrain.plan.simulate import Held, Simulated, count_held, forecast_held, num_bytes, simulate
 from drivetrain.run.saver import CHECKPOINTS
 from drivetrain.run.session import Session
-from drivetrain.strategies.activations import recompute, repeated_blocks
+from drivetrain.strategies.layers import recompute, repeated_blocks
 
 MOST_SAMPLES = 16  # that a step is followed with; beyond, it is a line
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

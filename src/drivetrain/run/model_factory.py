@@ -33,10 +33,9 @@ from drivetrain.run.memory import explained
 from drivetrain.run.session import Session
 from drivetrain.run.sharing import strategy_for
 from drivetrain.strategies import ShardOptions, SharedExperts
-from drivetrain.strategies.activations import recompute
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_named, compile_options, compiled
-from drivetrain.strategies.recurrent import split_recurrent_dropout
+from drivetrain.strategies.layers import recompute, split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.strategies.shared_experts import HeldExperts
 

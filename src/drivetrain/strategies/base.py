@@ -22,8 +22,8 @@ from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
-from drivetrain.strategies.activations import offload
 from drivetrain.strategies.ema import Average
+from drivetrain.strategies.layers import offload
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
 

@@ -1,14 +1,16 @@
-"""Shards a model, so that no device ever holds more of it than one block whole.
+"""Shards a model, so that no device ever holds more of it than one block whole; and collectives over sharded gradients.
 
 Each repeated block becomes a unit, and the rest of the model another: a unit's weights are gathered before its forward
 and its backward, and freed after them (torch's `fully_shard`). Rank 0's weights count. They are sent unit by unit, so
 other ranks may build the model without memory for it.
+
+The global norm, the inf flag and the sums of losses are collectives: all ranks call them together.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,18 +26,18 @@ from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.plan.simulate import Held, forecast_held, without_memory
-from drivetrain.strategies.activations import repeated_blocks
 from drivetrain.strategies.compiling import compile_options
+from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
 ROOT = ""  # the name of the unit that holds what is in no block
-
 # They treat every element of a weight alike, so a rank's part of a weight is all they need. One of another kind (it
 # takes norms or products of whole weights) would compute something else on parts, in silence.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -426,3 +428,47 @@ def refuse_unless_elementwise(optimizer: Optimizer, strategy: str) -> None:
 
 def _num_bytes(parameters: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def norm_over_ranks(parts: Iterable[Tensor], world: World, dtype: torch.dtype) -> Tensor:
+    """Return the norm of all gradients of all ranks, from each rank's own parts."""
+    gradients = [part.grad for part in parts if part.grad is not None and part.numel()]
+    own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    squared = own.to(world.device, torch.float64).square()
+    dist.all_reduce(squared, group=world.group)
+    return squared.sqrt().to(dtype)
+
+
+def share_infinities(found: Iterable[Tensor], world: World) -> None:
+    """Set the inf flag on all ranks if it is set on one: a step is skipped by all or by none."""
+    for flag in found:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, world.group)
+
+
+class Sums:
+    """Loss sum, count and stop requests over all ranks: sent before backward, taken after it, so that no rank waits."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.stop = False  # this rank's wish, which travels with the next sums
+        self._sums: Tensor | None = None
+        self._on_its_way: dist.Work | None = None
+
+    def send(self, losses: Iterable[tuple[Tensor, float]], count: Tensor | float) -> None:
+        """Start the all-reduce, in float64: counts stay exact, and sums are as good as the losses they are made of."""
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        for value, factor in losses:
+            self._sums[0] += value.double() * factor
+        self._sums[1] += count
+        self._sums[2] += float(self.stop)
+        if self._world.group is not None:
+            self._on_its_way = dist.all_reduce(self._sums, group=self._world.group, async_op=True)
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss sum, count, and how many ranks want to stop."""
+        assert self._sums is not None, "backward comes before step"
+        if self._on_its_way is not None:
+            self._on_its_way.wait()  # of the stream, on a GPU; elsewhere backward took longer than three numbers do
+        total, count, stopping = self._sums.unbind()
+        self._sums = self._on_its_way = None
+        return total, count, stopping

@@ -27,10 +27,9 @@ from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
-from drivetrain.strategies.cross_rank import Sums
 from drivetrain.strategies.deepspeed_config import Zero, ZeroFacts, derive, keeps_bf16_weights, scaler_state
 from drivetrain.strategies.replicated import share_buffers
-from drivetrain.strategies.sharding import refuse_unless_elementwise
+from drivetrain.strategies.sharding import Sums, refuse_unless_elementwise
 from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec, refuse_without_package
 from drivetrain.strategies.zero_parts import ZeroParts, refuse_odd_weights
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from drivetrain.core.state import Shard, TensorSource, put_away
 from drivetrain.core.world import World
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
-from drivetrain.strategies.cross_rank import norm_over_ranks, share_infinities
 from drivetrain.strategies.kinds.ddp import DdpOptions, DdpStrategy, options_of
 from drivetrain.strategies.kinds.fsdp import FsdpStrategy
 from drivetrain.strategies.replicated import load_whole_state, whole_state
-from drivetrain.strategies.sharding import Sharded
+from drivetrain.strategies.sharding import Sharded, norm_over_ranks, share_infinities
 from drivetrain.strategies.shared_experts import SharedExperts
 from drivetrain.strategies.spec import StrategyContext, StrategySpec
 

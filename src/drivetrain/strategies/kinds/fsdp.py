@@ -23,9 +23,8 @@ from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource, is_distributed, local_part, put_away
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
-from drivetrain.strategies.cross_rank import Sums, norm_over_ranks, share_infinities
 from drivetrain.strategies.replicated import load_whole_state, share_buffers, whole_state
-from drivetrain.strategies.sharding import Sharded
+from drivetrain.strategies.sharding import Sharded, Sums, norm_over_ranks, share_infinities
 from drivetrain.strategies.spec import StrategyContext, StrategySpec
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from drivetrain.strategies.recurrent import split_recurrent_dropout
+from drivetrain.strategies.layers import split_recurrent_dropout
 
 KINDS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
     (nn.LSTM, {}),
