@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 
 from drivetrain.data import resident_copy
 from drivetrain.data.division import Division
-from drivetrain.data.feed import ResidentFeed, feed_for
-from drivetrain.data.index_prefetch import NumbersAhead
+from drivetrain.data.feed import NumbersAhead, ResidentFeed, feed_for
 from drivetrain.data.keyed_items import Columns
 from drivetrain.data.loader import Loader
 from drivetrain.data.resident import Resident, Rows
@@ -161,8 +160,8 @@ def test_numbers_ahead_are_those_of_the_stream(
     stream, division = SampleStream(size, 3, shuffle=shuffle), Division(size, global_batch, micro_batch, world)
     resident = resident_of(torch.arange(size))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("drivetrain.data.index_prefetch.FIRST", pieces[0])
-        patched.setattr("drivetrain.data.index_prefetch.FOLLOWING", pieces[1])
+        patched.setattr("drivetrain.data.feed.FIRST_NUMBERS", pieces[0])
+        patched.setattr("drivetrain.data.feed.FOLLOWING_NUMBERS", pieces[1])
         for rank in range(world):
             ahead = NumbersAhead(stream, division, rank, first, first + count, resident)
             for step in range(first, first + count):
@@ -202,8 +201,8 @@ def test_steps_that_are_passed_over(
     resident = resident_of(data)
     wanted = iter(wishes)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("drivetrain.data.index_prefetch.FIRST", pieces[0])
-        patched.setattr("drivetrain.data.index_prefetch.FOLLOWING", pieces[1])
+        patched.setattr("drivetrain.data.feed.FIRST_NUMBERS", pieces[0])
+        patched.setattr("drivetrain.data.feed.FOLLOWING_NUMBERS", pieces[1])
         loader = Loader(source, division, 0, 5, default_collate, resident=resident)
         assert isinstance(loader.feed, ResidentFeed)
         loader.feed.gathers = False

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from drivetrain.config import configure
-from drivetrain.data import index_prefetch
+from drivetrain.data import feed
 from drivetrain.data.division import Division
 from drivetrain.data.feed import feed_for
 from drivetrain.data.loader import Loader
@@ -47,8 +47,8 @@ def batches(
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "other types"])
 def test_the_bits_of_the_ordinary_path(kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_prefetch, "FIRST", 10)
-    monkeypatch.setattr(index_prefetch, "FOLLOWING", 20)
+    monkeypatch.setattr(feed, "FIRST_NUMBERS", 10)
+    monkeypatch.setattr(feed, "FOLLOWING_NUMBERS", 20)
     data = KINDS[kind]()
     resident = resident_of(data, channels_last=channels_last)
     assert all(column.rows.device == gpu() for column in resident.columns)
@@ -80,8 +80,8 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many pieces of numbers; the device is kept busy, and every batch is handed out long before it is done."""
-    monkeypatch.setattr(index_prefetch, "FIRST", 1000)
-    monkeypatch.setattr(index_prefetch, "FOLLOWING", 4000)
+    monkeypatch.setattr(feed, "FIRST_NUMBERS", 1000)
+    monkeypatch.setattr(feed, "FOLLOWING_NUMBERS", 4000)
     data = TensorDataset(torch.randn(5000, 8), torch.arange(5000))
     resident = resident_of(data)
 

@@ -129,8 +129,8 @@ def test_steps_that_are_read_together(
     """Over the ends of windows of numbers, with a shape of its own for an epoch's last step, with saves between."""
     monkeypatch.setattr(read_back, "MOST_READ_BACK", together)
     monkeypatch.setattr(read_back, "READ_BACK_SECONDS", 1e9)
-    monkeypatch.setattr("drivetrain.data.index_prefetch.FIRST", 40)
-    monkeypatch.setattr("drivetrain.data.index_prefetch.FOLLOWING", 100)
+    monkeypatch.setattr("drivetrain.data.feed.FIRST_NUMBERS", 40)
+    monkeypatch.setattr("drivetrain.data.feed.FOLLOWING_NUMBERS", 100)
     if "valid_every" in changes:
         changes = {**changes, "valid": Vectors(replace(BASE, num_samples=21))}
     variant = replace(BASE, steps=90, save_every=25)
@@ -194,8 +194,8 @@ def test_stretches_are_the_same_steps(
         patched.setattr(read_back, "READ_BACK_SECONDS", 1e9)
         patched.setattr(read_back, "MOST_IN_FLIGHT", under_way)
         patched.setattr(read_back, "IN_FLIGHT_SECONDS", 1e9)
-        patched.setattr("drivetrain.data.index_prefetch.FIRST", piece)
-        patched.setattr("drivetrain.data.index_prefetch.FOLLOWING", piece)
+        patched.setattr("drivetrain.data.feed.FIRST_NUMBERS", piece)
+        patched.setattr("drivetrain.data.feed.FOLLOWING_NUMBERS", piece)
         captures, folder = Captures(patched), Path(name)
         found = {}
         for capture in ("off", "on"):

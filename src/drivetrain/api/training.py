@@ -21,8 +21,7 @@ from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
 from drivetrain.data.keyed_items import Collated
-from drivetrain.data.loader import Loader, MicroBatch
-from drivetrain.data.samples_by_number import SamplesAgain
+from drivetrain.data.loader import Loader, MicroBatch, SamplesAgain
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.loop.trainer import Trainer

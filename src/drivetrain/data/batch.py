@@ -1,12 +1,25 @@
-"""The contents of a batch: tensors in any nesting of containers, and objects with a `to` method."""
+"""The contents of a batch: tensors in any nesting of containers, objects with a `to` method; and counts of its items.
+
+A loss that is a mean over tokens divides by a count: labels that are not ignored, mask entries, lengths, elements.
+`candidates` lists those that a batch offers; a `Count` is a value that survives JSON, so that a run can record by which
+one it weights its loss.
+"""
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from drivetrain.core.value import Value
+
+IGNORE_INDEX = -100  # what torch and transformers leave out of a cross-entropy
+_PADDING = (-1, 0, 1)  # other values that mark positions to leave out, in labels and in masks
+Part = Literal["all", "from the second", "up to the last"]
+LeafPath = tuple[str | int, ...]
 
 
 class MicroBatch(NamedTuple):
@@ -93,3 +106,138 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(getattr(batch, field.name))
     else:
         yield batch
+
+
+class Count(Value):
+    """The number of items of a batch's tensor that a loss may average over."""
+
+    path: LeafPath  # to the tensor: keys, positions, field names
+    kind: Literal["unequal", "sum", "numel"]
+    ignored: int = 0  # of `unequal`: the value that is not counted
+    part: Part = "all"  # along the second dimension: next-token losses leave out the first label of each sample
+
+    def of(self, batch: Any) -> Tensor:
+        """Count the items of a batch, as a tensor on its device, without waiting for the device."""
+        tensor = _at(batch, self.path)
+        if self.kind == "sum":
+            total = tensor.sum(dtype=torch.float64 if tensor.is_floating_point() else torch.int64)
+            return total if self.part == "all" else total - tensor.numel()
+        cut = _cut(tensor, self.part)
+        if self.kind == "numel":
+            return torch.full((), _num_positions(cut), device=cut.device)
+        return (cut != self.ignored).sum()
+
+    def number(self, batch: Any) -> float:
+        """Count the items of a batch that is on the host."""
+        if self.kind == "numel":
+            return float(_num_positions(_cut(_at(batch, self.path), self.part)))
+        return float(self.of(batch))
+
+    def is_in(self, batch: Any) -> bool:
+        """Tell whether a batch has the tensor: collate functions may leave one out."""
+        try:
+            _cut(_at(batch, self.path), self.part)
+        except (KeyError, IndexError, AttributeError, AssertionError, TypeError):
+            return False
+        return True
+
+    def by_sample(self, batch: Any) -> Tensor:
+        """Count the items of each sample of a batch whose tensor has one row per sample."""
+        tensor = _cut(_at(batch, self.path), "all" if self.kind == "sum" else self.part)
+        rows = tensor.reshape(len(tensor), -1)
+        if self.kind == "sum":
+            return rows.double().sum(1) - (0 if self.part == "all" else rows.shape[1])
+        if self.kind == "numel":
+            return torch.full((len(rows),), float(_num_positions(tensor[:1])), device=rows.device)
+        return (rows != self.ignored).sum(1)
+
+    def __str__(self) -> str:
+        name = _in_words(self.path)
+        if self.kind == "sum":
+            return f"the sum of {name}" if self.part == "all" else f"the sum of {name} - 1"
+        name += {"all": "", "from the second": "[:, 1:]", "up to the last": "[:, :-1]"}[self.part]
+        return f"the elements of {name}" if self.kind == "numel" else f"{name} != {self.ignored}"
+
+
+def candidates(batch: Any) -> list[Count]:
+    """List the counts that a batch offers, the likeliest first."""
+    found: list[Count] = []
+    for path, tensor in _tensors(batch):
+        if tensor.dim() == 0 or tensor.is_complex() or not tensor.numel():
+            continue
+        parts: tuple[Part, ...] = ("all", "from the second", "up to the last") if tensor.dim() > 1 else ("all",)
+        values = _ignored_values(tensor)
+        found += [Count(path=path, kind="unequal", ignored=value, part=part) for value in values for part in parts]
+        if _may_be_lengths(tensor):
+            shifts: tuple[Part, ...] = ("all", "from the second") if tensor.dim() == 1 else ("all",)
+            found += [Count(path=path, kind="sum", part=part) for part in shifts]
+        found += [Count(path=path, kind="numel", part=part) for part in parts]
+    return sorted(found, key=_rank)
+
+
+def _rank(count: Count) -> tuple[int, int]:
+    """Rank labels before masks, masks before lengths, lengths before shapes; named labels before other tensors."""
+    kind = {"unequal": 0 if count.ignored == IGNORE_INDEX else 1, "sum": 2, "numel": 3}[count.kind]
+    is_label = any(isinstance(key, str) and ("label" in key or "target" in key) for key in count.path)
+    return kind, 0 if is_label else 1
+
+
+def _ignored_values(tensor: Tensor) -> list[int]:
+    """Return the values that may mark positions to leave out."""
+    if tensor.is_floating_point():
+        return [0, 1] if tensor.dim() <= 2 and bool(((tensor == 0) | (tensor == 1)).all()) else []
+    if tensor.dtype is torch.bool:
+        return [0, 1]
+    if tensor.dim() > 4 or tensor.dtype is torch.uint8:  # pictures
+        return []
+    last = int(tensor[..., -1].flatten().mode().values) if tensor.dim() > 1 else IGNORE_INDEX
+    present = [value for value in dict.fromkeys((*_PADDING, last)) if bool((tensor == value).any())]
+    return list(dict.fromkeys((IGNORE_INDEX, *present)))
+
+
+def _may_be_lengths(tensor: Tensor) -> bool:
+    """Return whether it may hold lengths or sample weights: numbers from 0 on, one or a row of them per sample."""
+    return tensor.dim() <= 2 and tensor.dtype is not torch.bool and bool((tensor >= 0).all())
+
+
+def _num_positions(tensor: Tensor) -> int:
+    return tensor.shape[0] * (tensor.shape[1] if tensor.dim() > 1 else 1)
+
+
+def _cut(tensor: Tensor, part: Part) -> Tensor:
+    if part == "all" or tensor.dim() < 2:
+        return tensor
+    return tensor[:, 1:] if part == "from the second" else tensor[:, :-1]
+
+
+def _tensors(batch: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]]:
+    if isinstance(batch, Tensor):
+        if batch.layout is torch.strided:
+            yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            if isinstance(key, (str, int)):
+                yield from _tensors(value, (*path, key))
+    elif isinstance(batch, (list, tuple)):
+        for number, value in enumerate(batch):
+            yield from _tensors(value, (*path, number))
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from _tensors(getattr(batch, field.name), (*path, field.name))
+
+
+def _at(batch: Any, path: LeafPath) -> Tensor:
+    for key in path:
+        is_structure = isinstance(batch, (Mapping, list, tuple))
+        batch = operator.getitem(batch, key) if is_structure else getattr(batch, str(key))
+    assert isinstance(batch, Tensor)
+    return batch
+
+
+def _in_words(path: LeafPath) -> str:
+    """Return the tensor's name in the batch, as Python spells it."""
+    if not path:
+        return "the batch"
+    first, rest = path[0], path[1:]
+    name = first if isinstance(first, str) else f"batch[{first}]"
+    return name + "".join(f"[{key!r}]" if isinstance(key, int) else f".{key}" for key in rest)

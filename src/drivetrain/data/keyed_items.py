@@ -2,13 +2,18 @@
 
 An item that draws from Python's, numpy's or torch's global generator gets the same numbers whichever process fetches
 it, in whatever order, before or after a restart. Items that do not draw are not reseeded one by one: a planted state
-shows after each batch whether anything was drawn, and only then is the batch fetched again, keyed.
+shows after each batch whether anything was drawn, and only then is the batch fetched again, keyed. `Generators` finds
+the random generators that a dataset holds itself, and detects whether something drew from them.
 """
 
+import functools
 import hashlib
+import inspect
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -22,6 +27,12 @@ from drivetrain.data.stream import key_of
 Collate = Callable[[list[Any]], Any]
 
 _PLANT = 0x5EED
+Result = TypeVar("Result")
+# The types that every version of torch gathers.
+GATHERED = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
 
 
 def seed_all(key: int) -> None:
@@ -53,9 +64,6 @@ def draws_anything(action: Callable[[], Any]) -> tuple[bool, Any]:
     seed_all(_PLANT)
     result = action()
     return _next_draws() != _UNTOUCHED, result
-
-
-Result = TypeVar("Result")
 
 
 class Draws(NamedTuple):
@@ -181,13 +189,6 @@ class Columns(Dataset[dict[str, Tensor]]):
         return {name: tensor[sample] for name, tensor in self.tensors.items()}
 
 
-# The types that every version of torch gathers.
-GATHERED = {
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128,
-}  # fmt: skip
-
-
 def gathers(dataset: Any, collate: Collate) -> bool:
     """Return whether batches can be gathered from tensors: bitwise as fetching item by item, without the loop."""
     if type(dataset) not in (TensorDataset, Columns) or collate is not default_collate:
@@ -251,3 +252,110 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (str, bytes, int, float, bool, type(None))):
         return bool(one == other) or (one != one and other != other)
     return True
+
+
+class Generators:
+    """The generators that objects hold: in attributes, containers, closures, and in the globals their functions name.
+
+    The search is not complete; but an augmentation with a private generator, used for a few items only, is found here
+    where reading some items twice would not show it.
+    """
+
+    MOST_OBJECTS = 5000
+    _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    _METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
+
+    def __init__(self, things: list[Any]) -> None:
+        self._found: list[Any] = []
+        seen: set[int] = set()
+        left = list(things)
+        while left and len(seen) < self.MOST_OBJECTS:
+            thing = left.pop()
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            if isinstance(thing, self._KINDS):
+                self._found.append(thing)
+            else:
+                with suppress(Exception):  # an object that cannot be inspected counts as holding none
+                    left.extend(self._inside(thing))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._found.extend(torch.cuda.default_generators)
+
+    def states(self) -> list[Any]:
+        return [_state(generator) for generator in self._found]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the generators on exit, whatever draws from them inside."""
+        setters = [_setter(generator) for generator in self._found]
+        try:
+            yield
+        finally:
+            for put_back in setters:
+                put_back()
+
+    @classmethod
+    def _inside(cls, thing: Any) -> list[Any]:
+        if thing is None or isinstance(thing, (str, bytes, int, float, complex, Tensor, np.ndarray, type)):
+            return []
+        if isinstance(thing, dict):  # other mappings may read from a file whatever is asked for
+            return list(islice(thing.values(), cls.MOST_OBJECTS))
+        if isinstance(thing, (list, tuple, set, frozenset)):
+            return list(islice(thing, cls.MOST_OBJECTS))
+        if isinstance(thing, functools.partial):
+            return [thing.func, *thing.args, *thing.keywords.values()]
+        if inspect.ismethod(thing):
+            return [thing.__self__, thing.__func__]
+        if inspect.isfunction(thing):
+            return _named_by(thing)
+        if inspect.ismodule(thing) or inspect.isbuiltin(thing):
+            return []
+        methods = [getattr(type(thing), name, None) for name in cls._METHODS]
+        slots = [getattr(thing, name, None) for kind in type(thing).__mro__ for name in _slots(kind)]
+        return [*getattr(thing, "__dict__", {}).values(), *slots, *filter(inspect.isfunction, methods)]
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [str(name) for name in slots]
+
+
+def _named_by(function: Any) -> list[Any]:
+    """Return a function's closure, and the generators and functions among the globals that it names."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    kinds = Generators._KINDS
+    own = function.__module__
+    return found + [
+        thing for thing in named if isinstance(thing, kinds) or (inspect.isfunction(thing) and thing.__module__ == own)
+    ]
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        _, keys, *rest = generator.get_state(legacy=True)
+        return (np.asarray(keys).tobytes(), rest)
+    if isinstance(generator, random.SystemRandom):
+        return object()  # it has none, and every draw is a new one: never the same
+    return generator.getstate()
+
+
+def _setter(generator: Any) -> Callable[[], None]:
+    """Return a function that restores a generator to its present state."""
+    if isinstance(generator, random.SystemRandom):
+        return lambda: None
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())

@@ -10,7 +10,7 @@ import pickle
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -20,14 +20,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.isolation import generators_kept
 from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, trains_when_imported
 from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
-from drivetrain.data.batch import map_tensors, pinned
+from drivetrain.data.batch import map_tensors, pinned, to_device
 from drivetrain.data.division import Division, MicroStep, Place, Position, Stretch
 from drivetrain.data.external_order import Content, ReadOrder, fingerprint
-from drivetrain.data.feed import Feed, NoFeed, ResidentFeed
-from drivetrain.data.index_prefetch import NumbersAhead
+from drivetrain.data.feed import Feed, NoFeed, NumbersAhead, ResidentFeed
 from drivetrain.data.keyed_items import (
     Collate,
     Collated,
@@ -40,6 +40,9 @@ from drivetrain.data.keyed_items import (
 from drivetrain.data.resident import Resident, Rows
 from drivetrain.data.source import Source, WorkerWishes, source_of
 from drivetrain.data.stream import SampleStream
+
+CountAhead = Callable[[int, list[MicroBatch]], None]
+_AGAIN = 2**48  # an epoch that no run reaches: what items draw at random when they are seen again is keyed by it
 
 
 class RankStep(NamedTuple):
@@ -102,7 +105,6 @@ class RankSteps:
 
 
 Fetched = Iterator[tuple[RankStep, Iterable[MicroBatch]]]
-CountAhead = Callable[[int, list[MicroBatch]], None]
 
 
 class Loader:
@@ -503,3 +505,25 @@ def _cannot_be_found_by_workers(source: Source, collate: Collate) -> str:
         if getattr(named, "__module__", "") == "__main__":
             return f"{named.__qualname__} is defined in this session, where workers started by {method} cannot find it"
     return ""
+
+
+class SamplesAgain:
+    """Reads samples of a run in its keyed order again, in this process, leaving its loader and generators untouched."""
+
+    def __init__(self, loader: Loader, collate: Collated, device: torch.device, *, channels_last: bool = False) -> None:
+        assert loader.items is not None, "data that is only iterated has no numbers"
+        self._loader, self._collate, self._device, self._channels_last = loader, collate, device, channels_last
+        self._items = KeyedItems(loader.items.dataset, loader.items.seed)  # not the loader's: its workers use that
+
+    def of_step(self, step: int) -> Sequence[int]:
+        return self._loader.samples_of(self._loader.division.place(step))
+
+    def items(self, numbers: Sequence[int]) -> list[Any]:
+        with generators_kept():
+            return self._items.__getitems__([(_AGAIN, number) for number in numbers])
+
+    def batch(self, numbers: Sequence[int]) -> Any:
+        items = self.items(numbers)
+        with generators_kept():
+            batch = self._collate(items)
+        return to_device(batch, self._device, channels_last=self._channels_last)

@@ -17,7 +17,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.processes import forking
 from drivetrain.core.value import format_bytes
-from drivetrain.data.keyed_items import Collate, ItemError, KeyedItems, draws_anything, spread_over
+from drivetrain.data.keyed_items import Collate, Generators, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
     Column,
     Resident,
@@ -26,7 +26,6 @@ from drivetrain.data.resident import (
     num_bytes_in_memory,
     num_bytes_of,
 )
-from drivetrain.data.rng_watch import Generators
 from drivetrain.data.source import Source
 
 NUM_PROBES = 16  # items that are read twice more than needed, spread over the data set

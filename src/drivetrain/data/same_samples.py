@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.isolation import generators_kept
-from drivetrain.data.keyed_items import KeyedItems, spread_over
-from drivetrain.data.rng_watch import Generators
+from drivetrain.data.keyed_items import Generators, KeyedItems, spread_over
 
 MOST_ITEMS = 8
 READING_SECONDS = 1.0  # per data set; an item that is begun is finished

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drivetrain.core.loss import LossSum, UndividedLoss
 from drivetrain.core.value import Value
-from drivetrain.data.counts import Count
+from drivetrain.data.batch import Count
 
 # In fp32 the right factors fit to 6e-7, and the nearest wrong count to 5e-3.
 TOLERANCE = 1e-5

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain.core.hook import settlement_of
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.precision import Precision, numerics
-from drivetrain.data.batch import map_tensors, to_device
-from drivetrain.data.counts import Count, candidates
+from drivetrain.data.batch import Count, candidates, map_tensors, to_device
 from drivetrain.data.keyed_items import what_draws
 from drivetrain.job import LossFunction
 from drivetrain.plan.loss_weighting import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge

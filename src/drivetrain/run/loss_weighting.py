@@ -18,8 +18,7 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
 from drivetrain.core.world import World
-from drivetrain.data.batch import MicroBatch
-from drivetrain.data.counts import IGNORE_INDEX, candidates
+from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates
 from drivetrain.data.division import Place
 from drivetrain.data.keyed_items import Collated, KeyedItems
 from drivetrain.data.loader import Loader
