@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from drivetrain.moe import Knowledge, KnowledgeFiles, KnowledgeGraph, Lifecycle
 from drivetrain.report import _epochs, write_report
-from drivetrain.report.graph_layout import layout
 from drivetrain.report.graph_picture import (
     _radii,
     _shown,
@@ -21,6 +20,7 @@ from drivetrain.report.graph_picture import (
     draw_knowledge,
     draw_placement,
     draw_places,
+    layout,
 )
 from drivetrain.report.run_data import RunData
 from tests.api.jobs import Variant

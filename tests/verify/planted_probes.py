@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pydantic
 
-from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, not_applicable, passed
+from drivetrain.verify.probe import MeasuredRate, Outcome, ProbeSetup, not_applicable, passed
 
 
 def good(setup: ProbeSetup) -> Outcome:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from drivetrain.verify.probe import Outcome, ProbeSetup
 from drivetrain.verify.probes import collectives
 from drivetrain.verify.probes.collectives import CollectiveFigures
-from drivetrain.verify.result import Outcome, ProbeSetup
 
 
 def _run(setup: ProbeSetup) -> Outcome:

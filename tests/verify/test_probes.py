@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drivetrain.hardware import Precision
+from drivetrain.verify.probe import ProbeSetup, failed
 from drivetrain.verify.probes import (
     compilation,
     copies,
@@ -27,7 +28,6 @@ from drivetrain.verify.probes import (
     training,
     utilisation,
 )
-from drivetrain.verify.result import ProbeSetup, failed
 from tests.verify.machines import gpu, machine
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import ProbeResult
+from drivetrain.verify.probe import Probe, ProbeResult
 from drivetrain.verify.runner import describe_returncode, run_probes
 from tests.verify.machines import machine
 

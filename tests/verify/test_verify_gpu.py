@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.hardware import detect
-from drivetrain.verify.result import Report
+from drivetrain.verify.probe import Report
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from drivetrain.verify.checklist import CHECKLIST
-from drivetrain.verify.result import Report
+from drivetrain.verify.probe import Report
 
 GPU_ONLY = {"matmul-tf32", "copies", "nccl", "gpu-use"}
 

@@ -1,10 +1,15 @@
-"""The probes that `drivetrain verify` runs, in the order of the checklist, and the choice among them."""
+"""The probes that `drivetrain verify` runs, in the order of the checklist; the choice among them, and among GPUs.
+
+GPUs are chosen by numbers and without torch: `DeviceManager` would load it where none is needed.
+"""
 
 import difflib
 from collections.abc import Sequence
 
+from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import PROBES, literal_facts
+from drivetrain.hardware import Hardware
 from drivetrain.verify.probe import Probe
 
 
@@ -43,3 +48,16 @@ def choose(names: Sequence[str], probes: Sequence[Probe] = CHECKLIST) -> tuple[P
     if problems:
         raise ConfigError(problems)
     return tuple(probe for probe in probes if probe.name in chosen) if names else tuple(probes)
+
+
+def chosen_gpus(hardware: Hardware, config: Config) -> tuple[int, ...]:
+    """Return indices as torch counts; none for the CPU. Contradictions were refused when the configuration was read."""
+    wanted = config.device
+    if wanted.mode == "cpu" or wanted.device == "cpu" or hardware.accelerator not in ("cuda", "rocm"):
+        return ()
+    if wanted.ids is not None:
+        return wanted.ids
+    if wanted.device.startswith("cuda:"):
+        return (int(wanted.device.removeprefix("cuda:")),)
+    available = tuple(gpu.index for gpu in hardware.gpus)
+    return available[:1] if wanted.mode == "single_gpu" else available

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.value import Value
-from drivetrain.verify.result import Outcome, ProbeSetup, failed
+from drivetrain.verify.probe import Outcome, ProbeSetup, failed
 
 # The path of a Unix socket has 107 bytes, and multiprocessing puts `/pymp-abcdefgh/listener-abcdefgh` behind TMPDIR.
 LONGEST_TMPDIR = 107 - 32

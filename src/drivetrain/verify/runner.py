@@ -15,8 +15,7 @@ from typing import Protocol
 from drivetrain.core.processes import descendants, kill_processes
 from drivetrain.hardware import Hardware
 from drivetrain.verify.child import LONGEST_TMPDIR, Request
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import Outcome, ProbeResult, ProbeSetup, failed, not_applicable
+from drivetrain.verify.probe import Outcome, Probe, ProbeResult, ProbeSetup, failed, not_applicable
 from drivetrain.verify.zygote import Cleanup, Ended, Ready, StartMethod, ZygoteSettings
 
 START_LIMIT_SECONDS = 120.0  # `import torch` from a cold network disk

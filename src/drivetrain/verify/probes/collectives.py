@@ -19,8 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from drivetrain.core.processes import die_with_parent
 from drivetrain.core.value import MIB, Value, format_digits
 from drivetrain.core.world import synchronize
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, not_applicable, passed
 
 PROBES = (
     Probe(

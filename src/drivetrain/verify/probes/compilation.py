@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from drivetrain.core.world import synchronize
-from drivetrain.verify.probe import Probe
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, passed
 from drivetrain.verify.probes.timing import use_all_cores
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
 
 PROBES = (
     Probe(

@@ -7,9 +7,8 @@ import torch
 
 from drivetrain.core.value import MIB
 from drivetrain.core.world import synchronize
-from drivetrain.verify.probe import Probe
+from drivetrain.verify.probe import MeasuredRate, Outcome, Probe, ProbeSetup, failed, not_applicable, passed
 from drivetrain.verify.probes.timing import seconds_per_call, span, use_all_cores
-from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed
 
 PROBES = (
     Probe(

@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.verify.child import LONGEST_TMPDIR
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, passed
 
 PROBES = (
     Probe(

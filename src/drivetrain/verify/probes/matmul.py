@@ -9,9 +9,8 @@ import torch
 
 from drivetrain.core.value import format_digits
 from drivetrain.hardware import Precision
-from drivetrain.verify.probe import Probe
+from drivetrain.verify.probe import MeasuredRate, Outcome, Probe, ProbeSetup, failed, not_applicable, passed
 from drivetrain.verify.probes.timing import flops_span, seconds_per_call, slow_gpus, use_all_cores
-from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, not_applicable, passed
 
 PROBES = (
     Probe(

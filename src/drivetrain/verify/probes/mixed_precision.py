@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, passed
 
 PROBES = (
     Probe(

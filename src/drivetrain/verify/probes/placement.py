@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from drivetrain.hardware import assert_on_device
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, passed
 
 PROBES = (
     Probe(name="placement", title="device placement", function="drivetrain.verify.probes.placement:probe", order=10),

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drivetrain.core.value import MIB, format_bytes, format_digits
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import MeasuredRate, Outcome, ProbeSetup, failed, passed
+from drivetrain.verify.probe import MeasuredRate, Outcome, Probe, ProbeSetup, failed, passed
 
 PROBES = (
     Probe(name="checkpoint", title="checkpoint", function="drivetrain.verify.probes.storage:checkpoint", order=130),

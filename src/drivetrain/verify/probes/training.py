@@ -6,8 +6,7 @@ import os
 import torch
 from torch import nn
 
-from drivetrain.verify.probe import Probe
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, passed
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, passed
 
 PROBES = (
     Probe(name="training", title="two training steps", function="drivetrain.verify.probes.training:probe", order=150),

@@ -6,9 +6,8 @@ import time
 import torch
 
 from drivetrain.hardware.nvml import load_nvml
-from drivetrain.verify.probe import Probe
+from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, not_applicable, passed
 from drivetrain.verify.probes.timing import span
-from drivetrain.verify.result import Outcome, ProbeSetup, failed, not_applicable, passed
 
 PROBES = (
     Probe(
