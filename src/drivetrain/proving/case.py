@@ -21,8 +21,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from drivetrain.job import Constant, Job, WarmupCosine
-from drivetrain.proving.draws import KeyedDraws, dropout_off, generators_kept, seed_generators, turn_dropout_off
-from drivetrain.proving.loss_parts import part_means, weighted_sum
+from drivetrain.proving.loss import (
+    KeyedDraws,
+    dropout_off,
+    generators_kept,
+    part_means,
+    seed_generators,
+    turn_dropout_off,
+    weighted_sum,
+)
 from drivetrain.proving.recorder import Kill, Recorder
 
 Trainer = Callable[["Case"], Any]

@@ -24,7 +24,7 @@ from drivetrain.proving.compare import (
 )
 from drivetrain.proving.comparison import WEIGHTS, Comparison, first_line
 from drivetrain.proving.processes import Workplace
-from drivetrain.proving.recorder import Kill
+from drivetrain.proving.recorder import Kill, Trace
 from drivetrain.proving.reference import (
     Bug,
     ReferenceFacts,
@@ -32,7 +32,6 @@ from drivetrain.proving.reference import (
     undivided,
 )
 from drivetrain.proving.resuming import continued_from, judge_items, judge_repeat, judge_resume, judge_same_weights
-from drivetrain.proving.trace import Trace
 
 REPEATS, RESUMES, ITEMS = "repeats", "resumes", "items"
 MOST_KEPT = 300_000  # parameters of models whose gradients are kept of every step

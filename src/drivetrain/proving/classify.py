@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drivetrain.proving.case import Case, factor_at
 from drivetrain.proving.compare import Difference, Floor, errors
+from drivetrain.proving.recorder import Trace
 from drivetrain.proving.reference import (
     DIVIDED,
     Bug,
@@ -25,7 +26,6 @@ from drivetrain.proving.reference import (
     misfit_of,
     shares_of,
 )
-from drivetrain.proving.trace import Trace
 
 Whose = Literal["trainer", "job", "unknown"]
 

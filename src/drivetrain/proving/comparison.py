@@ -31,6 +31,7 @@ from drivetrain.proving.compare import (
     weight_difference,
 )
 from drivetrain.proving.processes import Workplace
+from drivetrain.proving.recorder import Trace
 from drivetrain.proving.reference import (
     AS_A_SUM,
     AS_STATED,
@@ -40,7 +41,6 @@ from drivetrain.proving.reference import (
     ReferenceFacts,
     ReferenceOutcome,
 )
-from drivetrain.proving.trace import Trace
 
 START, SAMPLES, LOSS, RATES, GRADIENT, NORM, WEIGHTS, RANKS = (
     "start", "samples", "loss", "lr", "gradient", "clip norm", "weights", "ranks agree",

@@ -35,8 +35,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.processes import die_with_parent, kill_group
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.proving.case import Case, Trainer
-from drivetrain.proving.recorder import Recorder
-from drivetrain.proving.trace import Trace, read_rank
+from drivetrain.proving.recorder import Recorder, Trace, read_rank
 
 T = TypeVar("T")
 GRACE_SECONDS = 5.0  # for the other ranks once one has failed; they may be stuck in a collective with it

@@ -1,21 +1,156 @@
-"""`dt.prove(job)`: makes a certificate from a job in one call."""
+"""`dt.prove(job)`: makes a certificate from a job in one call.
 
+Drivetrain itself is the trainer under test, where no other is named: `dt.train`, called as users call it.
+"""
+
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
+from drivetrain.api.training import Result, configured, export, train
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.hook import StepContext
+from drivetrain.core.isolation import is_counted
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
 from drivetrain.job import Job
-from drivetrain.proving.case import Subject, Trainer
+from drivetrain.proving.case import Case, Subject, Trainer
 from drivetrain.proving.certificate import Certificate
 from drivetrain.proving.checks import FULL, Extent, Say, prove_subject
-from drivetrain.proving.own_trainer import drivetrain_subject
+
+NEVER = 10**9  # steps between calls of a hook that is only asked before the first step
+
+
+def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
+    """Return the subject for a configuration: every strategy that fits, two ranks on a GPU."""
+    asked = config.distributed.strategy
+    strategies = ("ddp", "fsdp") if asked in ("auto", "single") else (asked,)
+    if asked == "auto" and on_gpu and find_spec("deepspeed") is not None:
+        strategies = (*strategies, "deepspeed")
+    return Subject(
+        lambda case: _train(case, config),
+        "drivetrain",
+        strategies=strategies,
+        max_world=2 if on_gpu else 3,
+        changes_world=True,
+        device="cuda" if on_gpu else "cpu",
+        runs_as_it_is=True,
+        counts_beforehand=True,
+    )
+
+
+class _Begin:
+    """A hook that tells the recorder when training begins: before that, the trainer tries the model."""
+
+    every = NEVER
+
+    def __init__(self, case: Case) -> None:
+        self._recorder = case.recorder
+
+    def check(self, context: StepContext) -> None:
+        self._recorder.restart()
+
+    def __call__(self, context: StepContext) -> None:
+        pass
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _train(case: Case, config: Config) -> dict[str, torch.Tensor] | None:
+    own = _config_of(case, config)
+    with configured(own):  # the script whose `dt.train` is being proven must not be stopped there again
+        result = train(_job_of(case), own, quiet=True)
+    if not result.is_main:
+        return None
+    if case.randomness == "off":
+        _report(case, result)
+    path = export(result, case.folder / "weights.safetensors", average=False)
+    return load_file(path)
+
+
+def _job_of(case: Case) -> Job:
+    """Return the user's job with the length of the case, and with the case's parts in place of the original ones."""
+    job = case.job
+    source = replace(job.source, dataset=case.data, collate=None, notes=())
+
+    def loss(model: Any, batch: Any) -> Any:
+        return case.loss(model, batch, is_training=is_counted())
+
+    own_hooks = () if case.randomness == "off" else tuple(job.hooks)
+    return replace(
+        job,
+        name="prove",
+        model=case.model,
+        data=source if case.observed else job.data,
+        loss=loss if case.observed or case.digests else job.loss,
+        count=None if job.count is None else case.count,
+        optimizer=case.optimizer,
+        collate=case.collate if case.observed else job.collate,
+        clip_norm=case.clip_norm,
+        global_batch=case.global_batch,
+        max_steps=case.num_steps,
+        epochs=None,
+        seed=case.seed,
+        valid=None,
+        valid_every=None,
+        valid_batch=None,
+        metrics={},
+        early_stopping=None,
+        ema=None if case.randomness == "off" else job.ema,
+        init_from=None,
+        hooks=(_Begin(case), *own_hooks),
+        checkpoint_every=case.save_every or case.num_steps,
+        length_is_read=True,
+    )
+
+
+def _config_of(case: Case, config: Config) -> Config:
+    """Return the user's configuration, except what the case sets, and without measuring, compiling or pictures."""
+
+    def changed(section: Any, **values: Any) -> Any:
+        return section.model_copy(update=values)
+
+    fresh = Config()
+    world = case.world_size
+    strategy = case.strategy if world > 1 else "single" if config.distributed.strategy != "auto" else "auto"
+    device = {"mode": "cpu", "device": "cpu"} if case.device == "cpu" else {}
+    return fresh.model_copy(
+        update={
+            "run": changed(fresh.run, output_dir=case.folder, seed=config.run.seed),
+            "device": changed(config.device, **device),
+            "precision": fresh.precision.model_copy(update={"dtype": "fp32"}) if case.dtype else config.precision,
+            "kernels": changed(config.kernels, capture="off", num_threads=1),
+            "memory": changed(config.memory, activations="keep"),
+            "batch": changed(fresh.batch, size=case.micro_batch, loss_weighting=config.batch.loss_weighting),
+            "moe": config.moe,
+            "data": changed(config.data, num_workers=case.num_workers),
+            "compile": changed(config.compile, enabled=False),
+            "plan": changed(fresh.plan, auto_optimize=False, cache=False),
+            "distributed": changed(config.distributed, strategy=strategy, timeout_seconds=60.0, init_method=None),
+            "deepspeed": config.deepspeed,
+            "watch": changed(fresh.watch, report=False, quiet=True, monitor_gpu=False, log_every=0),
+        }
+    )
+
+
+def _report(case: Case, result: Result) -> None:
+    """Hand in what the run's own records say."""
+    for line in Path(result.folder / "steps.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        case.recorder.report(row["step"] - 1, loss=row["loss"], grad_norm=row["grad_norm"])
 
 
 def prove(

@@ -16,8 +16,18 @@ from torch.optim import Optimizer
 
 from drivetrain.moe.layer.balance import Settlement, auxiliary_loss
 from drivetrain.proving.case import Case, build_model, factor_at, loss_of, parameter_groups, plain_batch
-from drivetrain.proving.draws import generators_kept, seed_generators, state_of_generators, turn_dropout_off
-from drivetrain.proving.loss_parts import AUXILIARY, WHOLE, PartMean, part_means, part_weight, weighted_sum
+from drivetrain.proving.loss import (
+    AUXILIARY,
+    WHOLE,
+    PartMean,
+    generators_kept,
+    part_means,
+    part_weight,
+    seed_generators,
+    state_of_generators,
+    turn_dropout_off,
+    weighted_sum,
+)
 
 Division = Sequence[Sequence[Sequence[int]]]  # of one step: of each rank, the samples of its micro-batches
 LossKind = Literal["samples", "weighted", "sum", "coupled", "parts", "uncounted"]

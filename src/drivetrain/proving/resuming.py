@@ -6,8 +6,8 @@ import torch
 
 from drivetrain.proving.case import Case
 from drivetrain.proving.classify import Classification, Kind
+from drivetrain.proving.recorder import RankTrace, StepTrace, Trace
 from drivetrain.proving.reference import ReferenceFacts
-from drivetrain.proving.trace import RankTrace, StepTrace, Trace
 
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
