@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from drivetrain.config import configure
 from drivetrain.data.division import Division
 from drivetrain.plan.data_path import DataPath
-from drivetrain.planning.data_path import measure_data, measured_data_path
+from drivetrain.planning.probe import measure_data, measured_data_path
 from drivetrain.run import Session
 from drivetrain.run.data_loading import make_loader
 from tests.api.jobs import Variant, Vectors, make_job, run

@@ -17,7 +17,7 @@ from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
-from drivetrain.monitor.checkups import Checkups
+from drivetrain.monitor.doctor import Checkups
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner

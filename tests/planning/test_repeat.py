@@ -22,7 +22,7 @@ from drivetrain.core.world import World
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Repeatability, RepeatTrial
 from drivetrain.planning import planner, repeat
-from drivetrain.planning.first_steps import FirstSteps, _digest
+from drivetrain.planning.repeat import FirstSteps, _digest
 from drivetrain.run import CHECKPOINTS, Session
 from drivetrain.run.model_factory import build_model
 from tests import warm_python

@@ -24,10 +24,9 @@ from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
-from drivetrain.plan.cache import PlanCache, Repeated, key_of_facts
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import BY_FIELD, Way, others_of
-from drivetrain.plan.plan import PlannedRun
+from drivetrain.plan.plan import PlanCache, PlannedRun, Repeated, key_of_facts
 from drivetrain.plan.repeat import Repeatability, find_repeatable
 from drivetrain.plan.tune import (
     DoesNotFitError,
@@ -39,9 +38,8 @@ from drivetrain.plan.tune import (
     tune,
 )
 from drivetrain.planning.batch_size import with_micro_batch
-from drivetrain.planning.data_path import measured_data_path
 from drivetrain.planning.description import described, facts_of
-from drivetrain.planning.probe import Journal, StepProbe
+from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
 from drivetrain.planning.repeat import RepeatProbe
 from drivetrain.run.data_loading import make_loader
 from drivetrain.run.memory import explained
