@@ -19,8 +19,7 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.hardware import Rate
 from drivetrain.loop.trainer import Trainer
-from drivetrain.monitor.checkups import Checkups
-from drivetrain.monitor.doctor import Diagnosis, Observed, Symptom, diagnose
+from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed, Symptom, diagnose
 from drivetrain.monitor.phases import PHASES, Laps
 from tests.gloo_pool import GlooPool
 from tests.simulated_clock import SimulatedClock

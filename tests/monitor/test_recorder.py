@@ -16,8 +16,8 @@ from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.hardware import Rate
 from drivetrain.monitor import sampler
-from drivetrain.monitor.checkups import Checkups
-from drivetrain.monitor.flops import FlopCount, count_apart, peak_rate
+from drivetrain.monitor.doctor import Checkups
+from drivetrain.monitor.profiler import FlopCount, count_apart, peak_rate
 from drivetrain.monitor.recorder import RunPlan, RunRecorder
 from tests.api.jobs import Variant, make_job, run, vector_loss
 from tests.gloo_pool import GlooPool

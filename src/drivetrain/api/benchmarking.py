@@ -21,8 +21,8 @@ from drivetrain.data.division import Division, Place
 from drivetrain.data.loader import Loader
 from drivetrain.job import Job
 from drivetrain.loop.read_back import Reading
-from drivetrain.monitor.flops import peak_rate
 from drivetrain.monitor.phases import make_clock
+from drivetrain.monitor.profiler import peak_rate
 from drivetrain.run import Session
 from drivetrain.run.assemble import RunParts, assemble, make_stepper
 from drivetrain.run.data_loading import make_loader

@@ -43,8 +43,8 @@ from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
 from drivetrain.job import Constant, Job, Schedule
 from drivetrain.loop.trainer import Begun, Trainer
-from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
+from drivetrain.monitor.sampler import watch_memory
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (

@@ -26,9 +26,9 @@ from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.loop.trainer import Trainer
 from drivetrain.loop.validation import Validation
-from drivetrain.monitor.memory import watch_memory
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
+from drivetrain.monitor.sampler import watch_memory
 from drivetrain.planning.batch_size import settle_global_batch
 from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report

@@ -14,7 +14,7 @@ from drivetrain.config import Config
 from drivetrain.job import Job
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.loss_weighting import Weighting
-from drivetrain.planning.first_steps import FirstSteps
+from drivetrain.planning.repeat import FirstSteps
 from drivetrain.run import Session
 from drivetrain.run.model_factory import build_model
 

@@ -18,12 +18,10 @@ from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, read_rows
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.nvml import load_nvml
-from drivetrain.monitor.checkups import Checkups
 from drivetrain.monitor.console import RunConsole
-from drivetrain.monitor.doctor import Diagnosis, Observed
-from drivetrain.monitor.flops import peak_rate
+from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
 from drivetrain.monitor.phases import Laps, NoClock, PhaseClock
-from drivetrain.monitor.profiler import StepProfiler
+from drivetrain.monitor.profiler import StepProfiler, peak_rate
 from drivetrain.monitor.sampler import Sampler, label
 from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, start_trackers
 

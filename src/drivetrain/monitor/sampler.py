@@ -1,18 +1,24 @@
-"""Samples what a run's devices do: a thread asks NVML, torch's allocator and the kernel, and writes gpu.jsonl.
+"""Watches a run's devices: what they do, in gpu.jsonl, and their memory over the epochs.
 
-It asks only about the GPUs that the run uses, by UUID, and creates a CUDA context on none. What cannot be read on this
-machine is left out of the rows, and `missing` says why.
+A thread asks NVML, torch's allocator and the kernel. It asks only about the GPUs that the run uses, by UUID, and
+creates a CUDA context on none. What cannot be read on this machine is left out of the rows, and `missing` says why.
+
+Of each epoch the peak of memory is told, with a warning near the limit; epochs that are over in a moment are reported
+together. Releasing the cache costs time, and the memory is soon allocated again. It helps only where the cache holds
+much unused memory while other processes find none left: then, and only at the end of an epoch, it is done.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 
+from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import JsonLines
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
@@ -30,6 +36,9 @@ _THROTTLING = {
     0x200: "board limit",
     0x400: "reliability",
 }
+HIGH = 0.95  # of the device's memory
+UNUSED_CACHE, LITTLE_LEFT = 0.25, 0.05
+LEAST_SECONDS = 0.5  # between two looks: one takes a millisecond or two
 
 
 def label(gpu: Gpu) -> str:
@@ -211,3 +220,71 @@ class Sampler:
         for name, row in rows.items():
             self._log.append({"step": step, "time": now, "device": name, **row})
         self._log.flush()
+
+
+class MemoryWatch(Protocol):
+    def observe(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoMemoryWatch:
+    """Watches nothing: torch does not count the memory of a CPU."""
+
+    def observe(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CudaMemoryWatch:
+    """Watches a GPU. `tell` gets the facts of each epoch; `warn` a sentence, once per run."""
+
+    def __init__(self, device: torch.device, tell: Callable[..., None], warn: Callable[[str], None]) -> None:
+        self._device, self._tell, self._warn = device, tell, warn
+        self._epoch: int | None = None
+        self._step = 0
+        self._warned = False
+        self._told = -math.inf
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def observe(self, record: StepRecord) -> None:
+        if self._epoch is None:
+            self._epoch = record.epoch
+        elif record.epoch != self._epoch:
+            if time.monotonic() - self._told >= LEAST_SECONDS:
+                self._end_epoch()
+            self._epoch = record.epoch
+        self._step = record.step
+
+    def close(self) -> None:
+        if self._epoch is not None:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        device = self._device
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_reserved(device)
+        facts: dict[str, Any] = {
+            "epoch": self._epoch,
+            "step": self._step,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "peak_reserved_bytes": peak,
+            "total_bytes": total,
+        }
+        if peak > HIGH * total and not self._warned:
+            self._warned = True
+            self._warn(
+                f"{peak / total:.0%} of the memory of {device} was held in epoch {(self._epoch or 0) + 1}. "
+                "Remedy before it runs out: a smaller --batch-size (the global batch stays), or --activations recompute"
+            )
+        if reserved - allocated > UNUSED_CACHE * total and free < LITTLE_LEFT * total:
+            torch.cuda.empty_cache()
+            facts["cache_given_back_bytes"] = reserved - torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._told = time.monotonic()
+        self._tell("memory", **facts)
+
+
+def watch_memory(device: torch.device, tell: Callable[..., None], warn: Callable[[str], None]) -> MemoryWatch:
+    return CudaMemoryWatch(device, tell, warn) if device.type == "cuda" else NoMemoryWatch()

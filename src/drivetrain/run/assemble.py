@@ -21,8 +21,8 @@ from drivetrain.data.feed import ResidentFeed
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, what_draws
 from drivetrain.data.loader import Loader
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable
-from drivetrain.monitor.flops import count_apart, counted
 from drivetrain.monitor.phases import NoClock, PhaseClock
+from drivetrain.monitor.profiler import count_apart, counted
 from drivetrain.run.model_factory import Prepared, called_loss_of, take_weights
 from drivetrain.run.session import Session
 from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyParts, Trial
