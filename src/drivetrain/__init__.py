@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from drivetrain.api.benchmarking import benchmark_performance as benchmark_performance
     from drivetrain.api.driving import Drive as Drive
     from drivetrain.api.driving import drive as drive
-    from drivetrain.api.evaluation import evaluate as evaluate
+    from drivetrain.api.measuring import benchmark_performance as benchmark_performance
+    from drivetrain.api.measuring import evaluate as evaluate
     from drivetrain.api.training import export as export
     from drivetrain.api.training import train as train
     from drivetrain.config import Config as Config
@@ -63,8 +63,8 @@ _HOME = {
     "launch_distributed_training": "drivetrain.launch.python_api",
     "setup_distributed_environment": "drivetrain.launch.python_api",
     "get_free_port": "drivetrain.launch.network",
-    "evaluate": "drivetrain.api.evaluation",
-    "benchmark_performance": "drivetrain.api.benchmarking",
+    "evaluate": "drivetrain.api.measuring",
+    "benchmark_performance": "drivetrain.api.measuring",
     "train": "drivetrain.api.training",
     "drive": "drivetrain.api.driving",
     "Drive": "drivetrain.api.driving",

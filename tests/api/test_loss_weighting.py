@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from drivetrain import Job
-from drivetrain.api.evaluation import evaluate
+from drivetrain.api.measuring import evaluate
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure

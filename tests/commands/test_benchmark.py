@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import drivetrain as dt
 from drivetrain import DrivetrainError, Job, LossSum
-from drivetrain.api.benchmarking import Performance
+from drivetrain.api.measuring import Performance
 from drivetrain.cli import main
 from drivetrain.config import configure
 from tests.gloo_pool import GlooPool

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain import DrivetrainError
-from drivetrain.api.planning import plan
+from drivetrain.api.measuring import plan
 from drivetrain.cli import main
 from drivetrain.commands import plan_in_process as showing
 from drivetrain.commands import train as launching

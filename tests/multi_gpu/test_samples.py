@@ -126,7 +126,7 @@ def test_both_meanings_of_a_name_stay_apart() -> None:
     for name in ("setup_distributed_environment", "launch_distributed_training"):
         assert getattr(drivetrain, name) is not getattr(multi_gpu, name)
     assert drivetrain.get_free_port is multi_gpu.get_free_port
-    assert drivetrain.benchmark_performance.__module__ == "drivetrain.api.benchmarking"
+    assert drivetrain.benchmark_performance.__module__ == "drivetrain.api.measuring"
 
 
 def test_a_rank_that_contradicts_the_launcher(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:

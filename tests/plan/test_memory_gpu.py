@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain import DrivetrainError, Job
-from drivetrain.api.planning import plan
+from drivetrain.api.measuring import plan
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
 from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from drivetrain import DrivetrainError, Job
-from drivetrain.api.planning import plan
+from drivetrain.api.measuring import plan
 from drivetrain.cli import main
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision

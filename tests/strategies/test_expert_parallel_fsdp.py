@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drivetrain as dt
-from drivetrain.api.planning import plan
+from drivetrain.api.measuring import plan
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError

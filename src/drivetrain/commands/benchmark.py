@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
 
-from drivetrain.api.benchmarking import Performance, benchmark_performance
+from drivetrain.api.measuring import Performance, benchmark_performance
 from drivetrain.commands.command import Command
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Flag, Positional, Resolved

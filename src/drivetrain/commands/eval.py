@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, Field
 from rich.console import Console
 
-from drivetrain.api.evaluation import evaluate
+from drivetrain.api.measuring import evaluate
 from drivetrain.commands.command import Command
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Flag, Positional, Resolved

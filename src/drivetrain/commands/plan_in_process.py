@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from drivetrain.api.planning import plan
+from drivetrain.api.measuring import plan
 from drivetrain.commands.plan import Options
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Resolved

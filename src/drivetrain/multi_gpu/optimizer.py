@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain.api.benchmarking import benchmark_performance
+from drivetrain.api.measuring import benchmark_performance
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.multi_gpu.config import MultiGPUConfig

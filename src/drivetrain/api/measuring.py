@@ -1,19 +1,27 @@
-"""`dt.benchmark_performance(job)`: measures the time of a job's step and of its phases. Trains and writes nothing.
+"""What is measured of a job without training it: `dt.benchmark_performance`, `dt.evaluate`, and `drivetrain plan`.
 
-Steps run as in training, on a separate model, again and again on the batches of the first step, which are on the device
-already: the step is measured, not the data.
+`dt.benchmark_performance(job)` measures the time of a job's step and of its phases. Steps run as in training, on a
+separate model, again and again on the batches of the first step, which are on the device already: the step is measured,
+not the data. `dt.evaluate(job, run)` computes the job's loss and metrics over its validation set, with the weights of a
+run. `plan` says what would be done with a job here and why, by rule or by measuring. Nothing is trained.
 """
 
 import copy
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
+from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import untouched
+from drivetrain.core.precision import numerics
+from drivetrain.core.state import TensorSource, local_part, read_for
 from drivetrain.core.value import Value
 from drivetrain.core.world import synchronize
 from drivetrain.data.batch import MicroBatch, to_device
@@ -23,11 +31,16 @@ from drivetrain.job import Job
 from drivetrain.loop.read_back import Reading
 from drivetrain.monitor.phases import make_clock
 from drivetrain.monitor.profiler import peak_rate
-from drivetrain.run import Session
+from drivetrain.plan.plan import Plan
+from drivetrain.planning.batch_size import settle_global_batch, with_micro_batch
+from drivetrain.planning.description import described
+from drivetrain.planning.planner import OnProbe, measured
+from drivetrain.run import Result, Session, Which, checkpoint_of
 from drivetrain.run.assemble import RunParts, assemble, make_stepper
-from drivetrain.run.data_loading import make_loader
+from drivetrain.run.data_loading import make_loader, make_validator
+from drivetrain.run.loss_weighting import recorded_weighting, settle_weighting
 from drivetrain.run.memory import peak_meter
-from drivetrain.run.model_factory import build_model, prepare_model
+from drivetrain.run.model_factory import build_model, callable_model, prepare_model
 from drivetrain.strategies import Trial
 from drivetrain.strategies.loss_parts import LossParts
 
@@ -193,3 +206,64 @@ def _on_device(session: Session, loader: Loader, place: Place) -> Iterator[Micro
 
 def _moved(micro: MicroBatch, session: Session) -> MicroBatch:
     return micro._replace(batch=to_device(micro.batch, session.world.device, channels_last=session.channels_last))
+
+
+def evaluate(
+    job: Job, run: Path | str | Result, config: Config | None = None, *, which: Which = "last"
+) -> dict[str, float]:
+    """Changes nothing in the run folder, so the run may go on beside it. Under a launcher processes share the work."""
+    if job.valid is None:
+        raise DrivetrainError("the job has no validation set", remedy="give it one: Job(valid=…)")
+    checkpoint = checkpoint_of(run, which)
+    session = Session.join(job, config, quiet=True)
+    try:
+        session.weighting = recorded_weighting(checkpoint)
+        recorded = session.recorded_way(checkpoint)
+        if recorded is not None:  # what was validated while it was trained is computed alike
+            session.follow(session.planned.but(precision=recorded.precision, channels_last=recorded.channels_last))
+        with numerics(session.precision, deterministic=session.config.kernels.deterministic, cudnn_benchmark=False):
+            session.loss_parts.step = max(0, checkpoint.step - 1)  # whose weights the loss had
+            model, _, called = callable_model(session)
+            source = checkpoint if session.experts is None else session.experts.seen(checkpoint)
+            _load(model, plainly_named(source, model.state_dict()), checkpoint.path)
+            return make_validator(session, session.way.micro_batch).measure(model, called)
+    finally:
+        session.close_loaders()
+        session.close()
+
+
+def _load(model: nn.Module, checkpoint: TensorSource, path: Path) -> None:
+    """The model's own weights; the averaged ones where an average was kept, since those were validated."""
+    keys: dict[str, Any] = dict(checkpoint.keys)
+    state = model.state_dict()
+    missing = sorted(name for name in state if f"model/{name}" not in keys)
+    others = sorted(
+        name for name in state if f"model/{name}" in keys and keys[f"model/{name}"].shape != tuple(state[name].shape)
+    )
+    if missing or others:
+        raise DrivetrainError(
+            f"{path} holds another model: {', '.join((missing + others)[:5])} "
+            f"{'is not there' if missing else 'has another shape'}",
+            remedy="evaluate it with the job that trained it",
+        )
+    with torch.no_grad():
+        for name, target in state.items():
+            key = f"ema/{name}" if f"ema/{name}" in keys else f"model/{name}"
+            local_part(target).copy_(read_for(target, checkpoint, key))
+
+
+def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_probe: OnProbe | None = None) -> Plan:
+    """The plan for a job. With `measure`, ways of running its step are tried on a throw-away copy of the model."""
+    run = Session.join(job, config, quiet=True)
+    try:
+        model = (settle_global_batch(run) if measure else None) or build_model(run)
+        if not measure:
+            why = "not measured: --measure does it" if run.config.batch.auto else ""
+            return described(run, model, replace(run.planned, batch_size_found=why), None)
+        settle_weighting(run, model, None)
+        found = measured(run, model, with_micro_batch(run, model, run.planned), on_probe=on_probe).plan
+        assert found is not None
+        return found
+    finally:
+        run.close_loaders()
+        run.close()
