@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
     from drivetrain.job import WarmupCosine as WarmupCosine
-    from drivetrain.launch.network import get_free_port as get_free_port
+    from drivetrain.launch.layout import get_free_port as get_free_port
     from drivetrain.launch.python_api import launch_distributed_training as launch_distributed_training
     from drivetrain.launch.python_api import setup_distributed_environment as setup_distributed_environment
     from drivetrain.proving.prove import prove as prove
@@ -62,7 +62,7 @@ _HOME = {
     "Result": "drivetrain.run",
     "launch_distributed_training": "drivetrain.launch.python_api",
     "setup_distributed_environment": "drivetrain.launch.python_api",
-    "get_free_port": "drivetrain.launch.network",
+    "get_free_port": "drivetrain.launch.layout",
     "evaluate": "drivetrain.api.measuring",
     "benchmark_performance": "drivetrain.api.measuring",
     "train": "drivetrain.api.training",

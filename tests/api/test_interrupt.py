@@ -18,9 +18,9 @@ from drivetrain import report
 from drivetrain.api import driving, training
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.cli import main
+from drivetrain.commands.status import state_of
 from drivetrain.core import interrupt
 from drivetrain.core.interrupt import IMPATIENT_AFTER_SECONDS
-from drivetrain.launch.run_states import state_of
 from tests import warm_python
 from tests.api.jobs import Variant, make_job
 

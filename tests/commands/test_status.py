@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from drivetrain.cli import main
+from drivetrain.commands.status import LAST_BYTES, runs_in, state_of
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.launch.root_cause import Failure, as_json
-from drivetrain.launch.run_states import LAST_BYTES, runs_in, state_of
 from drivetrain.launch.slurm import jobs_of, write_down
 from tests import warm_python
 
@@ -42,7 +42,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     run = made(tmp_path / "mine")
     child = (  # in a process of its own: a process does not see its own locks
         "import json,sys;from pathlib import Path;from dataclasses import asdict;"
-        "from drivetrain.launch.run_states import state_of;print(json.dumps(asdict(state_of(Path(sys.argv[1])))))"
+        "from drivetrain.commands.status import state_of;print(json.dumps(asdict(state_of(Path(sys.argv[1])))))"
     )
     done = subprocess.run([sys.executable, "-c", child, str(run.path)], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain import ConfigError, DrivetrainError
-from drivetrain.launch.layout import choose_cores, make_layout, numa_cores
-from drivetrain.launch.network import get_free_port, listen_on, loopback_interface
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import (
+    LaunchOptions,
+    choose_cores,
+    get_free_port,
+    listen_on,
+    loopback_interface,
+    make_layout,
+    numa_cores,
+)
 from tests.hardware_fixtures import load
 
 FOUR = "4x-l4"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.launch.control import TOKEN
+from drivetrain.launch.nodes import TOKEN
 from tests.commands.test_train_integration import SCRIPT, losses, wait_for_step
 from tests.launch.hosts import Hosts, clock_shim, two_hosts
 from tests.launch.jobs import are_gone, environment, script, wait_for, wait_for_words

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import LaunchOptions
 from drivetrain.launch.slurm import SlurmOptions, batch_script, inside_slurm
 from tests.launch.jobs import launch, script
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from drivetrain.launch.network import get_free_port
+from drivetrain.launch.layout import get_free_port
 
 CONFIGURATION = """\
 ClusterName=tests

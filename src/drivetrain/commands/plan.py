@@ -12,7 +12,7 @@ from drivetrain.commands.train import started
 from drivetrain.config import Allowed, Flag, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import LaunchOptions
 
 COMMAND = Command(
     summary="How a job would be run here, and why; with --measure, tried on its own model. Trains nothing.",

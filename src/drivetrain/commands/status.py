@@ -1,20 +1,32 @@
-"""`drivetrain status`: shows the state of runs, and of jobs that were submitted to SLURM."""
+"""`drivetrain status`: shows the state of runs, and of jobs that were submitted to SLURM.
 
+The state of runs is read from the records in their folders. Nothing is written, and no lock is taken.
+"""
+
+import fcntl
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, Field
 
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.launch.run_states import RunState, runs_in, state_of
+from drivetrain.core.run_folder import as_row, is_finished, read_job
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
+State = Literal["running", "finished", "stopped", "crashed"]
+LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
+MANIFEST_START_BYTES = 2**20
+_SHARED = '"shared":'
+_LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 COMMAND = Command(
     summary="How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",
     obeys=("run.output_dir",),
@@ -26,6 +38,179 @@ EXAMPLES = (
     "drivetrain status --slurm              jobs of `drivetrain launch --slurm --submit`, too",
     "drivetrain status --json               for a script: every field, null where it is not known",
 )
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of one run. What is not known is None."""
+
+    name: str
+    folder: str
+    state: State
+    cause: str  # of a stop or a crash, in words
+    step: int
+    num_steps: int | None
+    epoch: int | None
+    loss: float | None
+    samples_per_second: float | None
+    checkpoint: int | None  # the step of the newest
+    seconds_left: float | None  # while it is running
+
+
+def runs_in(output_dir: Path) -> list[RunState]:
+    """Return all runs below a folder, the latest last."""
+    folders = [path.parent for path in output_dir.glob("*/job.yaml")]
+    return [state_of(folder) for folder in sorted(folders, key=_last_change)]
+
+
+def state_of(folder: Path) -> RunState:
+    job, unreadable = _job(folder)
+    steps = list(_last_rows(folder / "steps.jsonl"))
+    events = list(_last_rows(folder / "events.jsonl"))
+    last = steps[-1] if steps else {}
+    state, cause = _how_it_stands(folder, events)
+    checkpoint, incomplete = _newest_checkpoint(folder)
+    cause = "; ".join(filter(None, [cause, unreadable, incomplete]))
+    num_steps, step = job.get("num_steps"), int(last.get("step", 0))
+    timed = [row for row in steps if row.get("seconds")]
+    seconds = sum(row["seconds"] for row in timed)
+    left = None
+    if state == "running" and num_steps is not None and timed:
+        left = (num_steps - step) * seconds / len(timed)
+    return RunState(
+        name=str(job.get("name", folder.name)),
+        folder=str(folder),
+        state=state,
+        cause=cause,
+        step=step,
+        num_steps=num_steps,
+        epoch=last.get("epoch"),
+        loss=last.get("loss"),
+        samples_per_second=sum(row["samples"] for row in timed) / seconds if seconds else None,
+        checkpoint=checkpoint,
+        seconds_left=left,
+    )
+
+
+def _job(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the job of a run, and what is wrong with its file: one damaged run does not hide the others."""
+    try:
+        return read_job(folder), ""
+    except DrivetrainError as error:
+        return {}, error.message
+
+
+def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, str]:
+    if _is_held(folder / ".lock"):
+        return "running", ""
+    ends = [row for row in events if row.get("event") in ("finish", "stop")]
+    if is_finished(folder):
+        because = str(ends[-1].get("because", "")) if ends else ""
+        return "finished", "; ".join(filter(None, [because, _missing_report(folder)]))
+    crash = _document(folder / "crash.json")
+    if crash:
+        where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
+        remedy = f"; remedy: {crash['remedy']}" if crash.get("remedy") else ""
+        return "crashed", f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}{remedy}"
+    if error := _error_since_start(events):
+        return "crashed", f"{error}; once that is fixed, the same command goes on"
+    if events and events[-1].get("event") == "stop":
+        return "stopped", str(events[-1].get("because", "asked to stop; the same command goes on"))
+    return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"
+
+
+def _missing_report(folder: Path) -> str:
+    """Return a hint if the report is missing. It is written last: a killed process leaves a finished run without it."""
+    if (folder / "report.html").exists():
+        return ""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        is_wanted = bool(config["watch"]["report"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return ""
+    return f"its report is missing: `drivetrain report {folder}` writes it" if is_wanted else ""
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether a run holds the folder's lock, without taking it: a run that starts now must not find it taken."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        asked = struct.pack(_LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        held = struct.unpack(_LOCK_LAYOUT, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return bool(held[0] != fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last rows. Half a line at either end is dropped."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - LAST_BYTES)
+            file.seek(start)
+            data = file.read()
+    except OSError:
+        return
+    lines = data.split(b"\n")[1 if start else 0 : -1]
+    yield from filter(None, map(as_row, lines))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _newest_checkpoint(folder: Path) -> tuple[int | None, str]:
+    """Return its step, and in words why a newer one cannot be used. Only checks that files exist, not their hashes."""
+    problem = ""
+    for step, manifest in sorted(_checkpoints(folder), reverse=True):
+        missing = next((file for file in _shared_files(manifest) if not (folder / "checkpoints" / file).is_file()), "")
+        if not missing:
+            return step, problem
+        problem = problem or f"checkpoint {step} cannot be used: {missing} is missing, which holds its frozen weights"
+    return None, problem
+
+
+def _shared_files(manifest: Path) -> Iterator[str]:
+    """Yield the files that a checkpoint shares with others. They are named at the beginning of its manifest."""
+    try:
+        with manifest.open("rb") as file:
+            start = file.read(MANIFEST_START_BYTES).decode(errors="replace").partition('"meta":')[0]
+        shared, _ = json.JSONDecoder().raw_decode(start, start.index(_SHARED) + len(_SHARED))
+    except (OSError, ValueError):
+        return  # of an earlier format, or damaged, which only reading all of it would tell
+    for name, files in shared.items() if isinstance(shared, dict) else ():
+        yield from (f"{name}/{file}" for file in files)
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in (folder / "checkpoints").glob("step-*/manifest.json"):
+        number = path.parent.name.removeprefix("step-")
+        if number.isdecimal():
+            yield int(number), path
+
+
+def _last_change(folder: Path) -> float:
+    changes = [path.stat().st_mtime for name in ("job.yaml", "steps.jsonl") if (path := folder / name).exists()]
+    return max(changes, default=0.0)
+
+
+def _error_since_start(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return the error of a run in one process, which has no supervisor to record a crash."""
+    for row in reversed(events):
+        if row.get("event") in ("start", "resume"):
+            break
+        if row.get("event") == "stopped by an error":
+            return str(row.get("error", ""))
+    return ""
 
 
 class Options(BaseModel):

@@ -13,7 +13,7 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
 from drivetrain.core.plugins import RECIPES, recipe_summary, strategy_facts
 from drivetrain.hardware import Hardware, detect
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import LaunchOptions
 from drivetrain.launch.start import start
 
 COMMAND = Command(

@@ -1,23 +1,173 @@
-"""Decides how many processes this machine starts, on which devices, cores and interface; refuses what cannot work."""
+"""Decides how many processes this machine starts, on which devices, cores and interface; refuses what cannot work.
 
+`LaunchOptions` are the flags of `drivetrain launch` and `drivetrain train` that say how many processes there are, and
+where. Addresses, ports and interfaces are found here too.
+"""
+
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from drivetrain.core.errors import ConfigError, Problem
+import psutil
+from pydantic import BaseModel, Field
+
+from drivetrain.config import Allowed
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.launchers import LOOPBACK
 from drivetrain.hardware import Hardware
-from drivetrain.launch.network import (
-    interface_names,
-    interface_of,
-    interface_towards,
-    loopback_interface,
-    resolve_address,
-)
-from drivetrain.launch.options import LaunchOptions
 
+DEFAULT_PORT = 29400
 NODES = Path("/sys/devices/system/node")
+# A user who set one of these knows better.
+_THREADS = "OMP_NUM_THREADS"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+class LaunchOptions(BaseModel):
+    num_processes: int | None = Field(
+        None, ge=1, le=1024, description="processes on this machine (default: one per GPU; with --cpu, one)"
+    )
+    num_gpus: int | None = Field(None, ge=1, le=1024, description="use the first so many GPUs (default: all)")
+    gpu_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, min_length=1, description="use these GPUs, counted after CUDA_VISIBLE_DEVICES, such as 0,1"
+    )
+    cpu: bool = Field(False, description="hide the GPUs from the processes")
+    share_gpus: bool = Field(False, description="allow more processes than GPUs (over gloo; NCCL cannot)")
+    nodes: int = Field(1, ge=1, le=4096, description="machines that take part (default: 1)")
+    node_rank: int | None = Field(None, ge=0, description="which of them this is, from 0")
+    main_address: str | None = Field(None, description="address of the machine with --node-rank 0")
+    main_port: int = Field(
+        DEFAULT_PORT, ge=1, le=65535, description=f"port there where launchers meet (default: {DEFAULT_PORT})"
+    )
+    interface: str | None = Field(
+        None,
+        description="network interface for gloo and NCCL (default: loopback; with --nodes, the way to the main one)",
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="start again after a failure this often, while progress is made (default: 3)"
+    )
+    tail_ranks: Annotated[str, Allowed("all, none, or ranks separated by commas")] = Field(
+        "0", pattern=r"^(all|none|\d+(,\d+)*)$", description="ranks whose output is shown here (default: 0)"
+    )
+    log_dir: Path | None = Field(
+        None, description="folder for the ranks' logs (default: logs/ in the run folder, or below --output-dir)"
+    )
+    bind: Literal["auto", "none", "numa", "cores"] = Field(
+        "auto",
+        description="tie processes to the cores near their GPU (numa), or to equal shares of all (cores); auto is numa "
+        "on machines with several NUMA nodes (default: auto)",
+    )
+    join_seconds: float = Field(
+        300, gt=0, allow_inf_nan=False, description="how long to wait for the other machines (default: 300)"
+    )
+    node_seconds: float = Field(
+        15, ge=2, allow_inf_nan=False, description="a machine not heard of for so long counts as lost (default: 15)"
+    )
+    rejoin_seconds: float = Field(
+        30, gt=0, allow_inf_nan=False, description="how long a lost machine may take to come back (default: 30)"
+    )
+    stop_seconds: float = Field(
+        120, gt=0, allow_inf_nan=False, description="time to save after Ctrl-C or SIGTERM (default: 120)"
+    )
+
+
+def get_free_port(address: str = LOOPBACK) -> int:
+    """Return a port that was free just now. Another process may take it: if it matters, bind it and keep the socket."""
+    with socket.socket() as found:
+        found.bind((address, 0))
+        return int(found.getsockname()[1])
+
+
+def listen_on(address: str, port: int, what: str) -> socket.socket:
+    """Return a listening socket on one address. Port 0 is any free one."""
+    listening = socket.socket(_family(address), socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address, port))
+        listening.listen(512)
+    except OSError as error:
+        listening.close()
+        if error.errno in (98, 48):
+            raise DrivetrainError(
+                f"{what}: port {port} of {address} is taken{_by_whom(port)}",
+                remedy=f"end that process, or choose another with --main-port (free now: {get_free_port(address)})",
+            ) from None
+        raise DrivetrainError(
+            f"{what}: {address} is not an address of this machine ({error.strerror})",
+            remedy=f"on the node with --node-rank 0, --main-address is one of its own: {', '.join(own_addresses())}",
+        ) from None
+    return listening
+
+
+def resolve_address(host: str) -> str:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise DrivetrainError(
+            f"--main-address {host} does not resolve on {socket.gethostname()}: {error.strerror}",
+            remedy="give the address of the node with --node-rank 0 as numbers, such as 10.0.0.1",
+        ) from None
+    return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
+
+
+def own_addresses() -> list[str]:
+    """Return the IPv4 addresses of this machine; those that others can reach first."""
+    found = [address for _, address in _interfaces()]
+    return sorted(found, key=lambda address: ipaddress.ip_address(address).is_loopback)
+
+
+def interface_of(address: str) -> str:
+    """Return the interface that has an address of this machine; empty if none has."""
+    return next((name for name, own in _interfaces() if own == address), "")
+
+
+def loopback_interface() -> str:
+    return interface_of(LOOPBACK) or "lo"
+
+
+def interface_towards(address: str) -> str:
+    """Return the interface by which this machine would reach an address; empty if there is no way."""
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing: it only asks the routing table
+        except OSError:
+            return ""
+        return interface_of(str(probe.getsockname()[0]))
+
+
+def interface_names() -> list[str]:
+    return sorted({name for name, _ in _interfaces()})
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    return [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _by_whom(port: int) -> str:
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return ""
+    for entry in connections:
+        if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN and entry.pid:
+            try:
+                return f" by process {entry.pid} ({psutil.Process(entry.pid).name()})"
+            except psutil.Error:
+                return f" by process {entry.pid}"
+    return ""
 
 
 def numa_cores(root: Path = NODES) -> dict[int, list[int]]:
@@ -79,11 +229,6 @@ def _parse(text: str) -> list[int]:
             first, _, last = part.partition("-")
             cores += range(int(first), int(last or first) + 1)
     return cores
-
-
-# A user who set one of these knows better.
-_THREADS = "OMP_NUM_THREADS"
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.world import World
 from drivetrain.hardware import DeviceManager, detect
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import LaunchOptions
 
 
 def launch_distributed_training(

@@ -22,7 +22,7 @@ from drivetrain.config import Allowed
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import first_host, resolves
 from drivetrain.core.run_folder import read_rows
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import LaunchOptions
 
 REQUEUE_CODE = 128 + signal.SIGUSR1
 

@@ -1,19 +1,188 @@
-"""Starts a job from its flags: the checks that need no other machine, then the supervisor or its follower."""
+"""Starts a job from its flags: the checks that need no other machine, then the supervisor or its follower.
 
+A follower runs a machine that is not the main one: it obeys the main one, reports what happens, and never works alone.
+"""
+
+import errno
 import os
+import socket
 import sys
+import time
 from pathlib import Path
 
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.interrupt import StopWish, hearing
+from drivetrain.core.processes import OrphanGuard
 from drivetrain.hardware import Hardware
-from drivetrain.launch.follower import Follower
-from drivetrain.launch.layout import make_layout
-from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.supervisor import Supervisor
-from drivetrain.launch.workers import WorkerTask
+from drivetrain.launch.layout import LaunchOptions, Layout, make_layout, own_addresses
+from drivetrain.launch.nodes import NO_TOKEN, OTHER_SECRET, Channel, read_token, token_file
+from drivetrain.launch.supervisor import TICK_SECONDS, Supervisor
+from drivetrain.launch.workers import Crew, RankLogs, Start, WorkerTask
 
+_SAY_AFTER_SECONDS = 5.0
 SKIP_PREFLIGHT = "DRIVETRAIN_SKIP_PREFLIGHT"
+
+
+class Follower:
+    """Follows the main machine. `run` returns the exit code that the main machine gave the job."""
+
+    def __init__(
+        self, task: WorkerTask, layout: Layout, options: LaunchOptions, output_dir: Path, code: dict[str, str]
+    ) -> None:
+        self._task, self._layout, self._options, self._output_dir = task, layout, options, output_dir
+        self._code = code
+        self._crew: Crew | None = None
+        self._num_strangers = 0
+        self._main = f"{layout.main_address}:{layout.main_port}"
+
+    def run(self) -> int:
+        if self._layout.main_address in own_addresses():
+            raise DrivetrainError(
+                f"--main-address {self._layout.main_address} is this machine itself, which is --node-rank "
+                f"{self._layout.node_rank}",
+                remedy="give the address of the machine with --node-rank 0, as this one reaches it",
+            )
+        guard = OrphanGuard()
+        try:
+            with hearing() as wish:
+                seconds, lost = self._options.join_seconds, ""
+                while True:
+                    channel = self._connect(seconds, wish, lost)
+                    if channel is None:
+                        return wish.exit_code
+                    try:
+                        code = self._serve(channel, guard, wish)
+                    finally:
+                        # Before anything else, and before the main machine could be told that this one is back.
+                        self._end_crew()
+                    if code is not None:
+                        channel.close()
+                        return code
+                    lost = channel.closed_because or f"nothing was heard of it for {self._options.node_seconds:g} s"
+                    channel.close()
+                    print(
+                        f"drivetrain: the main machine at {self._main} is lost: {lost}. The workers here were ended",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    seconds = self._options.rejoin_seconds
+        finally:
+            guard.close()
+
+    def _connect(self, seconds: float, wish: StopWish, lost: str) -> Channel | None:
+        """Wait until the main machine answers, and return the connection. It may start later than this one."""
+        began, said, why = time.monotonic(), False, ""
+        path = token_file(self._output_dir, self._layout.main_address, self._layout.main_port)
+        while time.monotonic() - began < seconds:
+            if wish.signal is not None:
+                return None
+            token = read_token(path)
+            connection = None
+            try:
+                connection = socket.create_connection((self._layout.main_address, self._layout.main_port), timeout=2.0)
+            except OSError as error:
+                why = error.strerror or str(error)
+                if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH) and not lost:
+                    raise self._unreachable(why) from None
+            if connection is not None and token is None:
+                connection.close()
+                why = f"it listens, but its secret is not in {path}. {NO_TOKEN}"
+            elif connection is not None and token is not None:
+                channel = Channel(connection, token, is_server=False)
+                channel.send(self._hello())
+                return channel
+            if not said and time.monotonic() - began > _SAY_AFTER_SECONDS:
+                said = True
+                print(f"drivetrain: waiting for the main machine at {self._main}: {why}", file=sys.stderr, flush=True)
+            time.sleep(0.2)
+        if lost:
+            raise DrivetrainError(
+                f"cause: node lost. The main machine at {self._main} is lost ({lost}) and did not come back within "
+                f"{seconds:g} s ({why}). The workers here were ended",
+                remedy="look at that machine and the network between; then start the same commands again",
+            )
+        raise self._unreachable(f"{why}, for {seconds:g} s")
+
+    def _unreachable(self, why: str) -> DrivetrainError:
+        return DrivetrainError(
+            f"the main machine cannot be reached at {self._main}: {why}",
+            remedy="check --main-address and --main-port, start the machine with --node-rank 0, and let a firewall "
+            "pass that port",
+        )
+
+    def _hello(self) -> dict[str, object]:
+        layout = self._layout
+        return {
+            "event": "hello",
+            "node_rank": layout.node_rank,
+            "nodes": layout.nodes,
+            "num_processes": layout.num_processes,
+            "host": socket.gethostname(),
+            "code": self._code,
+        }
+
+    def _serve(self, channel: Channel, guard: OrphanGuard, wish: StopWish) -> int | None:
+        """Obey until the job ends, which returns its code, or the main machine is lost, which returns None."""
+        told = False
+        while True:
+            for message in channel.poll():
+                code = self._obey(message, channel, guard)
+                if code is not None:
+                    return code
+            if channel.closed_because == OTHER_SECRET:
+                self._num_strangers += 1
+                if self._num_strangers > 3:  # a file of the job before may be read just before it is replaced
+                    raise DrivetrainError(f"the main machine at {self._main} has another secret", remedy=NO_TOKEN)
+            if channel.closed_because or channel.silent_seconds > self._options.node_seconds:
+                return None
+            if wish.signal is not None and not told:
+                told = True
+                channel.send({"event": "stop wanted", "signal": int(wish.signal)})
+            if wish.at_once:
+                return wish.exit_code
+            if self._crew is None:
+                time.sleep(0.02)
+                continue
+            for event in self._crew.poll(TICK_SECONDS / 2):
+                if event["event"] == "run" and self._options.log_dir is None:
+                    self._crew.logs.move(Path(event["folder"]) / "logs")
+                channel.send(event)
+
+    def _obey(self, message: dict[str, object], channel: Channel, guard: OrphanGuard) -> int | None:
+        match message.get("do"):
+            case "start":
+                self._end_crew()
+                numbers = {
+                    name: int(str(message[name])) for name in ("attempt", "first_rank", "world_size", "store_port")
+                }
+                start = Start(main_address=self._layout.main_address, **numbers)
+                folder = self._options.log_dir or self._output_dir / "launch" / f"node-{self._layout.node_rank}"
+                logs = RankLogs(folder, start.attempt, self._options.tail_ranks)
+                self._crew = Crew(self._task, self._layout, start, logs, guard, None)
+            case "stop" if self._crew is not None:
+                self._crew.stop()
+            case "kill":
+                if self._crew is None:
+                    channel.send({"event": "gone"})
+                else:
+                    self._crew.kill()
+            case "stack" if self._crew is not None:
+                rank = int(str(message["rank"]))
+                channel.send({"event": "stack", "rank": rank, "text": self._crew.stack_of(rank)})
+            case "refuse":
+                raise DrivetrainError(str(message["message"]), remedy=str(message["remedy"]))
+            case "end":
+                words = str(message["words"])
+                if words:
+                    print(words, file=sys.stderr, flush=True)
+                return int(str(message["code"]))
+        return None
+
+    def _end_crew(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
 
 
 def start(

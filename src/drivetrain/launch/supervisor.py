@@ -18,11 +18,8 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.interrupt import hearing
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.run_folder import is_finished
-from drivetrain.launch.layout import Layout
-from drivetrain.launch.logs import RankLogs
-from drivetrain.launch.network import listen_on
+from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes
-from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.root_cause import (
     LEFT_EARLY,
     NODE_LOST,
@@ -37,7 +34,7 @@ from drivetrain.launch.root_cause import (
     never_came,
     node_lost,
 )
-from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, Start, WorkerTask
+from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Start, WorkerTask
 
 TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only

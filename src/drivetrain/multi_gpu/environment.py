@@ -9,8 +9,7 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.hardware import detect
-from drivetrain.launch.network import get_free_port
-from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.layout import LaunchOptions, get_free_port
 
 __all__ = ["get_free_port", "launch_distributed_training", "setup_distributed_environment"]
 

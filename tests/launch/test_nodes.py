@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain import DrivetrainError
-from drivetrain.launch.control import OTHER_SECRET, TOKEN, Channel, make_token, read_token, token_file
+from drivetrain.launch.nodes import OTHER_SECRET, TOKEN, Channel, make_token, read_token, token_file
 
 
 def pair(server: bytes = b"one", client: bytes = b"one") -> tuple[Channel, Channel]:
