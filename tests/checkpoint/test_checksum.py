@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint import checksum
-from drivetrain.checkpoint.checksum import BLOCK_WORDS, Region, checksums, total
+from drivetrain.checkpoint import frozen
+from drivetrain.checkpoint.frozen import BLOCK_WORDS, Region, checksums, total
 
 TYPES = [
     torch.float32,
@@ -68,7 +68,7 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype, monkeypatch: pytest.Monke
                     first += len(part)
                 assert total(parts) == expected, (shape, num_parts)
         with monkeypatch.context() as larger:
-            larger.setattr(checksum, "CPU_WORDS", 2**20)  # as on a GPU: many blocks at a time
+            larger.setattr(frozen, "CPU_WORDS", 2**20)  # as on a GPU: many blocks at a time
             assert of(whole) == expected, shape
 
 

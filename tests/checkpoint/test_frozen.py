@@ -25,7 +25,7 @@ from drivetrain.checkpoint import (
     frozen,
     read_weights,
 )
-from drivetrain.checkpoint.checksum import Region, Values, start_checksums
+from drivetrain.checkpoint.frozen import Region, Values, start_checksums
 from drivetrain.checkpoint.manifest import RankTable
 from drivetrain.core.world import World
 from tests.checkpoint.test_malice import forge

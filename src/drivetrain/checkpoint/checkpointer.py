@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from drivetrain.checkpoint.checkpoint import Checkpoint, read_manifest
-from drivetrain.checkpoint.checkpoint_folder import CheckpointFolder
+from drivetrain.checkpoint.checkpoint import Checkpoint, CheckpointFolder, read_manifest
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SaveFailure, SharedFileError
 from drivetrain.checkpoint.files import (
     Files,
