@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
-from drivetrain.checkpoint.checkpoint_folder import CheckpointFolder
+from drivetrain.checkpoint.checkpoint import CheckpointFolder
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.staging import Staging

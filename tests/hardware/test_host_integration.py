@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from drivetrain.core.value import GIB
-from drivetrain.hardware.cgroups import _memberships, read_mounts
+from drivetrain.hardware.host import _memberships, read_mounts
 from tests.hardware.children import child_environ
 
 MIB = 1024**2

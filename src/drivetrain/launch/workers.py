@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from drivetrain.core.launchers import CHANNEL, ProcessPlace
 from drivetrain.core.processes import OrphanGuard, kill_group
-from drivetrain.hardware.cgroups import oom_kills
+from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.nodes import TOKEN
 from drivetrain.launch.root_cause import Failure, failure_from_error, failure_from_exit
