@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.world import World
-from drivetrain.moe.layer.dispatch import LocalDispatcher
+from drivetrain.moe.layer.dispatch import LocalDispatcher, Spread, copied, summed
 from drivetrain.moe.layer.experts import Experts
-from drivetrain.moe.layer.permute import Spread, copied, summed
 from drivetrain.moe.layer.placement import slots_of
 from drivetrain.moe.layer.router import Routing
 from drivetrain.strategies import dispatcher

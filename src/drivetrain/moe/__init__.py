@@ -1,16 +1,13 @@
 """Mixtures of experts: a layer for any model, its balance, and how its experts come and go."""
 
 from drivetrain.moe.knowledge.graph import KnowledgeGraph, Limits
-from drivetrain.moe.knowledge.knowledge import Knowledge
-from drivetrain.moe.knowledge.knowledge_files import KnowledgeFiles
+from drivetrain.moe.knowledge.knowledge import Knowledge, KnowledgeFiles
 from drivetrain.moe.layer.balance import LoadReport, Settlement, auxiliary_loss, load_metrics, mixtures_in
-from drivetrain.moe.layer.dispatch import Dispatcher, LocalDispatcher
-from drivetrain.moe.layer.kernel_choice import Way
-from drivetrain.moe.layer.load import LoadFigures
-from drivetrain.moe.layer.mixture import Balance, MixtureOfExperts
+from drivetrain.moe.layer.dispatch import Dispatcher, LocalDispatcher, Way
+from drivetrain.moe.layer.mixture import Balance, LoadFigures, MixtureOfExperts
 from drivetrain.moe.layer.slots import Slots
 from drivetrain.moe.lifecycle.lifecycle import Lifecycle, Rules
-from drivetrain.moe.lifecycle.reservoir import Reservoir
+from drivetrain.moe.lifecycle.replay import Reservoir
 from drivetrain.moe.lifecycle.sleep import Sleep
 from drivetrain.moe.lifecycle.sleep_cycle import SleepRules
 

@@ -17,10 +17,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drivetrain.core.world import World
-from drivetrain.moe.layer.dispatch import run_rows, work_of
+from drivetrain.moe.layer.dispatch import (
+    Order,
+    Spread,
+    Way,
+    copied,
+    from_rows,
+    grouped_obstacle,
+    order_of,
+    run_rows,
+    summed,
+    to_rows,
+    work_of,
+)
 from drivetrain.moe.layer.experts import Experts
-from drivetrain.moe.layer.kernel_choice import Way, grouped_obstacle
-from drivetrain.moe.layer.permute import Order, Spread, copied, from_rows, order_of, summed, to_rows
 from drivetrain.moe.layer.placement import Placement, slots_of
 from drivetrain.moe.layer.router import Routing
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from drivetrain.core.hook import Hook, StepContext
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, Knowledge, Lifecycle, Limits, MixtureOfExperts, Rules, Settlement, Slots
-from drivetrain.moe.knowledge.expert_outputs import agreements
-from drivetrain.moe.lifecycle.clusters import Clusters
+from drivetrain.moe.knowledge.knowledge import Clusters
+from drivetrain.moe.layer.mixture import agreements
 from tests.api.jobs import Trained, Variant
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, run_mixture
@@ -223,7 +223,7 @@ def test_only_candidates_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         compared.append(len(slots))
         return agreements(layer, tokens, slots, world)
 
-    monkeypatch.setattr("drivetrain.moe.lifecycle.surgery.agreements", noted)
+    monkeypatch.setattr("drivetrain.moe.layer.slots.agreements", noted)
     torch.manual_seed(0)
     layer = MixtureOfExperts(4, 40, 8, k=1, num_slots=41, balance=Balance(0.0))
     rules = Rules(far=1e9, idle_looks=10**9)

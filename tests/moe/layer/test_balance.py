@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain.core.isolation import uncounted
 from drivetrain.moe import Balance, MixtureOfExperts, Settlement, auxiliary_loss, load_metrics
-from drivetrain.moe.layer.load import figures_of
+from drivetrain.moe.layer.mixture import figures_of
 from tests.api.jobs import Trained, Variant
 from tests.gloo_pool import GlooPool
 from tests.moe.jobs import Mixture, run_mixture

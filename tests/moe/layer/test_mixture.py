@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.moe import Balance, MixtureOfExperts
-from drivetrain.moe.layer.kernel_choice import Work, choose_way
-from drivetrain.moe.layer.permute import from_rows, gated_silu, order_of, to_rows
+from drivetrain.moe.layer.dispatch import Work, choose_way, from_rows, order_of, to_rows
+from drivetrain.moe.layer.experts import gated_silu
 from tests.moe.reference import distance, gradients, plain_forward, plain_gradients
 
 BF16 = 2.0**-8

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.moe import Knowledge, Lifecycle, MixtureOfExperts
-from drivetrain.moe.knowledge.expert_outputs import outputs_of
+from drivetrain.moe.layer.mixture import outputs_of
 from tests.api.jobs import Trained, Variant
 from tests.api.test_resume import assert_identical
 from tests.moe.jobs import Mixture, run_mixture

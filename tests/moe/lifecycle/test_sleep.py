@@ -22,8 +22,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ExpertAccess, Hook, Rehearsal, StepContext
 from drivetrain.core.world import World
 from drivetrain.moe import Balance, Lifecycle, MixtureOfExperts, Rules, Sleep, SleepRules, Slots
-from drivetrain.moe.lifecycle.replay import Replay
-from drivetrain.moe.lifecycle.reservoir import Reservoir
+from drivetrain.moe.lifecycle.replay import Replay, Reservoir
 from drivetrain.moe.lifecycle.sleep_cycle import Night
 from tests.api.jobs import Trained, Variant, Vectors, run
 from tests.api.test_resume import PlantedError

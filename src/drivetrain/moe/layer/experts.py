@@ -1,14 +1,14 @@
 """Experts, stacked: one tensor for each kind of weight, with a row for each expert."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.moe.layer.permute import gated_silu
 
 Kind = Literal["mlp", "gated"]
 # Each is 0 at 0, so hidden units that only fill up a narrower expert stay 0, and so do their weights.
@@ -139,3 +139,34 @@ def _uniform(weight: Tensor, fan_in: int) -> None:
 
 def _flat(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.flatten().to(dtype)
+
+
+class _GatedSilu(Function):
+    """Computes silu(gate) × up of one fused tensor.
+
+    Its backward writes both halves in place instead of concatenating.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        gate, up = hidden.chunk(2, -1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (hidden,) = ctx.saved_tensors
+        gate, up = hidden.chunk(2, -1)
+        result = torch.empty_like(hidden)
+        of_gate, of_up = result.chunk(2, -1)
+        torch.mul(gradients[0], functional.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=of_gate)
+        return result
+
+
+def gated_silu(hidden: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # it fuses better by itself
+        gate, up = hidden.chunk(2, -1)
+        return functional.silu(gate) * up
+    result: Tensor = _GatedSilu.apply(hidden)  # type: ignore[no-untyped-call]
+    return result

@@ -18,12 +18,11 @@ from torch import Tensor
 from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
 from drivetrain.moe.bounds import Number, Whole, check_every, check_fields
-from drivetrain.moe.knowledge.expert_outputs import outputs, route
 from drivetrain.moe.knowledge.knowledge import Knowledge, Seen
 from drivetrain.moe.layer.balance import mixtures_in, refuse_too_many
-from drivetrain.moe.layer.mixture import MixtureOfExperts
+from drivetrain.moe.layer.mixture import MixtureOfExperts, outputs, route
 from drivetrain.moe.layer.placement import exchanges
-from drivetrain.moe.lifecycle.surgery import Surgery
+from drivetrain.moe.layer.slots import Surgery
 
 LOAD_MEMORY = 0.8
 LOSS_MEMORY = 0.5  # at each look: short, as a look comes every so many steps

@@ -14,7 +14,7 @@ from drivetrain.core.state import is_distributed
 from drivetrain.moe.bounds import check_every
 from drivetrain.moe.layer.balance import mixtures_in, refuse_too_many
 from drivetrain.moe.lifecycle.lifecycle import Lifecycle
-from drivetrain.moe.lifecycle.reservoir import Reservoir
+from drivetrain.moe.lifecycle.replay import Reservoir
 from drivetrain.moe.lifecycle.sleep_cycle import Night, SleepRules, Stage
 
 LOOKED_AT = 256  # samples of those seen since the last look that are read to learn their class

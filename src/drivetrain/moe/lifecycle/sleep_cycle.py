@@ -19,10 +19,8 @@ from drivetrain.moe.bounds import Number, Whole, check_fields
 from drivetrain.moe.layer.balance import mixtures_in
 from drivetrain.moe.layer.mixture import MixtureOfExperts
 from drivetrain.moe.layer.router import Routing
-from drivetrain.moe.layer.slots import Slots
-from drivetrain.moe.lifecycle.replay import Replay, ReplayedSamples
-from drivetrain.moe.lifecycle.reservoir import Reservoir
-from drivetrain.moe.lifecycle.surgery import Surgery
+from drivetrain.moe.layer.slots import Slots, Surgery
+from drivetrain.moe.lifecycle.replay import Replay, ReplayedSamples, Reservoir
 
 PROBES = 256  # tokens of each rank on which outputs of experts are compared
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
-from drivetrain.moe.knowledge.expert_outputs import agreements, outputs_of
+from drivetrain.moe.layer.mixture import agreements, outputs_of
 from tests.gloo_pool import GlooPool
 
 
