@@ -5,8 +5,8 @@ All of them change here and nowhere else, in place: so DDP, compiled and capture
 calls these together, at a step's end, with the same arguments.
 
 `Surgery` grows, merges and prunes the experts of one layer, for a run that is awake (`Lifecycle`) and one that is
-asleep (`Sleep`). An expert takes its centroid and spread along, which tell what its inputs are like. Who asks decides which
-experts, and checks the result; a change that is not kept leaves no trace.
+asleep (`Sleep`). An expert takes its centroid and spread along, which tell what its inputs are like. Who asks decides
+which experts, and checks the result; a change that is not kept leaves no trace.
 """
 
 import hashlib

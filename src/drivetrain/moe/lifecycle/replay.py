@@ -2,8 +2,8 @@
 
 The reservoir has equally many samples of each group, however rare or long ago. Every sample has a pseudo-random rank
 that follows from the seed and its number. Of each group those with the lowest ranks are kept. So the reservoir is a
-fair sample of the group's distinct samples, whatever their order and however often each was seen; it is the same on every
-rank; and there is no generator whose state would have to be saved.
+fair sample of the group's distinct samples, whatever their order and however often each was seen; it is the same on
+every rank; and there is no generator whose state would have to be saved.
 
 A replay is run on all ranks together. It borrows the job's optimizer, whose learning rates and past gradients fit the
 model, and restores its state: steps are not counted, rates and moments are those of the last step, gradients that
