@@ -2,9 +2,17 @@
 
 from drivetrain.moe.knowledge.graph import KnowledgeGraph, Limits
 from drivetrain.moe.knowledge.knowledge import Knowledge, KnowledgeFiles
-from drivetrain.moe.layer.balance import LoadReport, Settlement, auxiliary_loss, load_metrics, mixtures_in
 from drivetrain.moe.layer.dispatch import Dispatcher, LocalDispatcher, Way
-from drivetrain.moe.layer.mixture import Balance, LoadFigures, MixtureOfExperts
+from drivetrain.moe.layer.mixture import (
+    Balance,
+    LoadFigures,
+    LoadReport,
+    MixtureOfExperts,
+    Settlement,
+    auxiliary_loss,
+    load_metrics,
+    mixtures_in,
+)
 from drivetrain.moe.layer.slots import Slots
 from drivetrain.moe.lifecycle.lifecycle import Lifecycle, Rules
 from drivetrain.moe.lifecycle.replay import Reservoir

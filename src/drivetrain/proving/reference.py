@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.moe.layer.balance import Settlement, auxiliary_loss
+from drivetrain.moe.layer.mixture import Settlement, auxiliary_loss
 from drivetrain.proving.case import Case, build_model, factor_at, loss_of, parameter_groups, plain_batch
 from drivetrain.proving.loss import (
     AUXILIARY,

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.state import Shard, TensorSource, put_value
 from drivetrain.core.world import World
-from drivetrain.moe.layer.balance import mixtures_in
-from drivetrain.moe.layer.mixture import MixtureOfExperts
+from drivetrain.moe.layer.mixture import MixtureOfExperts, mixtures_in
 from drivetrain.moe.layer.placement import Placement, costs_of, place, slots_of
 from drivetrain.strategies.dispatcher import ExchangeDispatcher
 from drivetrain.strategies.ema import Average

@@ -22,8 +22,7 @@ from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.world import World
 from drivetrain.moe.bounds import check_every
 from drivetrain.moe.knowledge.graph import KnowledgeGraph, Limits
-from drivetrain.moe.layer.balance import mixtures_in
-from drivetrain.moe.layer.mixture import MixtureOfExperts, route
+from drivetrain.moe.layer.mixture import MixtureOfExperts, mixtures_in, route
 from drivetrain.moe.layer.placement import share_together
 
 DIMENSIONS = 16

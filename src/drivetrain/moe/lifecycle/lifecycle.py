@@ -19,8 +19,7 @@ from drivetrain.core.hook import StepContext
 from drivetrain.core.world import World
 from drivetrain.moe.bounds import Number, Whole, check_every, check_fields
 from drivetrain.moe.knowledge.knowledge import Knowledge, Seen
-from drivetrain.moe.layer.balance import mixtures_in, refuse_too_many
-from drivetrain.moe.layer.mixture import MixtureOfExperts, outputs, route
+from drivetrain.moe.layer.mixture import MixtureOfExperts, mixtures_in, outputs, refuse_too_many, route
 from drivetrain.moe.layer.placement import exchanges
 from drivetrain.moe.layer.slots import Surgery
 

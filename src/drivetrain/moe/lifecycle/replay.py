@@ -23,7 +23,7 @@ from torch import Tensor
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.isolation import evaluating
 from drivetrain.core.loss import LossSum
-from drivetrain.moe.layer.balance import mixtures_in
+from drivetrain.moe.layer.mixture import mixtures_in
 from drivetrain.moe.layer.router import Routing
 
 CHECKED = 4  # one in this many is held out for checks, and never replayed

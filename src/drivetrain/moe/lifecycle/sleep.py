@@ -12,7 +12,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.state import is_distributed
 from drivetrain.moe.bounds import check_every
-from drivetrain.moe.layer.balance import mixtures_in, refuse_too_many
+from drivetrain.moe.layer.mixture import mixtures_in, refuse_too_many
 from drivetrain.moe.lifecycle.lifecycle import Lifecycle
 from drivetrain.moe.lifecycle.replay import Reservoir
 from drivetrain.moe.lifecycle.sleep_cycle import Night, SleepRules, Stage

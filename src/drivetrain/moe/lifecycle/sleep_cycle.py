@@ -16,8 +16,7 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.moe.bounds import Number, Whole, check_fields
-from drivetrain.moe.layer.balance import mixtures_in
-from drivetrain.moe.layer.mixture import MixtureOfExperts
+from drivetrain.moe.layer.mixture import MixtureOfExperts, mixtures_in
 from drivetrain.moe.layer.router import Routing
 from drivetrain.moe.layer.slots import Slots, Surgery
 from drivetrain.moe.lifecycle.replay import Replay, ReplayedSamples, Reservoir
