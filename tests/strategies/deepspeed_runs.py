@@ -24,7 +24,7 @@ from drivetrain.strategies import (
     StrategyParts,
     Trial,
 )
-from drivetrain.strategies.deepspeed_config import ZeroFacts, derive
+from drivetrain.strategies.zero import ZeroFacts, derive
 from tests.api.jobs import Trained, Variant, make_job, run
 from tests.api.test_resume import MICRO_BATCH, CrashingLoss, PlantedError
 from tests.strategies.fsdp_runs import Branched, Odd, crash_with, run_with, world_here

@@ -10,7 +10,7 @@ import torch
 
 import drivetrain as dt
 from drivetrain.config import configure
-from drivetrain.strategies.deepspeed_config import scaler_state
+from drivetrain.strategies.zero import scaler_state
 from tests.api.jobs import Variant, make_job, plain_loop
 from tests.api.test_equivalence import CASES, difference
 from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in

@@ -27,11 +27,18 @@ from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.world import World
 from drivetrain.strategies.base import Objective, ObjectiveCall, StrategyParts, Trial, rescaling, try_out
-from drivetrain.strategies.deepspeed_config import Zero, ZeroFacts, derive, keeps_bf16_weights, scaler_state
 from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.sharding import Sums, refuse_unless_elementwise
 from drivetrain.strategies.spec import Description, StrategyContext, StrategySpec, refuse_without_package
-from drivetrain.strategies.zero_parts import ZeroParts, refuse_odd_weights
+from drivetrain.strategies.zero import (
+    Zero,
+    ZeroFacts,
+    ZeroParts,
+    derive,
+    keeps_bf16_weights,
+    refuse_odd_weights,
+    scaler_state,
+)
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _LINEAR = functional.linear  # torch's own: the third stage puts another in its place, for the whole process

@@ -5,44 +5,37 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.strategies.deepspeed_config import (
+from drivetrain.strategies.kinds.deepspeed import SPEC
+from drivetrain.strategies.spec import refuse_without_package
+from drivetrain.strategies.zero import (
     Zero,
     ZeroFacts,
+    boxes_of,
     derive,
+    read_flat,
     read_own,
     scaler_state,
     settings_in,
+    shards_of,
     stage_of,
     told_of_fp16,
 )
-from drivetrain.strategies.kinds.deepspeed import SPEC
-from drivetrain.strategies.spec import refuse_without_package
 from tests.api.jobs import Variant, make_job
 
 FACTS = ZeroFacts(
     precision="fp32", world_size=2, micro_batch=4, accumulation=2, global_batch=16, clip_norm=0.5, num_weights=1000
 )
-
-
-def test_what_follows_from_a_run() -> None:
-    assert derive(FACTS) == {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.5,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
-    }
-
-
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # of the facts, the file, what comes of it
     "stage": ({"stage": 3}, {}, {"zero_optimization.stage": 3}),
@@ -94,21 +87,6 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "scaled in fp16": ({"precision": "fp16"}, {"fp16": {"enabled": True, "loss_scale": 0}}, {"fp16": None}),
     "sections that are off": ({}, {"fp16": {"enabled": False}, "elasticity": {"enabled": False}}, {}),
 }
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_the_table(case: str) -> None:
-    changes, own, expected = CHANGES[case]
-    before = json.dumps(own)
-    derived = derive(replace(FACTS, **changes), own)
-    for path, value in expected.items():
-        found: Any = derived
-        for key in path.split("."):
-            found = found.get(key)
-        assert found == value, path
-    assert json.dumps(own) == before, "the user's own is not changed"
-
-
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "optimizer": ({}, {"optimizer": {"type": "AdamW"}}, "Job.optimizer"),
     "scheduler": ({}, {"scheduler": {"type": "WarmupLR"}}, "Job.schedule"),
@@ -146,6 +124,40 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "zero_optimization.mics_shard_size": ({}, {"zero_optimization": {"mics_shard_size": 2}}, "each part once"),
 }
+SCRIPT = """
+import torch
+import drivetrain as dt
+data = {"x": torch.zeros(8, 2), "y": torch.zeros(8).long()}
+job = dt.Job(name="mine", model=lambda: torch.nn.Linear(2, 2), data=data,
+             loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+             optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, max_steps=2)
+dt.train(job)
+"""
+SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def test_what_follows_from_a_run() -> None:
+    assert derive(FACTS) == {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.5,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+    }
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_the_table(case: str) -> None:
+    changes, own, expected = CHANGES[case]
+    before = json.dumps(own)
+    derived = derive(replace(FACTS, **changes), own)
+    for path, value in expected.items():
+        found: Any = derived
+        for key in path.split("."):
+            found = found.get(key)
+        assert found == value, path
+    assert json.dumps(own) == before, "the user's own is not changed"
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
@@ -213,17 +225,6 @@ def test_what_of_fp16_is_told() -> None:
     assert "weights stay float32" in first
     assert "hysteresis and min_loss_scale have no effect" in second
     assert told_of_fp16({"bf16": {"enabled": True}}, "ds.json") == []
-
-
-SCRIPT = """
-import torch
-import drivetrain as dt
-data = {"x": torch.zeros(8, 2), "y": torch.zeros(8).long()}
-job = dt.Job(name="mine", model=lambda: torch.nn.Linear(2, 2), data=data,
-             loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
-             optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, max_steps=2)
-dt.train(job)
-"""
 
 
 def written(folder: Path, own: dict[str, Any]) -> Path:
@@ -307,3 +308,48 @@ def test_a_missing_package_is_the_last_thing_on_the_screen(tmp_path: Path, proce
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1].strip() == "remedy: pip install 'drivetrain[deepspeed]'", done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Stored:
+    """A stored tensor, read box by box."""
+
+    meta: dict[str, Any] = {}  # noqa: RUF012
+    keys: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def read(self, key: str, offsets: Any = None, shape: Any = None) -> torch.Tensor:
+        assert offsets is not None
+        return self.tensor[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))].clone()
+
+
+@given(SHAPES, st.integers(0, 700), st.integers(0, 700))
+def test_any_range_of_any_shape(shape: tuple[int, ...], first: int, second: int) -> None:
+    whole = torch.arange(prod(shape)).reshape(shape)
+    start, stop = sorted((first % (prod(shape) + 1), second % (prod(shape) + 1)))
+    expected = whole.reshape(-1)[start:stop]
+    boxes = list(boxes_of(shape, start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert torch.equal(read_flat(Stored(whole), "key", shape, start, stop).long(), expected)
+    rebuilt = torch.full(shape, -1)
+    for shard in shards_of("key", expected.clone(), shape, start):
+        assert shard.global_shape == shape
+        assert shard.is_part
+        rebuilt[tuple(slice(o, o + s) for o, s in zip(shard.offsets, shard.tensor.shape, strict=True))] = shard.tensor
+    inside = (whole >= start) & (whole < stop)
+    assert torch.equal(rebuilt, torch.where(inside, whole, -1))
+
+
+def test_whole_rows_are_one_box() -> None:
+    assert list(boxes_of((4, 3), 3, 9)) == [((1, 0), (2, 3))]
+    assert list(boxes_of((4, 3), 2, 10)) == [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    assert list(boxes_of((), 0, 1)) == [((), ())]
+    assert list(boxes_of((7,), 2, 2)) == []
+
+
+def test_shards_share_memory() -> None:
+    flat = torch.zeros(5)
+    for shard in shards_of("key", flat, (3, 3), 2):
+        shard.tensor.fill_(1.0)
+    assert flat.sum() == 5
