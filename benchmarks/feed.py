@@ -20,7 +20,7 @@ from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.batch import to_device
-from drivetrain.run import data_loading
+from drivetrain.run import assemble
 
 ROUNDS = 5
 STEPS = 80
@@ -142,6 +142,6 @@ def milliseconds(
         config = configure(
             output_dir=folder, gpu_mode="single_gpu", precision="bf16", num_workers=0, channels_last=channels_last
         )
-        with mock.patch.object(data_loading, "feed_for", data_loading.feed_for if with_feed else InTheTrainingStream):
+        with mock.patch.object(assemble, "feed_for", assemble.feed_for if with_feed else InTheTrainingStream):
             train(job, config, quiet=True)
     return statistics.median([b - a for a, b in pairwise(marks)][FIRST:]) * 1e3

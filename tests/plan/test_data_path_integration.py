@@ -16,7 +16,7 @@ from drivetrain.data.division import Division
 from drivetrain.plan.data_path import DataPath
 from drivetrain.planning.probe import measure_data, measured_data_path
 from drivetrain.run import Session
-from drivetrain.run.data_loading import make_loader
+from drivetrain.run.assemble import make_loader
 from tests.api.jobs import Variant, Vectors, make_job, run
 from tests.data.test_resident_training import events
 from tests.data.test_training import Stream

@@ -22,7 +22,7 @@ from drivetrain.plan.tune import Scope, tune
 from drivetrain.planning import planner
 from drivetrain.planning.probe import Journal, StepProbe
 from drivetrain.run import Session
-from drivetrain.run.data_loading import make_loader
+from drivetrain.run.assemble import make_loader
 from drivetrain.run.model_factory import build_model
 from tests.planning.test_planner import plan_of, rows
 

@@ -61,9 +61,8 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
-from drivetrain.run.assemble import RunParts, assemble, make_stepper, resume
+from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, resume
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
-from drivetrain.run.data_loading import division_of, make_loader
 from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial

@@ -36,8 +36,7 @@ from drivetrain.planning.batch_size import settle_global_batch, with_micro_batch
 from drivetrain.planning.description import described
 from drivetrain.planning.planner import OnProbe, measured
 from drivetrain.run import Result, Session, Which, checkpoint_of
-from drivetrain.run.assemble import RunParts, assemble, make_stepper
-from drivetrain.run.data_loading import make_loader, make_validator
+from drivetrain.run.assemble import RunParts, assemble, make_loader, make_stepper, make_validator
 from drivetrain.run.loss_weighting import recorded_weighting, settle_weighting
 from drivetrain.run.memory import peak_meter
 from drivetrain.run.model_factory import build_model, callable_model, prepare_model

@@ -55,9 +55,17 @@ from drivetrain.run import (
     tell_strategy,
     write_down,
 )
-from drivetrain.run.assemble import RunParts, assemble, make_stepper, resume, trial_of
+from drivetrain.run.assemble import (
+    RunParts,
+    assemble,
+    division_of,
+    make_loader,
+    make_stepper,
+    make_validator,
+    resume,
+    trial_of,
+)
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
-from drivetrain.run.data_loading import division_of, make_loader, make_validator
 from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.memory import (

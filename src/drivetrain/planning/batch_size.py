@@ -10,7 +10,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning.probe import Journal, StepProbe
-from drivetrain.run.data_loading import make_loader
+from drivetrain.run.assemble import make_loader
 from drivetrain.run.memory import needs_of
 from drivetrain.run.model_factory import build_model, couples_samples
 from drivetrain.run.session import Session

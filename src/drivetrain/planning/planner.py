@@ -41,7 +41,7 @@ from drivetrain.planning.batch_size import with_micro_batch
 from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
 from drivetrain.planning.repeat import RepeatProbe
-from drivetrain.run.data_loading import make_loader
+from drivetrain.run.assemble import make_loader
 from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session

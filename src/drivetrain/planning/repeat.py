@@ -32,9 +32,8 @@ from drivetrain.data.division import Division
 from drivetrain.loop.read_back import Reading
 from drivetrain.plan.knobs import Way
 from drivetrain.plan.repeat import Bits, RepeatTrial
-from drivetrain.run.assemble import assemble, make_stepper, trial_of
+from drivetrain.run.assemble import assemble, make_loader, make_stepper, trial_of
 from drivetrain.run.command_context import target_to_rerun
-from drivetrain.run.data_loading import make_loader
 from drivetrain.run.model_factory import prepare_model
 from drivetrain.run.session import Session
 from drivetrain.strategies import SingleStrategy

@@ -1,4 +1,4 @@
-"""The layer: router, experts, the dispatcher between them, the counts of chosen experts, and the balance of their loads.
+"""The layer: router, experts, the dispatcher between them, the counts of chosen experts, and the balance of loads.
 
 The tokens of each expert are counted during training, once each; load figures are derived from the counts. Loads are
 balanced by a bias on the choice and by auxiliary losses; the end of a step settles them. Outside of steps `outputs` and
