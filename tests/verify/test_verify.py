@@ -18,10 +18,19 @@ from drivetrain.config import Config, Resolved, configure
 from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError
 from drivetrain.hardware import Hardware, MeasuredRates, load_measured, measured_path
-from drivetrain.verify.checklist import CHECKLIST, choose, chosen_gpus, read_checklist
+from drivetrain.verify.checklist import (
+    CHECKLIST,
+    LiveProgress,
+    choose,
+    chosen_gpus,
+    collect,
+    console_for,
+    read_checklist,
+    show_checklist,
+    show_summary,
+)
 from drivetrain.verify.probe import MeasuredRate, Probe, ProbeResult, Report
 from drivetrain.verify.runner import run_probes
-from drivetrain.verify.show import LiveProgress, collect, console_for, show_checklist, show_summary
 from tests.verify.machines import machine
 from tests.verify.test_runner import planted
 
