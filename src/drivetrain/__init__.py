@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.hook import every as every
-    from drivetrain.core.loss import LossSum as LossSum
+    from drivetrain.core.metrics import LossSum as LossSum
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
@@ -54,7 +54,7 @@ _HOME = {
     "Aim": "drivetrain.job",
     "EarlyStopping": "drivetrain.job",
     "Constant": "drivetrain.job",
-    "LossSum": "drivetrain.core.loss",
+    "LossSum": "drivetrain.core.metrics",
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",

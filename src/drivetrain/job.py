@@ -14,8 +14,7 @@ from torch.utils.data import default_collate
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import PERIODS, Hook, is_period
-from drivetrain.core.loss import CountFunction, LossSum, LossWeight, NamedLosses
-from drivetrain.core.metrics import MetricFunction, MetricObject
+from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import closure_error, needs_closure, use_fused
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.data.external_order import is_iterator

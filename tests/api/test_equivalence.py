@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.data.stream import SampleStream
 from drivetrain.job import Job
 from drivetrain.strategies.base import Objective

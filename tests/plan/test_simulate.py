@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision
 from drivetrain.plan.simulate import Held, count_held, forecast_held, simulate, without_memory
 from drivetrain.recipes.gpt import SmallGpt

@@ -29,10 +29,10 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
-from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.loss import LossSum, NamedLosses
+from drivetrain.core.metrics import LossSum, NamedLosses
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
+from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.state import Shard, local_part

@@ -12,9 +12,9 @@ from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
-from drivetrain.core.interrupt import stopping_cleanly, written_first
 from drivetrain.core.log import notice
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
+from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.data.division import Position

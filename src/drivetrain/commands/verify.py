@@ -13,10 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Resolved
 from drivetrain.hardware import detect
-from drivetrain.verify.checklist import choose, chosen_gpus
+from drivetrain.verify.checklist import (
+    choose,
+    chosen_gpus,
+    console_for,
+    progress,
+    save_rates,
+    show_checklist,
+    show_saving,
+    show_summary,
+)
 from drivetrain.verify.probe import Report
 from drivetrain.verify.runner import PRELOAD, run_probes
-from drivetrain.verify.show import console_for, progress, save_rates, show_checklist, show_saving, show_summary
 
 COMMAND = Command(
     summary="Does real work on every part of this machine and prints a checklist; exits 0 only if nothing failed.",

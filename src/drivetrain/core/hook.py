@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.core.world import World
 
 PERIODS = "a whole number of steps from 1, or 'epoch'"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.interrupt import StopWish, hearing
-from drivetrain.core.processes import OrphanGuard
+from drivetrain.core.processes import OrphanGuard, StopWish, hearing
 from drivetrain.hardware import Hardware
 from drivetrain.launch.layout import LaunchOptions, Layout, make_layout, own_addresses
 from drivetrain.launch.nodes import NO_TOKEN, OTHER_SECRET, Channel, read_token, token_file

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.interrupt import hearing
-from drivetrain.core.processes import OrphanGuard
+from drivetrain.core.processes import OrphanGuard, hearing
 from drivetrain.core.run_folder import is_finished
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes

@@ -15,8 +15,8 @@ from torch.nn import functional
 from drivetrain.api.training import Result, train
 from drivetrain.config import Config, configure
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.interrupt import request_stop
 from drivetrain.core.log import notice
+from drivetrain.core.processes import request_stop
 from drivetrain.core.world import World
 from drivetrain.data.source import Source, source_of
 from drivetrain.job import EarlyStopping, Job, WarmupCosine

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain.core.loss import LossSum, NamedLosses
+from drivetrain.core.metrics import LossSum, NamedLosses
 from drivetrain.core.precision import Precision
 from drivetrain.core.value import Value
 from drivetrain.data.batch import map_leaves

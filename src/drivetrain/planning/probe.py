@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
 from drivetrain.core.world import World, synchronize

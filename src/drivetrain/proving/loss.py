@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.job import Job
 
 _DROPOUTS = (

@@ -22,7 +22,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 
 SAVING_SECONDS = 0.4
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")

@@ -18,7 +18,7 @@ from torch.nn import functional
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes import generated_xrays
 from drivetrain.recipes.chest_xray_data import BEST_GRADES, HEADS, XrayDataset, XraySet, read_questions

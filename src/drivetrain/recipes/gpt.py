@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from drivetrain.api.training import Result
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.core.run_folder import read_rows
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes.recipe import Recipe

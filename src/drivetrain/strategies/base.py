@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss
+from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome

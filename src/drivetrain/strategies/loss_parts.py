@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import CountFunction, LossSum, LossWeight, NamedLosses, PartCounts, summed_by_count
+from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, NamedLosses, PartCounts, summed_by_count
 from drivetrain.core.records import PartLoss, PartTotals
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch

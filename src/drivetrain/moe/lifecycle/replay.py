@@ -22,7 +22,7 @@ from torch import Tensor
 
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.isolation import evaluating
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.moe.layer.mixture import mixtures_in
 from drivetrain.moe.layer.router import Routing
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
-from drivetrain.core.loss import LossSum
+from drivetrain.core.metrics import LossSum
 from drivetrain.hardware import detect
 from drivetrain.hardware.device import DeviceManager
 from drivetrain.job import Job, WarmupCosine

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate as replicate_on_gpus
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.loss import LossSum, NamedLosses, UndividedLoss, summed_by_count
+from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss, summed_by_count
 from drivetrain.core.plugins import Conflict
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
