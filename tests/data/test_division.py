@@ -1,9 +1,14 @@
 """How a global batch is divided: nothing lost, nothing twice, the same for every world."""
 
+import statistics
+import time
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.data.division import Division
+from drivetrain.data.division import Division, Permutation, SampleStream, key_of
 
 divisions = st.builds(
     Division,
@@ -84,3 +89,73 @@ def test_a_fixed_division_is_the_same_on_any_number_of_ranks(
         by_rank = [shared.micro_steps(place, rank) for rank in range(world_size)]
         assert len({len(parts) for parts in by_rank}) == 1, "all ranks run equally many"
         assert [part for parts in by_rank for part in parts if part.weight] == alone.micro_steps(place, 0)
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
+def test_each_sample_exactly_once(size: int, key: int) -> None:
+    order = Permutation(size, key)(np.arange(size))
+    assert sorted(order.tolist()) == list(range(size))
+
+
+@given(st.integers(1, 30000), st.integers(0, 2**63), st.integers(0, 5), st.data())
+def test_any_slice_equals_the_whole(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
+    whole = SampleStream(size, seed).samples(epoch, 0, size)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    stream = SampleStream(size, seed)
+    assert stream.samples(epoch, start, stop).tolist() == whole[start:stop].tolist()
+    assert stream.samples(epoch, start, stop).tolist() == whole[start:stop].tolist()  # from the cached block too
+
+
+def test_epochs_and_seeds_differ() -> None:
+    stream = SampleStream(1000, 7)
+    first, second = stream.samples(0, 0, 1000).tolist(), stream.samples(1, 0, 1000).tolist()
+    other = SampleStream(1000, 8).samples(0, 0, 1000).tolist()
+    assert first != second
+    assert first != other
+    assert stream.samples(0, 0, 1000).tolist() == first
+
+
+def test_without_shuffling_the_order_is_the_data_sets() -> None:
+    assert SampleStream(10, 3, shuffle=False).samples(4, 2, 6).tolist() == [2, 3, 4, 5]
+
+
+def test_the_order_is_frozen() -> None:
+    """A change here would change every job's data order: resumed runs would repeat and miss samples."""
+    assert key_of(1, 2, 3) == 13041116711478803063
+    assert SampleStream(10, 0).samples(0, 0, 10).tolist() == [1, 0, 6, 5, 2, 4, 8, 3, 7, 9]
+
+
+def test_positions_outside_an_epoch_are_refused() -> None:
+    with pytest.raises(ValueError, match="not within an epoch of 10"):
+        SampleStream(10, 0).samples(0, 5, 11)
+
+
+@pytest.mark.parametrize("size", [24, 100, pytest.param(257, marks=pytest.mark.soak)])
+def test_every_sample_lands_everywhere_equally_often(size: int) -> None:
+    """Chi-squared over (position, sample) cells: within five standard deviations of a fair shuffle's."""
+    rounds = 2000
+    counts = np.zeros((size, size))
+    for epoch in range(rounds):
+        counts[np.arange(size), SampleStream(size, 11).samples(epoch, 0, size)] += 1
+    expected = rounds / size
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = (size - 1) ** 2
+    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_are_not_kept_together() -> None:
+    """Among fair shuffles, the number of adjacent pairs i, i+1 is Poisson with mean about 1."""
+    kept = []
+    for epoch in range(300):
+        order = SampleStream(5000, 1).samples(epoch, 0, 5000)
+        kept.append(int((np.diff(order) == 1).sum()))
+    assert 0.7 < statistics.mean(kept) < 1.3
+
+
+def test_starting_in_the_middle_of_a_hundred_million_costs_nothing() -> None:
+    begin = time.thread_time()  # other processes do not count
+    found = SampleStream(10**8, 5).samples(3, 10**7, 10**7 + 64)
+    assert time.thread_time() - begin < 0.1
+    assert len(set(found.tolist())) == 64
+    assert found.max() < 10**8

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from drivetrain import ConfigError, Constant, DrivetrainError
 from drivetrain.api.training import train
 from drivetrain.config import configure
+from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
-from drivetrain.data.stream import key_of
 from tests.api.jobs import Trained, Variant, Vectors, make_job, make_model, read, run, vector_loss
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
 from tests.gloo_pool import GlooPool

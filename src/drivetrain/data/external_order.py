@@ -21,9 +21,8 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.data.batch import leaves
-from drivetrain.data.division import Place, Position
+from drivetrain.data.division import Indices, Place, Position, key_of
 from drivetrain.data.keyed_items import ItemError, seed_all
-from drivetrain.data.stream import Indices, key_of
 
 _BEGIN = 2**64 - 1  # replaces a position in the key of draws at the beginning of an epoch
 _READ_AHEAD = 1024

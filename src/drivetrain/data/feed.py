@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.data.batch import MicroBatch, in_format, map_leaves, moved, to_device
-from drivetrain.data.division import Division, MicroStep
+from drivetrain.data.division import Division, Indices, MicroStep, SampleStream
 from drivetrain.data.resident import Resident, Rows, Window
-from drivetrain.data.stream import Indices, SampleStream
 
 Step = TypeVar("Step")
 Steps = Iterator[tuple[Step, Iterable[MicroBatch]]]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.data.stream import key_of
+from drivetrain.data.division import key_of
 
 Collate = Callable[[list[Any]], Any]
 

@@ -25,7 +25,7 @@ from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, trains_when_im
 from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned, to_device
-from drivetrain.data.division import Division, MicroStep, Place, Position, Stretch
+from drivetrain.data.division import Division, MicroStep, Place, Position, SampleStream, Stretch
 from drivetrain.data.external_order import Content, ReadOrder, fingerprint
 from drivetrain.data.feed import Feed, NoFeed, NumbersAhead, ResidentFeed
 from drivetrain.data.keyed_items import (
@@ -39,7 +39,6 @@ from drivetrain.data.keyed_items import (
 )
 from drivetrain.data.resident import Resident, Rows
 from drivetrain.data.source import Source, WorkerWishes, source_of
-from drivetrain.data.stream import SampleStream
 
 CountAhead = Callable[[int, list[MicroBatch]], None]
 _AGAIN = 2**48  # an epoch that no run reaches: what items draw at random when they are seen again is keyed by it
