@@ -1,9 +1,8 @@
-"""The one typed configuration: fields in `schema`, names in `settings`, files in `sources`, checks in `resolve`."""
+"""The one typed configuration: fields in `schema`, names in `settings`, files and checks in `resolve`."""
 
-from drivetrain.config.resolve import Resolved, configure, resolve, value_problem
+from drivetrain.config.resolve import Resolved, configure, from_yaml, resolve, value_problem
 from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest
 from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Given, Setting, nearest, normal, settings_of
-from drivetrain.config.sources import from_yaml
 
 __all__ = [
     "BY_NAME",

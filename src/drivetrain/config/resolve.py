@@ -1,19 +1,247 @@
-"""Resolves all sources to one checked `Config`: flags over YAML over defaults, every problem at once."""
+"""Resolves all sources to one checked `Config`: flags over YAML over defaults, every problem at once.
 
+The sources are YAML files, flags and Python. Each becomes a list of `Given`, spelled as the user did.
+"""
+
+import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from drivetrain.config.contradictions import find_contradictions
+from drivetrain.config.dialects import DEEPSPEED_MARKS, SECTIONS_OF_OTHERS, Line, translate
 from drivetrain.config.schema import Config, PlanPins
-from drivetrain.config.settings import BY_DOTTED, SETTINGS, Given, Setting, nearest
-from drivetrain.config.sources import from_plan, from_values, from_yaml
+from drivetrain.config.settings import BY_DOTTED, BY_NAME, SECTIONS, SETTINGS, SWITCHES, Given, Setting, nearest, normal
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.hardware import Hardware, detect
 
+_CUT = "take a whole copy, or write it anew: `drivetrain plan TARGET --out plan.yaml`; if it is whole, add that line"
 _DIVIDE_A_STEP = {"batch.size", "batch.accumulation"}
+
+
+def from_values(values: Mapping[str, Any], source: str = "Python") -> tuple[list[Given], list[Problem]]:
+    """Read values by any of their names, nested by section or not."""
+    given: list[Given] = []
+    problems: list[Problem] = []
+    for key, value in values.items():
+        if normal(key) in SECTIONS and isinstance(value, Mapping):
+            for field, inner in value.items():
+                _take(f"{key}.{field}", inner, source, given, problems)
+        else:
+            _take(key, value, source, given, problems)
+    return given, problems
+
+
+def from_yaml(path: Path) -> tuple[list[Given], list[Problem]]:
+    """Read a YAML file, with the line of each key. One that cannot be read or parsed is a problem, not an exception."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return [], [_file_problem(path, "there is no such file", _nearest_file(path))]
+    except IsADirectoryError:
+        return [], [_file_problem(path, "this is a folder", "name the YAML file inside it")]
+    except UnicodeDecodeError as error:
+        return [], [_file_problem(path, f"this is not UTF-8 text (byte {error.start})", "save it as UTF-8")]
+    except OSError as error:
+        return [], [_file_problem(path, f"it cannot be read: {error.strerror}", f"ls -l {path}")]
+    except ValueError:  # a zero byte in the name
+        return [], [_file_problem(path, "not a valid path", "give the path of a YAML file")]
+
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return [], []
+        if not isinstance(root, yaml.MappingNode):
+            return [], [
+                _file_problem(path, "it holds no keys", "write lines like `epochs: 3`", "keys and their values")
+            ]
+        if any(normal(str(key.value)) in DEEPSPEED_MARKS for key, _ in root.value):
+            return _deepspeed_file(path), []
+        return _walk(loader, root, path.name)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        what = error.problem or error.context or "not understood"
+        return [], [_file_problem(path, f"it does not parse as YAML: {where}{what}", "fix that line")]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return [], [_file_problem(path, f"it does not parse as YAML: {error}", "fix the file")]
+
+
+def from_plan(path: Path) -> tuple[list[Given], list[Problem], int | None]:
+    """Read the choices of a written plan, values without reasons; and its global batch, if the file has it.
+
+    A plan written by a user needs only `choices`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if _is_cut(text):
+            return [], [_plan_problem(path, "it is cut off: it does not end with the line `...` any more", _CUT)], None
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        choices, batch_node = _below(loader, root, "choices"), _below(loader, root, "global_batch")
+        entries = None if choices is None else _entries(loader, choices)
+    except OSError as error:
+        return [], [_plan_problem(path, error.strerror or "it cannot be read")], None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        entries = batch_node = None
+    if entries is None:
+        return [], [_plan_problem(path, "it holds no plan")], None
+    given: list[Given] = []
+    problems: list[Problem] = []
+    global_batch = None
+    if batch_node is not None:
+        if isinstance(batch_node, yaml.ScalarNode) and re.fullmatch("[1-9][0-9]*", batch_node.value):
+            global_batch = int(batch_node.value)
+        else:
+            source = f"{path.name} line {batch_node.start_mark.line + 1}"
+            allowed, remedy = "a whole number, at least 1", "take it out, or plan anew"
+            problems.append(Problem("global_batch", "not a number of samples", None, source, allowed, remedy))
+    for key_node, choice in entries:
+        key, source = str(key_node.value), f"{path.name} line {key_node.start_mark.line + 1}"
+        setting = BY_NAME.get(normal(key))
+        if setting is not None and not setting.is_planned:  # it would change what the job means
+            remedy = f"take it out, and give {setting.flag} to the run"
+            problems.append(Problem(key, "this is not a choice of a plan", source=source, remedy=remedy))
+            continue
+        value_node = _below(loader, choice, "value")
+        if value_node is None:
+            remedy = "write `value: …` in a line below it, or take it out"
+            problems.append(Problem(key, "it has no value", source=source, remedy=remedy))
+            continue
+        try:
+            value = loader.construct_object(value_node, deep=True)
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):  # by what a tag makes of it
+            value = value_node.value
+        if value != "auto":
+            _take(key, value, source, given, problems)
+    return given, problems, global_batch
+
+
+def _is_cut(text: str) -> bool:
+    """Return whether a plan's file is truncated: generated ones begin with `planned:` and mark their end."""
+    return bool(re.search(r"^planned:", text, re.MULTILINE)) and not text.rstrip().endswith("\n...")
+
+
+def _entries(loader: yaml.SafeLoader, node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]] | None:
+    """Return keys and values, merged ones too; None if it has none."""
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    with contextlib.suppress(yaml.YAMLError):  # what is merged holds no keys: then `<<` is one
+        loader.flatten_mapping(node)
+    return list(node.value)
+
+
+def _below(loader: yaml.SafeLoader, node: yaml.Node | None, key: str) -> yaml.Node | None:
+    entries = None if node is None else _entries(loader, node)
+    return next((value for key_node, value in entries or () if key_node.value == key), None)
+
+
+def _plan_problem(path: Path, message: str, remedy: str = "") -> Problem:
+    remedy = remedy or "`drivetrain plan TARGET --out plan.yaml` writes one, and every run folder has one"
+    return Problem("--plan", f"{path}: {message}", str(path), allowed="a plan.yaml", remedy=remedy)
+
+
+def _walk(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> tuple[list[Given], list[Problem]]:
+    given: list[Given] = []
+    problems: list[Problem] = []
+
+    def entries(node: yaml.MappingNode, prefix: str) -> list[tuple[str, yaml.Node, str]]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                problem = f"the key stands twice, in lines {seen[key]} and {line}"
+                problems.append(Problem(prefix + key, problem, source=f"{file} line {line}", remedy="keep one of them"))
+            seen[key] = line
+        loader.flatten_mapping(node)
+        return [
+            (str(key_node.value), value_node, f"{file} line {key_node.start_mark.line + 1}")
+            for key_node, value_node in node.value
+        ]
+
+    lines: list[Line] = []
+    for key, value_node, source in entries(root, ""):
+        if (normal(key) in SECTIONS or normal(key) in SECTIONS_OF_OTHERS) and isinstance(value_node, yaml.MappingNode):
+            for field, inner, inner_source in entries(value_node, f"{key}."):
+                lines.append(Line(f"{key}.{field}", loader.construct_object(inner, deep=True), inner_source))
+        else:
+            lines.append(Line(key, loader.construct_object(value_node, deep=True), source))
+    translated, more, own = translate(lines)
+    given += translated
+    problems += more
+    for line in own:
+        _take(line.key, line.value, line.source, given, problems)
+    return given, problems
+
+
+def _deepspeed_file(path: Path) -> list[Given]:
+    """Return the settings for a DeepSpeed JSON given as the configuration: the strategy that reads it."""
+    words = f"{path.name} is a DeepSpeed configuration: distributed.strategy: deepspeed, deepspeed.config: {path}"
+    return [
+        Given("distributed.strategy", "deepspeed", "--config", path.name, words),
+        Given("deepspeed.config", path, "--config", path.name),
+    ]
+
+
+def _take(key: str, value: Any, source: str, given: list[Given], problems: list[Problem]) -> None:
+    setting = BY_NAME.get(normal(key))
+    if setting is not None:
+        try:
+            given.append(Given(setting.name, setting.as_text(value), key, source))
+        except ValueError as error:
+            remedy = "assign it to a name at the top level of a module"
+            problems.append(Problem(key, str(error), value, source, setting.allowed, remedy))
+        return
+    switch = SWITCHES.get(normal(key))
+    if switch is not None and isinstance(value, bool):
+        if value:
+            given.append(Given(switch.name, switch.switches[normal(key)], key, source))
+        return
+    if switch is not None and normal(key) not in SECTIONS:
+        message = f"got {value!r}; it stands for {switch.name}: {switch.switches[normal(key)]}"
+        problems.append(Problem(key, message, value, source, "true or false", f"{key}: true"))
+        return
+    if normal(key) in SECTIONS:
+        fields = ", ".join(name for name in _dotted_names() if name.startswith(f"{normal(key)}."))
+        problems.append(
+            Problem(key, f"this is a section, and got {value!r}", value, source, f"keys below it: {fields}")
+        )
+        return
+    meant = nearest(key, [*_dotted_names(), *BY_NAME, *SWITCHES])
+    problems.append(
+        Problem(
+            key,
+            "there is no such key",
+            value,
+            source,
+            remedy=f"did you mean `{meant}`?" if meant else "`drivetrain config` lists every key",
+        )
+    )
+
+
+def _dotted_names() -> list[str]:
+    return sorted({setting.name for setting in BY_NAME.values()})
+
+
+def _file_problem(path: Path, message: str, remedy: str, allowed: str = "") -> Problem:
+    return Problem("--config", f"{path}: {message}", str(path), allowed=allowed, remedy=remedy)
+
+
+def _nearest_file(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return f"there is no folder {path.parent} either; give the path of a YAML file"
+    meant = nearest(path.name, names)
+    if meant:
+        return f"did you mean `{path.parent / meant}`?"
+    return f"YAML files there: {', '.join(sorted(names)[:5])}" if names else "give the path of a YAML file"
 
 
 @dataclass(frozen=True)
