@@ -18,7 +18,7 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 
 NUM_SAMPLES = 150
 VOCABULARY = 11

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.metrics import LossSum
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 from drivetrain.job import Job
 from drivetrain.strategies.base import Objective
 from drivetrain.strategies.kinds.ddp import _CarryingObjective

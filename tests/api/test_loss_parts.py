@@ -15,7 +15,7 @@ from drivetrain import ConfigError, DrivetrainError, Job, LossSum
 from drivetrain.api.training import Result, train
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 from tests.gloo_pool import GlooPool
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS, NUM_FINDINGS = 40, 16, 6, 5

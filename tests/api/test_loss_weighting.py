@@ -18,7 +18,7 @@ from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 from drivetrain.run import Session, loss_weighting
 from tests.gloo_pool import GlooPool
 

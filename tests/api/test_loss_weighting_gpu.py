@@ -12,7 +12,7 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 from tests.api.test_loss_weighting import BATCH, SAMPLES, SEED, STEPS, Sentences, Tagger, cross_entropy, total
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 from tests.api.tiny_transformers import ARCHITECTURES, SAMPLES, data_of, loss, make
 from tests.gloo_pool import GlooPool
 

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.hardware import DeviceManager, Hardware, Note, assert_on_device, canonical_device
-from drivetrain.hardware.nvml import read_utilisation
+from drivetrain.hardware.cuda_driver import read_utilisation
 from tests.hardware_fixtures import load
 
 # ---- canonical devices

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drivetrain.core.world import World
-from drivetrain.data.stream import SampleStream
+from drivetrain.data.division import SampleStream
 from drivetrain.run import grad_norm
 from drivetrain.run.grad_norm import FIRST, LAST, MOST_SHARE, NormCadence, round_up
 from drivetrain.strategies import StrategyParts

@@ -18,7 +18,7 @@ from drivetrain import DrivetrainError
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.data import same_samples
+from drivetrain.data import source
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.hardware import detect
 from drivetrain.run import preflight as module
@@ -181,7 +181,7 @@ DIFFERENT = [reversed_there, other_classes, other_texts, other_fractions, mostly
 def look(folder: str, number: int, kinds: str) -> Any:
     make = {"different": DIFFERENT, "alike": [make for make, _ in ALIKE]}[kinds][number]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_samples, "READING_SECONDS", 60.0)  # however busy the machine is
+        patch.setattr(source, "READING_SECONDS", 60.0)  # however busy the machine is
         return fly(folder, {}, make() if isinstance(make, type) else Made(make))
 
 
@@ -332,7 +332,7 @@ def test_what_may_differ_is_no_alarm(gloo_pool: GlooPool, tmp_path: Path, number
 
 def test_what_a_data_set_holds_is_not_read_to_look_for_generators() -> None:
     data = HoldsFiles()
-    assert set(same_samples.glance(KeyedItems(data, 0), seconds=600).digests) >= {0, len(data) - 1}
+    assert set(source.glance(KeyedItems(data, 0), seconds=600).digests) >= {0, len(data) - 1}
     assert data.file.read == 0
 
 
@@ -351,7 +351,7 @@ def test_looking_at_a_large_item_takes_no_copies_of_it() -> None:
 
     data = KeyedItems(Large(), 0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert set(same_samples.glance(data, seconds=600).sketches) == {0, 1}  # however busy the machine is
+    assert set(source.glance(data, seconds=600).sketches) == {0, 1}  # however busy the machine is
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     assert grown < 60_000_000, "an item is 100 MB"
 
@@ -371,15 +371,15 @@ def test_looking_at_samples_moves_no_generator() -> None:
         return own, random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
 
     before = states()
-    found = same_samples.glance(KeyedItems(data, 0))
+    found = source.glance(KeyedItems(data, 0))
     assert data.read
     assert found == (40, {}, {}), "its items are not keyed"
-    same_samples.are_steady(KeyedItems(data, 0), {3: ""})
+    source.are_steady(KeyedItems(data, 0), {3: ""})
     assert states() == before
 
 
 def test_slow_items_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_samples, "READING_SECONDS", 0.05)
+    monkeypatch.setattr(source, "READING_SECONDS", 0.05)
     monkeypatch.setattr(module, "READING_SECONDS", 0.05)
     slow, other = Made(lambda rank, number: time.sleep(0.1) or number), Made(lambda rank, number: number)
     found = module._glances({"training": KeyedItems(slow, 0), "validation": KeyedItems(other, 0)})
@@ -387,8 +387,8 @@ def test_slow_items_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found["training"].digests) == [0]
     assert other.read == []
     assert found["validation"].length == 40
-    monkeypatch.setattr(same_samples, "AGAIN_SECONDS", 0.05)
-    assert not same_samples.are_steady(KeyedItems(slow, 0), found["training"].digests), "no time to be sure: no alarm"
+    monkeypatch.setattr(source, "AGAIN_SECONDS", 0.05)
+    assert not source.are_steady(KeyedItems(slow, 0), found["training"].digests), "no time to be sure: no alarm"
 
 
 def train_on(folder: str, broken: str) -> str:

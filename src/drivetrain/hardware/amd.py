@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain.hardware.cuda_driver import select
 from drivetrain.hardware.facts import Gpu, Note, Precision
-from drivetrain.hardware.visible import select
 
 
 @dataclass(frozen=True)

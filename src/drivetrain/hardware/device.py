@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import GIB, Value
+from drivetrain.hardware.cuda_driver import read_utilisation
 from drivetrain.hardware.facts import Gpu, Hardware
-from drivetrain.hardware.nvml import read_utilisation
 
 if TYPE_CHECKING:
     import torch

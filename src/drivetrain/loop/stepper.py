@@ -8,9 +8,8 @@ import torch
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
-from drivetrain.data.division import Place, Stretch
+from drivetrain.data.division import Place, Stretch, key_of, mix
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, seed_all
-from drivetrain.data.stream import key_of, mix
 from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
 

@@ -20,9 +20,9 @@ from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, ove
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World
+from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
-from drivetrain.data.stream import key_of
 from drivetrain.job import Aim, EarlyStopping, Job
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.ema import Average

@@ -17,7 +17,7 @@ from drivetrain.core.log import LOGGER
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, read_rows
 from drivetrain.hardware import Gpu, Hardware
-from drivetrain.hardware.nvml import load_nvml
+from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.monitor.console import RunConsole
 from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
 from drivetrain.monitor.phases import Laps, NoClock, PhaseClock

@@ -22,7 +22,7 @@ from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import JsonLines
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
-from drivetrain.hardware.nvml import Nvml
+from drivetrain.hardware.cuda_driver import Nvml
 
 Row = dict[str, Any]
 

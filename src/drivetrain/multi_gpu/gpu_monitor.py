@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu, Hardware, detect
-from drivetrain.hardware.nvml import load_nvml
+from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.monitor.sampler import HostReader, NvmlReader, label, torch_memory
 
 # By the name in a summary: the name in a row of figures, and what one of its units is in those of the summary.

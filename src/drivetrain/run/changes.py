@@ -22,10 +22,9 @@ from drivetrain.core.code_fingerprint import (
 )
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import RunFolder, as_row
+from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import KeyedItems
-from drivetrain.data.same_samples import Glance, are_steady, difference, glance
-from drivetrain.data.source import Source, source_of
-from drivetrain.data.stream import key_of
+from drivetrain.data.source import Glance, Source, are_steady, difference, glance, source_of
 from drivetrain.job import Constant, Job, WarmupCosine
 from drivetrain.run.session import Session
 

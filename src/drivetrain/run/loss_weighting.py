@@ -19,10 +19,9 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
 from drivetrain.core.world import World
 from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates
-from drivetrain.data.division import Place
+from drivetrain.data.division import Place, SampleStream
 from drivetrain.data.keyed_items import Collated, KeyedItems
 from drivetrain.data.loader import Loader
-from drivetrain.data.stream import SampleStream
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder

@@ -24,8 +24,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import GIB
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import KeyedItems
-from drivetrain.data.same_samples import READING_SECONDS, Glance, are_steady, difference, glance
-from drivetrain.data.source import source_of
+from drivetrain.data.source import READING_SECONDS, Glance, are_steady, difference, glance, source_of
 from drivetrain.hardware import Hardware
 from drivetrain.job import Job
 

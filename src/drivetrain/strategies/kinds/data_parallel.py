@@ -23,7 +23,7 @@ from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss, summed_
 from drivetrain.core.plugins import Conflict
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
-from drivetrain.data.stream import key_of
+from drivetrain.data.division import key_of
 from drivetrain.strategies.base import ObjectiveCall, StrategyParts, Trial
 from drivetrain.strategies.kinds.single import SingleStrategy
 from drivetrain.strategies.spec import StrategySpec

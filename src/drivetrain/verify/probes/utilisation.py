@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from drivetrain.hardware.nvml import load_nvml
+from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.verify.probe import Outcome, Probe, ProbeSetup, failed, not_applicable, passed
 from drivetrain.verify.probes.timing import span
 
