@@ -20,7 +20,7 @@ from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.world import World
 from drivetrain.run import Session
-from drivetrain.run.sharing import refuse_strategy
+from drivetrain.run.job_settings import refuse_strategy
 from drivetrain.strategies import DataParallelStrategy, StrategyParts, Trial
 from drivetrain.strategies.kinds.data_parallel import part_of
 from tests.api import test_loss_parts as loss_parts

@@ -17,7 +17,7 @@ from drivetrain.config import configure
 from drivetrain.core.precision import FP32_ON_CPU
 from drivetrain.core.state import local_part
 from drivetrain.core.world import World
-from drivetrain.run.sharing import strategy_for
+from drivetrain.run.job_settings import strategy_for
 from drivetrain.strategies import Average, ShardOptions
 from drivetrain.strategies.sharding import ROOT, layout_of, shard
 from tests.api.jobs import Variant, make_job, plain_loop

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.data.files import read_idx
-from drivetrain.hardware.measured import cache_folder
+from drivetrain.hardware.facts import cache_folder
 from drivetrain.recipes.digits import load_digits
 
 Name = Literal["digits", "mnist", "fashion-mnist"]

@@ -29,9 +29,9 @@ from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.plan.simulate import num_bytes
+from drivetrain.run.job_settings import strategy_for
 from drivetrain.run.memory import explained
 from drivetrain.run.session import Session
-from drivetrain.run.sharing import strategy_for
 from drivetrain.strategies import ShardOptions, SharedExperts
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_named, compile_options, compiled

@@ -40,10 +40,9 @@ from drivetrain.run.command_context import (
     target_of_run,
     unused_gpus,
 )
-from drivetrain.run.job_settings import debugged, settled_job
+from drivetrain.run.job_settings import debugged, given_strategy, refuse_strategy, settled_job
 from drivetrain.run.preflight import Preflight, run_preflight
 from drivetrain.run.residency import Residency
-from drivetrain.run.sharing import given_strategy, refuse_strategy
 from drivetrain.strategies import (
     Description,
     Sharded,
