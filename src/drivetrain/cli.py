@@ -13,7 +13,7 @@ from importlib import import_module
 from types import ModuleType
 
 from drivetrain import __version__
-from drivetrain.commands.command import COMMANDS
+from drivetrain.commands.command import COMMANDS, options_of
 from drivetrain.config import SETTINGS, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
@@ -78,7 +78,7 @@ def dispatch(words: list[str]) -> int:
     for notice in filter(None, (*resolved.notes, parser.passed_on(parsed))):
         print(f"drivetrain: {notice}", file=sys.stderr, flush=True)
     run: Callable[..., int | None] = module.run
-    options = module.Options(**parsed.options)
+    options = options_of(module)(**parsed.options)
     code = run(options, resolved)
     if code is None:
         inner = import_module(COMMANDS[name].here)
@@ -92,7 +92,8 @@ def flag_parser(name: str, module: ModuleType) -> FlagParser:
         for setting in SETTINGS
     }
     command = COMMANDS[name]
-    return FlagParser(f"drivetrain {name}", command.summary, module.Options, command.settings, used_by, module.EXAMPLES)
+    own = options_of(module)
+    return FlagParser(f"drivetrain {name}", command.summary, own, command.settings, used_by, module.EXAMPLES)
 
 
 def overview() -> str:

@@ -38,7 +38,7 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class ContinualOptions(BaseModel):
     tasks: Annotated[TaskKind, Flag("tasks")] = Field(
         "rotated", description="pixels in other orders, pictures turned, or a few classes at a time"
     )
@@ -59,7 +59,7 @@ class Options(BaseModel):
     )
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: ContinualOptions, resolved: Resolved) -> int:
     config = resolved.config
     # A file or a pipe has no width: a table must not lose figures for it.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120

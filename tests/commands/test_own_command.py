@@ -15,8 +15,9 @@ def _brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = DOCUMENTED.partition("**A command.**")[2].partition("```python\n")[2].partition("```")[0]
     (tmp_path / "seed_command.py").write_text(code)
     (tmp_path / "no_command.py").write_text("COMMAND = 3\n")
+    (tmp_path / "untyped_command.py").write_text(code.replace("options: SeedOptions", "options"))
     monkeypatch.syspath_prepend(tmp_path)
-    theirs = {"seed": "seed_command:COMMAND", "empty": "no_command:COMMAND"}
+    theirs = {"seed": "seed_command:COMMAND", "empty": "no_command:COMMAND", "untyped": "untyped_command:COMMAND"}
     monkeypatch.setattr(plugins, "_entry_points", lambda group: theirs if group == "drivetrain.commands" else {})
 
 
@@ -32,3 +33,9 @@ def test_the_documented_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_without_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["empty"]) == 1
     assert "COMMAND = Command(" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_brought")
+def test_one_that_does_not_say_what_its_options_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["untyped", "digits"]) == 1
+    assert "def run(options: MyOptions, resolved)" in capsys.readouterr().err

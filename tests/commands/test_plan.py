@@ -35,7 +35,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.hardware.catalogue import machine_named
 from drivetrain.job import Job
 from drivetrain.launch.layout import make_layout
-from drivetrain.plan.knobs import KNOBS, Way
+from drivetrain.plan.knobs import KNOBS, StepWay
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import description, other_machine
 from drivetrain.planning.probe import Journal, StepProbe
@@ -88,7 +88,7 @@ def test_validation_counts_in_the_time_of_the_job(tmp_path: Path, every: int | N
 
 
 def test_what_is_not_compiled_is_not_forecast_as_if_it_were() -> None:
-    eager, compiled = Way(micro_batch=20), Way(micro_batch=20, compile_mode="default")
+    eager, compiled = StepWay(micro_batch=20), StepWay(micro_batch=20, compile_mode="default")
     tried = tuple(
         Tried(way=way, measurement=Measurement(sample_seconds=seconds))
         for way, seconds in ((eager, 0.03), (compiled, 0.01))
@@ -142,7 +142,7 @@ def test_a_probe_leaves_everything_as_it_was(failure: Exception | None) -> None:
     model = Counting()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states = generators()
-    found = probe_of(make_job(VARIANT, loss=loss), model, Journal(None))(Way(micro_batch=5), 0.05)
+    found = probe_of(make_job(VARIANT, loss=loss), model, Journal(None))(StepWay(micro_batch=5), 0.05)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert generators() == states
@@ -156,29 +156,29 @@ def test_a_probe_leaves_everything_as_it_was(failure: Exception | None) -> None:
 
 
 def test_a_way_that_crashed_is_left_out_the_next_time(tmp_path: Path) -> None:
-    file, way, job = tmp_path / "probes.jsonl", Way(micro_batch=5), make_job(VARIANT)
+    file, way, job = tmp_path / "probes.jsonl", StepWay(micro_batch=5), make_job(VARIANT)
     process = multiprocessing.get_context("fork").Process(target=Journal(file).begin, args=(way,))
     process.start()
     process.join()
     assert process.exitcode == 0, "the line is written, and the process gone"
     probe = probe_of(job, job.model(), Journal(file))
     assert probe(way, 0.05).problem == "the last start crashed while it was tried"
-    assert not probe(Way(micro_batch=6), 0.0).problem
-    assert not probe_of(job, job.model(), Journal(file))(Way(micro_batch=6), 0.0).problem
+    assert not probe(StepWay(micro_batch=6), 0.0).problem
+    assert not probe_of(job, job.model(), Journal(file))(StepWay(micro_batch=6), 0.0).problem
 
 
 def test_a_way_that_another_job_is_trying_has_not_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, way = tmp_path / "probes.jsonl", Way(micro_batch=5)
+    file, way = tmp_path / "probes.jsonl", StepWay(micro_batch=5)
     Journal(file).begin(way)
     assert not Journal(file).crashed_in(way)
     monkeypatch.setattr(socket, "gethostname", lambda: "another")  # whose processes cannot be asked
     assert not Journal(file).crashed_in(way)
-    Journal(file).begin(Way(micro_batch=6))
-    Journal(file).end(Way(micro_batch=6))
+    Journal(file).begin(StepWay(micro_batch=6))
+    Journal(file).end(StepWay(micro_batch=6))
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     assert Journal(file).crashed_in(way)
-    assert not Journal(file).crashed_in(Way(micro_batch=6))
+    assert not Journal(file).crashed_in(StepWay(micro_batch=6))
 
 
 @pytest.mark.parametrize("factor", [100.0, math.nan])
@@ -190,8 +190,8 @@ def test_a_precision_that_strays_is_rejected_and_named(factor: float) -> None:
 
     job = make_job(VARIANT, loss=loss)
     probe = probe_of(job, job.model(), Journal(None))
-    assert not probe(Way(micro_batch=5), 0.0).problem
-    assert "more than bf16 explains" in probe(Way(micro_batch=5, precision="bf16"), 0.0).problem
+    assert not probe(StepWay(micro_batch=5), 0.0).problem
+    assert "more than bf16 explains" in probe(StepWay(micro_batch=5, precision="bf16"), 0.0).problem
 
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:

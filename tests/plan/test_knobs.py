@@ -11,7 +11,7 @@ from textwrap import dedent, indent
 
 from drivetrain.config import Config
 from drivetrain.config.settings import BY_DOTTED
-from drivetrain.plan.knobs import KNOBS, Way, pinned_fields
+from drivetrain.plan.knobs import KNOBS, StepWay, pinned_fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ print(json.dumps([found, manifest.read_text()]))
 
 
 def test_each_field_of_a_way_has_one_row_whose_settings_exist() -> None:
-    assert sorted(knob.field for knob in KNOBS) == sorted(Way.model_fields)
+    assert sorted(knob.field for knob in KNOBS) == sorted(StepWay.model_fields)
     for knob in KNOBS:
         assert all(name in BY_DOTTED for name in knob.settings), knob
         assert all(BY_DOTTED[told.setting].is_planned for told in knob.lines), knob

@@ -4,29 +4,29 @@ from typing import Any
 
 import pytest
 
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.repeat import Bits, Repeatability, RepeatTrial, find_repeatable
 
-FAST = Way(micro_batch=8, precision="bf16", compile_mode="default")
+FAST = StepWay(micro_batch=8, precision="bf16", compile_mode="default")
 
 
 class World:
     """What repeats, and at what cost; `tried` is in the order of trying."""
 
     def __init__(
-        self, repeating: dict[Way, float | None], *, here: bool = False, problems: dict[Way, str] | None = None
+        self, repeating: dict[StepWay, float | None], *, here: bool = False, problems: dict[StepWay, str] | None = None
     ):
         self.repeating, self.here, self.problems = repeating, here, problems or {}
-        self.tried: list[Way] = []
+        self.tried: list[StepWay] = []
 
-    def attempt(self, way: Way) -> RepeatTrial:
+    def attempt(self, way: StepWay) -> RepeatTrial:
         self.tried.append(way)
         if way in self.problems:
             return RepeatTrial(way=way, problem=self.problems[way])
         repeats = way in self.repeating
         return RepeatTrial(way=way, repeats=repeats, difference="" if repeats else "model/a", repeats_here=self.here)
 
-    def find(self, chosen: Way = FAST, **options: Any) -> tuple[Way, Repeatability]:
+    def find(self, chosen: StepWay = FAST, **options: Any) -> tuple[StepWay, Repeatability]:
         stop = options.pop("stop", lambda: "")
         given = {"pinned": set(), "is_cudnn": False, "eager_cost": 0.5, **options}
         return find_repeatable(chosen, self.attempt, lambda way: self.repeating[way], stop, **given)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.plan.knobs import Others, Way
+from drivetrain.plan.knobs import Others, StepWay
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel, Peak
 from drivetrain.plan.tune import DoesNotFitError, Measurement, Scope, Tuned, UnusableError, tune
 
@@ -32,9 +32,9 @@ class Machine:
         self.__dict__.update(locals())
         self.gains = gains or {}
         self.now = 0.0
-        self.ways: list[Way] = []
+        self.ways: list[StepWay] = []
 
-    def measure(self, way: Way, seconds: float) -> Measurement:
+    def measure(self, way: StepWay, seconds: float) -> Measurement:
         self.ways.append(way)
         self.now += 1.0 if seconds else 0.1
         if way.compile_mode and (self.problems or {}).get("compile"):
@@ -72,7 +72,7 @@ class Machine:
             "others": {field: Others(values=values) for field, values in (others or {}).items()},
             **scope,
         }
-        return tune(Way(micro_batch=micro_batch), Scope(**values), self.measure, lambda: self.now)
+        return tune(StepWay(micro_batch=micro_batch), Scope(**values), self.measure, lambda: self.now)
 
 
 def test_the_largest_that_fits_where_larger_is_faster() -> None:
@@ -87,17 +87,17 @@ def test_a_job_of_few_steps_takes_the_largest_that_is_bound_to_fit_after_one_ste
     few = {"remaining_samples": 64 * 81, "budget_share": 0.05, "others": {"compile_mode": ("default",)}}
     machine = Machine(held=900)
     found = machine.tune(**few)
-    assert found.way == Way(micro_batch=64)
+    assert found.way == StepWay(micro_batch=64)
     assert found.forecast_bytes == 0, "a bound is no forecast"
     assert [(way.micro_batch, way.compile_mode) for way in machine.ways] == [(1, None), (64, None)]
     assert machine.now == pytest.approx(0.2)  # both were brief
     # By the bound, 900 + 64 × (1100 - 900), it may not fit: one more size shows that it does.
     machine = Machine(held=900, memory=9000)
-    assert machine.tune(**few).way == Way(micro_batch=64)
+    assert machine.tune(**few).way == StepWay(micro_batch=64)
     assert [way.micro_batch for way in machine.ways] == [1, 32, 64]
     # What does not fit after all is not taken.
     machine = Machine(held=900, memory=5000)
-    assert machine.tune(**few).way == Way(micro_batch=32)
+    assert machine.tune(**few).way == StepWay(micro_batch=32)
     assert sum(tried.measurement.out_of_memory for tried in machine.tune(**few).tried) == 0
 
 
@@ -143,7 +143,7 @@ def test_the_fastest_and_not_the_largest() -> None:
 @pytest.mark.parametrize(("per_sample", "chosen"), [(1e-3, 32), (1e-5, 64)])
 def test_a_few_percent_decide_only_where_a_step_is_long_enough_to_measure_them(per_sample: float, chosen: int) -> None:
     class Uneven(Machine):
-        def measure(self, way: Way, seconds: float) -> Measurement:
+        def measure(self, way: StepWay, seconds: float) -> Measurement:
             found = super().measure(way, seconds)
             factor = 0.95 if way.micro_batch == 32 else 1.0
             return found.model_copy(update={"sample_seconds": found.sample_seconds * factor})
@@ -180,7 +180,7 @@ def test_a_pinned_micro_batch_is_left_alone() -> None:
     tuned = machine.tune(micro_batch=7, fixed_micro_batch="asked for", others={"compile_mode": ("default",)})
     assert {tried.way.micro_batch for tried in tuned.tried if not tried.measurement.is_brief} == {7}
     assert tuned.forecast_bytes == 1000 + 700  # from smaller ones, for their memory alone
-    assert tuned.way == Way(micro_batch=7, compile_mode="default")
+    assert tuned.way == StepWay(micro_batch=7, compile_mode="default")
 
 
 def test_the_largest_micro_batch_is_taken_where_it_is_part_of_what_is_learnt() -> None:
@@ -264,7 +264,7 @@ def test_a_short_step_is_captured_and_a_long_one_is_not_tried() -> None:
         memory_limit_bytes=10**9,
         others={"capture": Others(why_none=why_none)},
     )
-    assert tune(Way(micro_batch=64), scope, Machine().measure, lambda: 0.0).reasons["capture"] == why_none
+    assert tune(StepWay(micro_batch=64), scope, Machine().measure, lambda: 0.0).reasons["capture"] == why_none
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.5, True), (0.1, False)])
@@ -276,13 +276,13 @@ def test_another_precision_where_it_is_faster(gain: float, taken: bool) -> None:
         memory_limit_bytes=10**9,
         others={"precision": Others(values=("bf16",), least_gain=0.2)},
     )
-    tuned = tune(Way(micro_batch=64), scope, machine.measure, lambda: machine.now)
+    tuned = tune(StepWay(micro_batch=64), scope, machine.measure, lambda: machine.now)
     assert (tuned.way.precision == "bf16") is taken
 
 
 def test_what_does_not_fit_is_recomputed() -> None:
     class Recomputing(Machine):
-        def measure(self, way: Way, seconds: float) -> Measurement:
+        def measure(self, way: StepWay, seconds: float) -> Measurement:
             self.sample = 10 if way.recompute else 2000
             return super().measure(way, seconds)
 
@@ -311,12 +311,12 @@ def test_measuring_ends_with_its_time() -> None:
 
 
 def test_a_start_that_cannot_be_measured() -> None:
-    def broken(way: Way, seconds: float) -> Measurement:
+    def broken(way: StepWay, seconds: float) -> Measurement:
         return Measurement(problem="ValueError: no such column")
 
     with pytest.raises(UnusableError, match="no such column"):
         tune(
-            Way(micro_batch=4),
+            StepWay(micro_batch=4),
             Scope(rank_samples=4, remaining_samples=10, memory_limit_bytes=1),
             broken,
             lambda: 0.0,

@@ -18,7 +18,7 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.monitor.doctor import Checkups
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
 from drivetrain.planning.probe import StepProbe
@@ -52,10 +52,10 @@ def plan_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def decide(monkeypatch: pytest.MonkeyPatch, *ways: Way) -> None:
+def decide(monkeypatch: pytest.MonkeyPatch, *ways: StepWay) -> None:
     """The planner measures all of these, for real, and takes the last."""
 
-    def tune(start: Way, scope: Any, measure: Any, clock: Any) -> Tuned:
+    def tune(start: StepWay, scope: Any, measure: Any, clock: Any) -> Tuned:
         tried = tuple(Tried(way=way, measurement=measure(way, 0.0)) for way in ways)
         return Tuned(way=ways[-1], tried=tried, reasons={})
 
@@ -76,14 +76,14 @@ class Noted:
 @pytest.mark.parametrize(
     "way",
     [
-        Way(micro_batch=20, num_threads=1),
-        Way(micro_batch=7),
-        Way(micro_batch=1, recompute=True),
-        Way(micro_batch=20, channels_last=True),
+        StepWay(micro_batch=20, num_threads=1),
+        StepWay(micro_batch=7),
+        StepWay(micro_batch=1, recompute=True),
+        StepWay(micro_batch=20, channels_last=True),
     ],
     ids=str,
 )
-def test_no_way_changes_what_the_job_means(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_way_changes_what_the_job_means(way: StepWay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Global batch, order of samples, weighting, learning rate: all as by rule; the losses to rounding, in float64."""
     plain, planned = Noted(), Noted()
     before = run(tmp_path / "rule", make_job(VARIANT, loss=plain), auto_optimize=False)
@@ -112,7 +112,7 @@ def test_what_was_tried_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss_function(model, batch)
 
-    decide(monkeypatch, Way(micro_batch=5), Way(micro_batch=10), Way(micro_batch=20))
+    decide(monkeypatch, StepWay(micro_batch=5), StepWay(micro_batch=10), StepWay(micro_batch=20))
     after = run(tmp_path / "measured", make_job(variant, loss=failing))
     assert calls[0] > 8
     assert any(tried.get("problem") == "out of memory" for tried in plan_of(after)["tried"])
@@ -120,9 +120,9 @@ def test_what_was_tried_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_resumed_run_keeps_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decide(monkeypatch, Way(micro_batch=7, num_threads=1))
+    decide(monkeypatch, StepWay(micro_batch=7, num_threads=1))
     whole = run(tmp_path / "whole", make_job(VARIANT))
-    decide(monkeypatch, Way(micro_batch=7, num_threads=1))
+    decide(monkeypatch, StepWay(micro_batch=7, num_threads=1))
     with pytest.raises(PlantedError):
         run(tmp_path / "cut", make_job(VARIANT, loss=CrashingLoss(make_job(VARIANT).loss, 25)))
 
@@ -159,7 +159,7 @@ def counted_probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds: list[float] = []
     original = StepProbe.__call__
 
-    def probe(self: StepProbe, way: Way, time: float) -> Measurement:
+    def probe(self: StepProbe, way: StepWay, time: float) -> Measurement:
         seconds.append(time)
         return original(self, way, time)
 
@@ -194,7 +194,7 @@ def test_what_does_not_hold_any_more_is_measured_again(tmp_path: Path, monkeypat
     calls = [0]
     original = StepProbe.__call__
 
-    def probe(self: StepProbe, way: Way, time: float) -> Measurement:
+    def probe(self: StepProbe, way: StepWay, time: float) -> Measurement:
         calls[0] += 1
         return Measurement(problem="out of memory", out_of_memory=True) if calls[0] == 1 else original(self, way, time)
 
@@ -245,7 +245,7 @@ def test_one_slow_step_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seconds = counted_probes(monkeypatch)
     original = StepProbe.__call__
 
-    def hiccup(self: StepProbe, way: Way, time: float) -> Measurement:
+    def hiccup(self: StepProbe, way: StepWay, time: float) -> Measurement:
         found = original(self, way, time)
         return found if time else found.model_copy(update={"sample_seconds": 100 * max(before)})
 
@@ -261,7 +261,7 @@ def limits_of(folder: str) -> list[float]:
     found: list[float] = []
     tune = planner.tune
 
-    def noting(start: Way, scope: Any, measure: Any, clock: Any) -> Tuned:
+    def noting(start: StepWay, scope: Any, measure: Any, clock: Any) -> Tuned:
         found.append(scope.memory_limit_bytes)
         return tune(start, scope, measure, clock)
 
@@ -304,7 +304,7 @@ def test_when_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_in_a_file_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decide(monkeypatch, Way(micro_batch=7))
+    decide(monkeypatch, StepWay(micro_batch=7))
     first = run(tmp_path / "a", make_job(VARIANT))
     seconds = counted_probes(monkeypatch)
     second = run(tmp_path / "b", make_job(VARIANT), plan=first / "plan.yaml")
@@ -381,7 +381,7 @@ def test_the_longest_samples_are_what_is_measured(tmp_path: Path, monkeypatch: p
         global_batch=4,
         max_steps=3,
     )
-    decide(monkeypatch, Way(micro_batch=2))
+    decide(monkeypatch, StepWay(micro_batch=2))
     run(tmp_path, job)
     assert lengths[0] == 53
 
@@ -428,6 +428,6 @@ def test_probes_run_with_the_kernels_of_the_run(
         return loss_function(model, batch)
 
     is_strict = settings.get("deterministic", False)
-    decide(monkeypatch, Way(micro_batch=20, repeat="strict" if is_strict else "off"))
+    decide(monkeypatch, StepWay(micro_batch=20, repeat="strict" if is_strict else "off"))
     run(tmp_path, make_job(VARIANT, loss=watched), loss_weighting="samples", **settings)
     assert set(seen) == {(is_strict, settings.get("cudnn_benchmark", not is_strict))}

@@ -17,7 +17,7 @@ from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.plan import tune as tuning
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.tune import Scope, tune
 from drivetrain.planning import planner
 from drivetrain.planning.probe import Journal, StepProbe
@@ -92,12 +92,12 @@ def test_a_probe_that_runs_out_of_memory_leaves_everything_as_it_was(tmp_path: P
         )
         before = {name: value.clone() for name, value in model.state_dict().items()}
         generators = torch.get_rng_state(), torch.cuda.get_rng_state()
-        assert not probe(Way(micro_batch=4, precision="bf16"), 0.1).problem  # libraries take memory once
+        assert not probe(StepWay(micro_batch=4, precision="bf16"), 0.1).problem  # libraries take memory once
         limit_memory(1.2e9)  # the whole batch takes 1.6
         held = torch.cuda.memory_allocated()
-        found = probe(Way(micro_batch=256, precision="bf16"), 0.1)
+        found = probe(StepWay(micro_batch=256, precision="bf16"), 0.1)
         assert found.out_of_memory, found
-        assert not probe(Way(micro_batch=4, precision="bf16"), 0.1).problem
+        assert not probe(StepWay(micro_batch=4, precision="bf16"), 0.1).problem
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), generators[0])
         assert torch.equal(torch.cuda.get_rng_state(), generators[1])
@@ -128,7 +128,7 @@ def test_memory_is_forecast_and_not_run_into(
             Journal(None),
         )
         scope = Scope(rank_samples=256, remaining_samples=10**6, memory_limit_bytes=little_memory * 0.5)
-        tuned = tune(Way(micro_batch=256), scope, probe, lambda: 0.0)
+        tuned = tune(StepWay(micro_batch=256), scope, probe, lambda: 0.0)
         assert not any(tried.measurement.out_of_memory for tried in tuned.tried)
         assert tuned.way.micro_batch < 256
         assert tuned.chosen is not None

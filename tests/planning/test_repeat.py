@@ -19,7 +19,7 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpointer
 from drivetrain.config import configure
 from drivetrain.core.world import World
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.repeat import Repeatability, RepeatTrial
 from drivetrain.planning import planner, repeat
 from drivetrain.planning.repeat import FirstSteps, _digest
@@ -164,9 +164,9 @@ def test_the_first_steps_are_those_of_the_run(setups: Callable[..., Session], tm
 
 @pytest.mark.usefixtures("short_jobs_are_tried")
 def test_what_was_found_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Way] = []
+    calls: list[StepWay] = []
 
-    def attempt(self: object, way: Way) -> RepeatTrial:
+    def attempt(self: object, way: StepWay) -> RepeatTrial:
         calls.append(way)
         return RepeatTrial(way=way, repeats=True)
 
@@ -214,7 +214,7 @@ def test_a_resumed_run_keeps_what_was_found_and_the_kernels(setups: Callable[...
 
 
 def test_a_way_of_an_older_checkpoint_loads() -> None:
-    assert Way.model_validate({"micro_batch": 3, "precision": "bf16"}).repeat == "off"
+    assert StepWay.model_validate({"micro_batch": 3, "precision": "bf16"}).repeat == "off"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from drivetrain.commands import verify
-from drivetrain.commands.verify import Options
+from drivetrain.commands.verify import VerifyOptions
 from drivetrain.config import Config, Resolved, configure
 from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError
@@ -131,7 +131,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(verify, "choose", lambda names: probes)
         monkeypatch.setattr(verify, "detect", lambda folder: hardware)
         monkeypatch.setattr(verify, "PRELOAD", ())
-        return verify.run(Options(**options), Resolved(configure(output_dir=str(tmp_path / "runs")), {}))
+        return verify.run(VerifyOptions(**options), Resolved(configure(output_dir=str(tmp_path / "runs")), {}))
 
     return run
 
@@ -205,7 +205,7 @@ class TestCommand:
 
     def test_a_wrong_name_is_wrong_input(self) -> None:
         with pytest.raises(ConfigError, match="there is no probe `nonsense`"):
-            verify.run(Options(only=("nonsense",)), Resolved(Config(), {}))
+            verify.run(VerifyOptions(only=("nonsense",)), Resolved(Config(), {}))
 
     def test_loading_the_command_does_not_load_torch(self) -> None:
         script = "import sys, drivetrain.commands.verify; assert 'torch' not in sys.modules, 'torch'"

@@ -23,13 +23,13 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class BenchmarkOptions(BaseModel):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     iterations: Annotated[int, Flag("iterations")] = Field(20, ge=1, description="how many steps are measured")
     as_json: Annotated[bool, Flag("json")] = Field(False, description="all figures as JSON")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: BenchmarkOptions, resolved: Resolved) -> int:
     config = resolved.config
     found = with_job(
         options.target, config, lambda job: benchmark_performance(job, config, num_iterations=options.iterations)

@@ -47,13 +47,13 @@ MAX_WIDTH = 100
 _LIST_AT_MOST = 8
 
 
-class Options(BaseModel):
+class CheckOptions(BaseModel):
     json_output: Annotated[bool, Flag("json")] = Field(
         False, description="print one JSON document instead of the screen"
     )
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: CheckOptions, resolved: Resolved) -> int:
     hardware = detect(resolved.config.run.output_dir)
     settings = choose_settings(hardware, Pins(**resolved.config.pins()))
     ready = is_ready(hardware)

@@ -1,12 +1,15 @@
-"""A command of `drivetrain` is one file of this folder: `COMMAND`, `Options`, `EXAMPLES` and `run(options, resolved)`.
+"""A command of `drivetrain` is one file of this folder: `COMMAND`, `EXAMPLES` and `run(options, resolved)`.
 
 `COMMAND` is read without importing the file, so that `drivetrain --help` and the messages about flags are quick, and
-commands that need no torch load none.
+commands that need no torch load none. The type of `options` is a pydantic model, whose fields are the command's flags.
 """
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import get_type_hints
+
+from pydantic import BaseModel
 
 from drivetrain.config import SETTINGS, Setting
 from drivetrain.core import plugins
@@ -68,3 +71,14 @@ class Commands(Mapping[str, Command]):
 
 
 COMMANDS = Commands()
+
+
+def options_of(module: ModuleType) -> type[BaseModel]:
+    """Return the model of a command's own flags: the type of the first parameter of its `run`."""
+    found = next(iter(get_type_hints(module.run).values()), None)
+    if not (isinstance(found, type) and issubclass(found, BaseModel)):
+        raise DrivetrainError(
+            f"{module.__name__}.run does not say what its options are",
+            remedy="give its first parameter a pydantic model as its type: def run(options: MyOptions, resolved)",
+        )
+    return found

@@ -20,11 +20,11 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class ConfigOptions(BaseModel):
     json_output: Annotated[bool, Flag("json")] = Field(False, description="print JSON instead of YAML")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: ConfigOptions, resolved: Resolved) -> int:
     sys.stdout.write(as_json(resolved) if options.json_output else as_yaml(resolved))
     return 0
 

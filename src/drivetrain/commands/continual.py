@@ -19,4 +19,4 @@ COMMAND = Command(
 
 _study = load_study("continual.command")
 
-Options, EXAMPLES, run = _study.Options, _study.EXAMPLES, _study.run
+EXAMPLES, run = _study.EXAMPLES, _study.run

@@ -41,13 +41,13 @@ EXAMPLES = (
 _OF_THIS_MACHINE = ("device", "kernels", "memory", "batch", "distributed", "deepspeed", "compile")
 
 
-class Options(BaseModel):
+class EvalOptions(BaseModel):
     run: Annotated[Path, Positional()] = Field(description="the folder of a run, such as runs/digits")
     which: Annotated[Which, Flag("which")] = Field("last", description="which checkpoint (default: last)")
     as_json: Annotated[bool, Flag("json")] = Field(False, description="one line of JSON")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: EvalOptions, resolved: Resolved) -> int:
     target = _target_of(options.run)
     config = _config_of(options.run, resolved)
 
@@ -65,7 +65,7 @@ def run(options: Options, resolved: Resolved) -> int:
     return 0
 
 
-def _show(metrics: dict[str, float], options: Options) -> None:
+def _show(metrics: dict[str, float], options: EvalOptions) -> None:
     if options.as_json:
         print(json.dumps(metrics))
         return

@@ -25,12 +25,12 @@ EXAMPLES = (
 )
 
 
-class Options(SlurmOptions):
+class LaunchCommandOptions(SlurmOptions):
     script: Annotated[Path, Positional()] = Field(description="a Python file; flags of ours stand before it")
     arguments: Annotated[tuple[str, ...], Rest()] = Field((), description="for the script, as they are")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: LaunchCommandOptions, resolved: Resolved) -> int:
     words = ("script", str(options.script), *options.arguments)
     config = resolved.config
     if options.slurm or options.submit:

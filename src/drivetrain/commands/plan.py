@@ -29,7 +29,7 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class PlanOptions(BaseModel):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     measure: Annotated[bool, Flag("measure")] = Field(
         False, description="try ways of running a step on a copy of the model"
@@ -56,7 +56,7 @@ class Options(BaseModel):
     cpu: Annotated[bool, Flag("cpu")] = Field(False, description="hide the GPUs from them")
 
 
-def run(options: Options, resolved: Resolved) -> int | None:
+def run(options: PlanOptions, resolved: Resolved) -> int | None:
     """Plan in other processes, and return the exit code; None: plan here, in this process."""
     given = options.model_fields_set & {"num_processes", "cpu"}
     elsewhere = {"--for": options.machine, "--gpus": options.gpus, "--gpu-memory": options.gpu_memory}

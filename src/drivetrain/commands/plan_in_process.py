@@ -4,14 +4,14 @@ from rich.console import Console
 from rich.table import Table
 
 from drivetrain.api.measuring import plan
-from drivetrain.commands.plan import Options
+from drivetrain.commands.plan import PlanOptions
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Resolved
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
 from drivetrain.hardware import detect
 from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.tune import Measurement
 from drivetrain.planning.other_machine import plan_elsewhere
@@ -19,7 +19,7 @@ from drivetrain.planning.other_machine import plan_elsewhere
 UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: PlanOptions, resolved: Resolved) -> int:
     is_main = find_place().rank == 0
     console = Console(highlight=False, quiet=options.as_json or not is_main)
     found = _planned(options, resolved.config, console)
@@ -47,8 +47,8 @@ def _pace_in_words(best: float, worst: float, found: Plan) -> str:
     return f"{words}; {num_samples:,} samples in {num_samples * best / size:,.2g} to {seconds / size:,.2g} {unit}"
 
 
-def _planned(options: Options, config: Config, console: Console) -> Plan:
-    def say(way: Way, found: Measurement) -> None:
+def _planned(options: PlanOptions, config: Config, console: Console) -> Plan:
+    def say(way: StepWay, found: Measurement) -> None:
         if found.problem or not found.is_brief:
             console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
 
@@ -63,7 +63,7 @@ def _planned(options: Options, config: Config, console: Console) -> Plan:
     )
 
 
-def _elsewhere(options: Options) -> Machine | None:
+def _elsewhere(options: PlanOptions) -> Machine | None:
     """Return the machine to plan for, where it is another one."""
     if options.machine is None and options.gpus is None and options.gpu_memory is None:
         return None

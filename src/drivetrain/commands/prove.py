@@ -29,7 +29,7 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class ProveOptions(BaseModel):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     full: Annotated[bool, Flag("full")] = Field(
         False, description="try everything: micro-batches of 1, 3 processes, six kills, another number of processes"
@@ -45,7 +45,7 @@ class Options(BaseModel):
     as_json: Annotated[bool, Flag("json")] = Field(False, description="print the certificate as JSON and nothing else")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: ProveOptions, resolved: Resolved) -> int:
     """Run the command. Returns 0 if nothing failed, 1 otherwise."""
     config = resolved.config
     quiet = options.as_json or config.watch.quiet

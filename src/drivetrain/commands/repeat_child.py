@@ -12,7 +12,7 @@ from typing import Any
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Config
 from drivetrain.job import Job
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.loss_weighting import Weighting
 from drivetrain.planning.repeat import FirstSteps
 from drivetrain.run import Session
@@ -53,8 +53,8 @@ def _serve(job: Job, config: Config, request: dict[str, Any], questions: Iterato
 
 def _answer(steps: FirstSteps, question: dict[str, Any]) -> dict[str, Any]:
     if "bits" in question:
-        return {"bits": steps.bits(Way.model_validate(question["bits"])).model_dump(mode="json")}
-    return {"seconds": steps.seconds(Way.model_validate(way) for way in question["seconds"])}
+        return {"bits": steps.bits(StepWay.model_validate(question["bits"])).model_dump(mode="json")}
+    return {"seconds": steps.seconds(StepWay.model_validate(way) for way in question["seconds"])}
 
 
 def _lines(descriptor: int) -> Iterator[Any]:

@@ -19,11 +19,11 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class ReportOptions(BaseModel):
     run: Annotated[Path, Positional()] = Field(description="the folder of a run")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: ReportOptions, resolved: Resolved) -> int:
     output_dir = resolved.config.run.output_dir
     folder = next((path for path in (options.run, output_dir / options.run) if (path / "job.yaml").exists()), None)
     if folder is None:

@@ -213,7 +213,7 @@ def _error_since_start(events: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-class Options(BaseModel):
+class StatusOptions(BaseModel):
     run: Annotated[Path | None, Positional()] = Field(
         None, description="the folder of a run (default: all runs below --output-dir)"
     )
@@ -221,7 +221,7 @@ class Options(BaseModel):
     as_json: Annotated[bool, Flag("json")] = Field(False, description="one line of JSON")
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: StatusOptions, resolved: Resolved) -> int:
     output_dir = resolved.config.run.output_dir
     runs = runs_in(output_dir) if options.run is None else [_one(options.run, output_dir)]
     jobs, why_not = jobs_of(output_dir) if options.slurm else ([], "")

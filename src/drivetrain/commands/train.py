@@ -36,7 +36,7 @@ EXAMPLES = (
 )
 
 
-class Options(LaunchOptions):
+class TrainOptions(LaunchOptions):
     target: Annotated[str, Positional()] = Field(
         description=f"a recipe ({', '.join(RECIPES.names())}), `module:function` that returns a dt.Job, "
         "`module:RECIPE`, or a script"
@@ -53,7 +53,7 @@ FOR_RECIPES = (
 )
 
 
-def run(options: Options, resolved: Resolved) -> int | None:
+def run(options: TrainOptions, resolved: Resolved) -> int | None:
     """Train in other processes, and return the exit code; None: train here, in this process."""
     if find_place().launcher != "drivetrain":  # which hands a file's values on as flags
         _refuse_unread(options.target, resolved)

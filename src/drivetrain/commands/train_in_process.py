@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drivetrain.api.training import Result, configured, train
 from drivetrain.commands.targets import find, job_of, train_script
-from drivetrain.commands.train import Options
+from drivetrain.commands.train import TrainOptions
 from drivetrain.config import Config, Resolved
 from drivetrain.recipes import Recipe
 from drivetrain.run import last_one_finished
@@ -13,7 +13,7 @@ from drivetrain.run import last_one_finished
 STOPPED = 130  # as for anything that Ctrl-C ends
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: TrainOptions, resolved: Resolved) -> int:
     target, config = options.target, resolved.config
     with configured(config, str(Path(target).absolute()) if target.endswith(".py") else target):
         if target.endswith(".py"):

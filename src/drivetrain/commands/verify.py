@@ -38,7 +38,7 @@ EXAMPLES = (
 )
 
 
-class Options(BaseModel):
+class VerifyOptions(BaseModel):
     """The options of `drivetrain verify`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +52,7 @@ class Options(BaseModel):
     )
 
 
-def run(options: Options, resolved: Resolved) -> int:
+def run(options: VerifyOptions, resolved: Resolved) -> int:
     """Run the command. Returns 0 if nothing failed, 1 otherwise."""
     config = resolved.config
     probes = choose(options.only)

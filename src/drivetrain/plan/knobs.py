@@ -22,7 +22,7 @@ LEAST_GAIN_OF_BF16 = 0.2  # on a CPU, against fp32, which rounds less
 ASKED_FOR = "asked for"
 
 
-class Way(Value):
+class StepWay(Value):
     """The way in which the work of a step is done. It does not change what is learnt, rounding aside.
 
     Each field has a row in `KNOBS`.
@@ -45,8 +45,8 @@ class Way(Value):
         """Whether dropout between recurrent layers is computed outside cuDNN, whose own waits for the device."""
         return self.capture or self.repeat == "strict"
 
-    def but(self, **changes: object) -> "Way":
-        return Way.model_validate({**self.model_dump(), **changes})
+    def but(self, **changes: object) -> "StepWay":
+        return StepWay.model_validate({**self.model_dump(), **changes})
 
 
 Read = Callable[[str], Any]  # returns the value of a setting by its dotted name, such as `kernels.capture`
@@ -66,7 +66,7 @@ class Asked:
 class KnobFacts:
     """What is known of a run, its model and its machine when ways of running a step are compared and told."""
 
-    way: Way  # that is followed
+    way: StepWay  # that is followed
     pinned: frozenset[str]  # fields of a way that the user fixed
     settings: Settings
     rank_samples: int  # of each step, on the rank that has the most
@@ -101,7 +101,7 @@ class PlanningOutcome:
     alternatives: Mapping[str, tuple[str, ...]]  # what else was measured, by field
 
     @property
-    def way(self) -> Way:
+    def way(self) -> StepWay:
         return self.facts.way
 
     def reason(self, field: str, otherwise: str = "as set") -> str:
@@ -132,7 +132,7 @@ def _nothing(facts: KnobFacts) -> Others:
 class Knob:
     """A planned choice: one part of how a step is run. What a row leaves out suits a choice of auto, on and off."""
 
-    field: str  # of `Way`
+    field: str  # of `StepWay`
     settings: tuple[str, ...]  # that pin it, by dotted name; advice names the first
     words: str  # its name in messages
     in_words: Callable[[Any], str]  # a value in the description of a way; empty: not mentioned
@@ -402,9 +402,9 @@ def knobs_of(*stages: Stage) -> Iterator[Knob]:
     return (knob for knob in KNOBS if knob.stage in stages)
 
 
-def way_by_rule(asked: Asked) -> Way:
+def way_by_rule(asked: Asked) -> StepWay:
     """Return how a step is run where nothing was measured."""
-    return Way(**{knob.field: knob.rule(asked) for knob in KNOBS})
+    return StepWay(**{knob.field: knob.rule(asked) for knob in KNOBS})
 
 
 def pinned_fields(read: Read) -> set[str]:

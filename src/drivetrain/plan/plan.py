@@ -21,7 +21,7 @@ import yaml
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.core.value import Value
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.rules import Choice
 from drivetrain.plan.tune import Tried
@@ -141,7 +141,7 @@ class PlannedRun:
     Until there is a plan it holds what follows by rule. Planning returns another one and changes nothing.
     """
 
-    way: Way
+    way: StepWay
     data_path: DataPath | None = None  # by measuring; None: by rule
     repeatability: Repeatability = NOT_MEASURED  # whether steps repeat to the bit
     batch_size_found: str = ""  # what --auto-batch-size measured, in words
@@ -167,8 +167,8 @@ class PlannedRun:
 class Repeated(Value):
     """The result of testing whether a way repeats: the way that was followed then, and why."""
 
-    chosen: Way
-    followed: Way
+    chosen: StepWay
+    followed: StepWay
     found: Repeatability
 
 
@@ -193,7 +193,7 @@ class PlanCache:
     def read(self) -> tuple[Tried, ...]:
         return self._read().tried
 
-    def repeated(self, chosen: Way) -> Repeated | None:
+    def repeated(self, chosen: StepWay) -> Repeated | None:
         """Return what was found about this way at an earlier start."""
         return next((each for each in self._read().repeats if each.chosen == chosen), None)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pydantic import Field
 
 from drivetrain.core.value import Value
-from drivetrain.plan.knobs import Repeat, Way
+from drivetrain.plan.knobs import Repeat, StepWay
 
 MOST_COST = 0.03  # of a step's time, for which a way that repeats is taken by itself
 IN_WORDS: dict[Repeat, str] = {
@@ -43,7 +43,7 @@ class Bits(Value):
 class RepeatTrial(Value):
     """A way, and whether its first steps gave the same results in two processes."""
 
-    way: Way
+    way: StepWay
     repeats: bool = False
     difference: str = ""  # the first thing that differed
     repeats_here: bool = True  # inside each of the two
@@ -75,13 +75,13 @@ class Repeatability(Value):
         return {"value": value, "why": self.reason, **cost, **({"tried": tried} if tried else {})}
 
 
-Attempt = Callable[[Way], RepeatTrial]  # runs its first steps in two processes
-CostOf = Callable[[Way], float | None]  # relative to the chosen way, measured side by side; None: it could not be
+Attempt = Callable[[StepWay], RepeatTrial]  # runs its first steps in two processes
+CostOf = Callable[[StepWay], float | None]  # relative to the chosen way, measured side by side; None: it could not be
 WhyNot = Callable[[], str]  # why nothing more is to be tried; empty while there is time
 
 
 def find_repeatable(
-    chosen: Way,
+    chosen: StepWay,
     attempt: Attempt,
     cost_of: CostOf,
     why_stop: WhyNot,
@@ -89,7 +89,7 @@ def find_repeatable(
     pinned: set[str],
     is_cudnn: bool,
     eager_cost: float | None,
-) -> tuple[Way, Repeatability]:
+) -> tuple[StepWay, Repeatability]:
     """Try the chosen way, and if it does not repeat, others until one does that costs little.
 
     Args:
@@ -128,8 +128,8 @@ def find_repeatable(
 
 
 def _variants(
-    chosen: Way, first: RepeatTrial, pinned: set[str], *, is_cudnn: bool, eager_cost: float | None
-) -> Iterator[Way]:
+    chosen: StepWay, first: RepeatTrial, pinned: set[str], *, is_cudnn: bool, eager_cost: float | None
+) -> Iterator[StepWay]:
     """Yield the variants, cheapest first. A difference inside one process is not due to kernels chosen by timing."""
     levels: tuple[Repeat, ...] = (chosen.repeat,)
     if "repeat" not in pinned:

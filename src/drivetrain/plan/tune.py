@@ -12,7 +12,7 @@ from typing import Protocol
 from pydantic import Field
 
 from drivetrain.core.value import Value
-from drivetrain.plan.knobs import BY_FIELD, LEAST_GAIN, CompileMode, Knob, Others, Way, knobs_of
+from drivetrain.plan.knobs import BY_FIELD, LEAST_GAIN, CompileMode, Knob, Others, StepWay, knobs_of
 from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, bound_to_fit, largest_that_fits, next_size_to_measure
 
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
@@ -44,7 +44,7 @@ class Measurement(Value):
 
 
 class Tried(Value):
-    way: Way
+    way: StepWay
     measurement: Measurement
 
 
@@ -71,7 +71,7 @@ class Scope(Value):
 class Tuned(Value):
     """The way to follow, and how it was found."""
 
-    way: Way
+    way: StepWay
     tried: tuple[Tried, ...]
     reasons: dict[str, str]  # by field of a way
     memory: MemoryModel | None = None
@@ -82,7 +82,7 @@ class Tuned(Value):
     def chosen(self) -> Measurement | None:
         return self.measurement_of(self.way)
 
-    def measurement_of(self, way: Way) -> Measurement | None:
+    def measurement_of(self, way: StepWay) -> Measurement | None:
         return next((tried.measurement for tried in reversed(self.tried) if tried.way == way), None)
 
 
@@ -103,22 +103,22 @@ class Clock(Protocol):
 
 
 class Measure(Protocol):
-    def __call__(self, way: Way, seconds: float) -> Measurement:
+    def __call__(self, way: StepWay, seconds: float) -> Measurement:
         """Run a way for about this long, after warm-up; 0: one step, for its memory and an estimate of its time."""
 
 
-def tune(start: Way, scope: Scope, measure: Measure, clock: Clock) -> Tuned:
+def tune(start: StepWay, scope: Scope, measure: Measure, clock: Clock) -> Tuned:
     """Measure ways in the order of what they may gain, and stop when the rest cannot pay for its own measuring."""
     return _Search(start, scope, measure, clock).run()
 
 
 class _Search:
-    def __init__(self, start: Way, scope: Scope, measure: Measure, clock: Clock) -> None:
+    def __init__(self, start: StepWay, scope: Scope, measure: Measure, clock: Clock) -> None:
         self._start, self._scope, self._measure, self._clock = start, scope, measure, clock
         self._began = clock()
         self._tried: list[Tried] = []
         self._reasons: dict[str, str] = {}
-        self._forecasts: dict[Way, int] = {}
+        self._forecasts: dict[StepWay, int] = {}
         self._budget = scope.budget_seconds
 
     def run(self) -> Tuned:
@@ -147,7 +147,7 @@ class _Search:
             forecast_bytes=self._forecasts.get(plainest(best), 0),
         )
 
-    def _why_too_short(self, way: Way) -> str:
+    def _why_too_short(self, way: StepWay) -> str:
         scope, left = self._scope, self._seconds_left(way)
         if left < scope.least_job_seconds:
             return f"not tried: about {left:.1f} s of work are left, too little to measure for"
@@ -164,7 +164,7 @@ class _Search:
         """Whether there are too few steps to compare two ways: the largest micro-batch is tried, and taken."""
         return self._num_steps * self._scope.budget_share < STEPS_TO_COMPARE
 
-    def _quick_ones(self, best: Way) -> Way:
+    def _quick_ones(self, best: StepWay) -> StepWay:
         """Compare the choices that take no longer to try than a few steps."""
         scope = self._scope
         for knob in knobs_of("compare"):
@@ -187,7 +187,7 @@ class _Search:
                 best = self._compared(best, best.but(precision=self._start.precision, capture=True), "capture")
         return best
 
-    def _best_of(self, way: Way, knob: Knob) -> Way:
+    def _best_of(self, way: StepWay, knob: Knob) -> StepWay:
         """Return the fastest of a way and those that differ from it in this choice alone."""
         others = self._scope.others_of(knob.field)
         for value in others.values:
@@ -196,7 +196,7 @@ class _Search:
 
     # Micro-batch
 
-    def _micro_batch(self, way: Way) -> Way:
+    def _micro_batch(self, way: StepWay) -> StepWay:
         scope = self._scope
         if scope.fixed_micro_batch:
             self._foresee(way, way.micro_batch)
@@ -214,7 +214,7 @@ class _Search:
             raise UnusableError(self._tried[-1].measurement.problem)
         return best
 
-    def _largest(self, way: Way) -> int:
+    def _largest(self, way: StepWay) -> int:
         """Return the largest micro-batch, by a few small steps and then a forecast, not by running out of memory."""
         share, limit = self._scope.rank_samples, self._scope.memory_limit_bytes
         if not self._foresee(way, share):
@@ -223,7 +223,7 @@ class _Search:
             return share
         return max(1, largest_that_fits(self._peaks(way), limit, share, self._held(way)))
 
-    def _foresee(self, way: Way, at_most: int) -> bool:
+    def _foresee(self, way: StepWay, at_most: int) -> bool:
         """Run brief steps of a few sizes, until memory can be forecast up to `at_most`. False: one did not fit."""
         if not self._scope.counts_memory:
             return True  # one step of the whole size says as much
@@ -249,13 +249,13 @@ class _Search:
         self._forecast(way.but(micro_batch=at_most))
         return True
 
-    def _forecast(self, way: Way) -> None:
+    def _forecast(self, way: StepWay) -> None:
         """Record the expected memory of a way that is not measured yet, from two sizes: one gives only a bound."""
         line, sizes = self._line(way), {peak.micro_batch for peak in self._peaks(way)}
         if line is not None and len(sizes) > 1 and way.micro_batch not in sizes:
             self._forecasts.setdefault(way, line.peak_bytes(way.micro_batch))
 
-    def _fastest(self, way: Way, largest: int) -> Way | None:
+    def _fastest(self, way: StepWay, largest: int) -> StepWay | None:
         """Measure from the largest that is forecast to fit downwards, as long as smaller ones are faster."""
         best: tuple[float, int] | None = None
         num_slower = 0
@@ -291,13 +291,13 @@ class _Search:
 
     def _compared(
         self,
-        way: Way,
-        other: Way,
+        way: StepWay,
+        other: StepWay,
         field: str,
         least_gain: float = LEAST_GAIN,
         *,
         worth_seconds: float = 0.0,
-    ) -> Way:
+    ) -> StepWay:
         """Return the faster of two ways. The other is tried while time is left, or `worth_seconds` are not spent."""
         label = BY_FIELD[field].in_words(getattr(other, field))
         before = self._try(way)
@@ -316,7 +316,7 @@ class _Search:
         )
         return other if taken else way
 
-    def _compiled(self, way: Way, mode: CompileMode) -> Way:
+    def _compiled(self, way: StepWay, mode: CompileMode) -> StepWay:
         before = self._try(way)
         remaining = before.sample_seconds * self._scope.remaining_samples
         cost = self._scope.compile_cost_seconds
@@ -343,7 +343,7 @@ class _Search:
 
     # Measuring
 
-    def _try(self, way: Way, *, brief: bool = False) -> Measurement:
+    def _try(self, way: StepWay, *, brief: bool = False) -> Measurement:
         """Measure a way once; a known measurement is reused."""
         known = next((tried.measurement for tried in self._tried if tried.way == way), None)
         if known is not None and (brief or not known.is_brief):
@@ -355,7 +355,7 @@ class _Search:
         self._tried = [tried for tried in self._tried if tried.way != way] + [Tried(way=way, measurement=measured)]
         return measured
 
-    def _seconds_left(self, way: Way) -> float:
+    def _seconds_left(self, way: StepWay) -> float:
         return self._try(way, brief=True).sample_seconds * self._scope.remaining_samples
 
     def _limit_budget(self, measured: Measurement) -> None:
@@ -363,7 +363,7 @@ class _Search:
         left = measured.sample_seconds * self._scope.remaining_samples
         self._budget = min(self._scope.budget_seconds, left * self._scope.budget_share)
 
-    def _peaks(self, way: Way) -> list[Peak]:
+    def _peaks(self, way: StepWay) -> list[Peak]:
         """Return the measured peaks of all sizes of this way, which the memory line is fitted through."""
         return [
             Peak(tried.way.micro_batch, tried.measurement.peak_bytes)
@@ -371,7 +371,7 @@ class _Search:
             if tried.way.but(micro_batch=0) == way.but(micro_batch=0) and tried.measurement.peak_bytes
         ]
 
-    def _held(self, way: Way) -> int:
+    def _held(self, way: StepWay) -> int:
         """Return what a step of this way holds at all times, counted where one was run.
 
         It is without gradients: those of a step's first micro-batch come while its activations go. Counting what is not
@@ -383,7 +383,7 @@ class _Search:
                 return found.parameter_bytes + found.optimizer_bytes
         return 0
 
-    def _line(self, way: Way) -> MemoryModel | None:
+    def _line(self, way: StepWay) -> MemoryModel | None:
         peaks, held = self._peaks(way), self._held(way)
         enough = len({peak.micro_batch for peak in peaks}) > 1 or (peaks and held)
         return MemoryModel.fitted(peaks, held) if enough else None
@@ -392,10 +392,10 @@ class _Search:
         return self._clock() - self._began > max(self._budget, worth_seconds)
 
 
-def plainest(way: Way) -> Way:
+def plainest(way: StepWay) -> StepWay:
     """Return the way without the choices that are made after its micro-batch: memory is forecast for this one."""
     later = [knob.field for knob in knobs_of("compare", "capture", "compile") if knob.changes_memory]
-    return way.but(**{field: Way.model_fields[field].default for field in later})
+    return way.but(**{field: StepWay.model_fields[field].default for field in later})
 
 
 def _rate(sample_seconds: float) -> str:

@@ -10,7 +10,7 @@ from drivetrain.data.source import source_of
 from drivetrain.loop import why_not_here
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import KNOBS, KnobFacts, PlanningOutcome, Way, choices_of
+from drivetrain.plan.knobs import KNOBS, KnobFacts, PlanningOutcome, StepWay, choices_of
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
 from drivetrain.plan.repeat import IN_WORDS
 from drivetrain.plan.simulate import num_bytes
@@ -241,7 +241,7 @@ def _run_peak(run: Session, chosen: Measurement | None) -> int | None:
     return chosen.peak_bytes + beside
 
 
-def _memory(model: nn.Module, tuned: Tuned | None, way: Way) -> MemoryForecast:
+def _memory(model: nn.Module, tuned: Tuned | None, way: StepWay) -> MemoryForecast:
     chosen = tuned.chosen if tuned else None
     if chosen is None or not chosen.parameter_bytes:
         return MemoryForecast(

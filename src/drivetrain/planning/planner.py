@@ -25,7 +25,7 @@ from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import BY_FIELD, Way, others_of
+from drivetrain.plan.knobs import BY_FIELD, StepWay, others_of
 from drivetrain.plan.plan import PlanCache, PlannedRun, Repeated, key_of_facts
 from drivetrain.plan.repeat import Repeatability, find_repeatable
 from drivetrain.plan.tune import (
@@ -47,7 +47,7 @@ from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled
 
-OnProbe = Callable[[Way, Measurement], None]
+OnProbe = Callable[[StepWay, Measurement], None]
 
 LEAST_STEPS = 40  # of a job that is measured: the first look takes two steps
 LEAST_JOB_SECONDS = 5.0
@@ -78,7 +78,7 @@ class PlanningProgress:
         self._began = time.monotonic()
         self._waiting = ["planning: measuring ways of running a step (--no-auto-optimize goes by rule)"]
 
-    def __call__(self, way: Way, found: Measurement) -> None:
+    def __call__(self, way: StepWay, found: Measurement) -> None:
         if not found.is_brief:
             rate = "" if found.problem else f"{1 / found.sample_seconds:,.0f} samples/s"
             self._waiting.append(f"  {way}: {found.problem or rate}")
@@ -119,12 +119,12 @@ def _planned(run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_p
         return replace(planned, plan=described(run, model, planned, None, why=f"by rule: {error.message}"))
 
 
-def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: Way) -> PlannedRun:
+def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: StepWay) -> PlannedRun:
     """Return what was followed before a checkpoint, with the way that it becomes by what is pinned now."""
     recorded = checkpoint.meta["plan"]
     data = recorded.get("data")
     planned = replace(run.planned, way=way, data_path=None if data is None else DataPath.model_validate(data))
-    if "repeatable" in recorded and Way.model_validate(recorded["way"]) == way:
+    if "repeatable" in recorded and StepWay.model_validate(recorded["way"]) == way:
         planned = replace(planned, repeatability=Repeatability.model_validate(recorded["repeatable"]))
     why = _why_resumed(run, checkpoint, planned)
     return replace(planned, plan=described(run, model, planned, None, why=why, is_closed=True))
@@ -164,7 +164,7 @@ def _compilable(run: Session, planned: PlannedRun) -> PlannedRun:
 def _why_resumed(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> str:
     """Return what was kept of the checkpoint's plan, and what this start changed."""
     kept = f"as in the checkpoint of step {checkpoint.step}"
-    before = Way.model_validate(checkpoint.meta["plan"]["way"])
+    before = StepWay.model_validate(checkpoint.meta["plan"]["way"])
     changed = {name for name in run.pinned() if getattr(before, name) != getattr(planned.way, name)}
     if planned.why_capped:
         changed.discard("micro_batch")
@@ -172,7 +172,7 @@ def _why_resumed(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> s
     if not changed:
         return kept
     file, lines = run.config.plan.file, run.config.plan_pins.lines
-    knobs = [BY_FIELD[name] for name in Way.model_fields if name in changed]
+    knobs = [BY_FIELD[name] for name in StepWay.model_fields if name in changed]
     by_plan = [knob.words for knob in knobs if not lines.keys().isdisjoint(knob.settings)]
     asked = [knob.words for knob in knobs if lines.keys().isdisjoint(knob.settings)]
     told = [f"{', '.join(by_plan)} pinned by {file.name}"] if file is not None and by_plan else []
@@ -297,7 +297,7 @@ class _Search:
         finally:
             self._aside.end()
 
-    def _measure(self, way: Way, seconds: float) -> Measurement:
+    def _measure(self, way: StepWay, seconds: float) -> Measurement:
         found = self._known.get(way)
         if found is not None and (not seconds or not found.is_brief):
             return found
@@ -312,7 +312,7 @@ class _Search:
 
 def _repeatable(
     run: Session, model: nn.Module, tuned: Tuned, steps_done: int, cache: PlanCache, *, is_short_of_time: bool
-) -> tuple[Way, Repeatability]:
+) -> tuple[StepWay, Repeatability]:
     """Return the way to follow, and whether it repeats bit by bit: tried, or as an earlier start found."""
     way, chosen, began = tuned.way, tuned.chosen, time.monotonic()
     why_not = _why_not_repeated(run, way)
@@ -366,7 +366,7 @@ def _repeatable(
     return followed, found
 
 
-def _why_not_repeated(run: Session, way: Way) -> str:
+def _why_not_repeated(run: Session, way: StepWay) -> str:
     """Return why it is not measured whether steps repeat; empty if it is."""
     if "repeat" in run.pinned() and way.repeat == "off":
         return "not measured: --repeatable off asks for the fastest kernels"
@@ -377,7 +377,7 @@ def _why_not_repeated(run: Session, way: Way) -> str:
     return ""
 
 
-def _micro_batch_of_copies(run: Session, way: Way, chosen: Measurement) -> int:
+def _micro_batch_of_copies(run: Session, way: StepWay, chosen: Measurement) -> int:
     """Return the largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
     if run.world.device.type != "cuda":
         return way.micro_batch
@@ -392,7 +392,7 @@ def _micro_batch_of_copies(run: Session, way: Way, chosen: Measurement) -> int:
     return 0
 
 
-def _followed_instead(tuned: Tuned, way: Way, cost: float) -> Tuned:
+def _followed_instead(tuned: Tuned, way: StepWay, cost: float) -> Tuned:
     """Return the same with the way that repeats; its figures are those of the fastest, with what it costs."""
     chosen = tuned.chosen
     assert chosen is not None
@@ -434,7 +434,7 @@ def _why_outdated(probe: StepProbe, tuned: Tuned, scope: Scope) -> str:
     return f"a step takes {remembered_rate / rate:.1f} times as long: {rate:,.0f} samples/s, not {remembered_rate:,.0f}"
 
 
-def _known(run: Session, cache: PlanCache) -> dict[Way, Measurement]:
+def _known(run: Session, cache: PlanCache) -> dict[StepWay, Measurement]:
     """Return rank 0's cached measurements on all ranks: they measure the same ways or none."""
     found = [tried.model_dump(mode="json") for tried in cache.read()] if run.config.plan.cache else []
     return {tried.way: tried.measurement for tried in (Tried.model_validate(each) for each in run.world.agree(found))}
@@ -513,7 +513,7 @@ def _sources(things: Iterable[Any]) -> list[str]:
     return sorted(found)
 
 
-def _does_not_fit(run: Session, model: nn.Module, way: Way, tried: list[Tried]) -> DrivetrainError:
+def _does_not_fit(run: Session, model: nn.Module, way: StepWay, tried: list[Tried]) -> DrivetrainError:
     """Return the error for a model that does not fit: what takes how much memory, and the remedies."""
     failed = [one.way for one in tried if one.measurement.out_of_memory]
     return explained(

@@ -41,7 +41,7 @@ from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.simulate import count_held
 from drivetrain.plan.tune import Measurement
 from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
@@ -82,7 +82,7 @@ class StepProbe:
         self._longest: list[int | None] | None = None
         self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
 
-    def __call__(self, way: Way, seconds: float) -> Measurement:
+    def __call__(self, way: StepWay, seconds: float) -> Measurement:
         if self._world.any(self._journal.crashed_in(way)):
             return Measurement(problem="the last start crashed while it was tried")
         self._journal.begin(way)
@@ -99,7 +99,7 @@ class StepProbe:
         worst = ("sample_seconds", "peak_bytes", "setup_seconds")
         return own.model_copy(update={name: max(getattr(each, name) for each in found) for name in worst})
 
-    def _measured(self, way: Way, seconds: float) -> Measurement:
+    def _measured(self, way: StepWay, seconds: float) -> Measurement:
         try:
             with own_stream(self._world.device) if way.capture else nullcontext():
                 return self._run(way, seconds)
@@ -110,7 +110,7 @@ class StepProbe:
         except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
             return Measurement(problem=f"{type(error).__name__}: {_first_line(error)}")
 
-    def _run(self, way: Way, seconds: float) -> Measurement:
+    def _run(self, way: StepWay, seconds: float) -> Measurement:
         job, device = self._job, self._world.device
         share = -(-(job.global_batch or 1) // self._world.size)
         meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
@@ -185,7 +185,7 @@ class StepProbe:
             loss_parts=LossParts(job.loss_weights, job.count, self._alone, alone=True),
         )
 
-    def _copy(self, way: Way) -> nn.Module:
+    def _copy(self, way: StepWay) -> nn.Module:
         """Return a copy of the model, prepared for a way of running a step."""
         model = copy.deepcopy(self._model)
         if way.channels_last:
@@ -196,7 +196,7 @@ class StepProbe:
             recompute(model)
         return model
 
-    def _batch(self, way: Way) -> tuple[Any, int]:
+    def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
         job, device = self._job, self._world.device
         division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
@@ -208,7 +208,7 @@ class StepProbe:
             batch = job.collate([job.source.dataset[self._longest[0]]] * num_samples)
         return to_device(batch, device, channels_last=way.channels_last), num_samples
 
-    def _strays(self, model: nn.Module, batch: Any, way: Way, precision: Precision) -> str:
+    def _strays(self, model: nn.Module, batch: Any, way: StepWay, precision: Precision) -> str:
         """Return why this precision's loss cannot be trusted; empty if it is near fp32's. Each is checked once."""
         if way.precision == "fp32":
             return ""
@@ -257,16 +257,16 @@ class Journal:
             begun = [row for row in rows if row.get("event") == "begin" and _trial(row) not in ended]
             self._crashed = {row.get("way", "") for row in begun if not _may_be_running(row)}
 
-    def crashed_in(self, way: Way) -> bool:
+    def crashed_in(self, way: StepWay) -> bool:
         return way.model_dump_json() in self._crashed
 
-    def begin(self, way: Way) -> None:
+    def begin(self, way: StepWay) -> None:
         self._write("begin", way)
 
-    def end(self, way: Way) -> None:
+    def end(self, way: StepWay) -> None:
         self._write("end", way)
 
-    def _write(self, event: str, way: Way) -> None:
+    def _write(self, event: str, way: StepWay) -> None:
         if self._path is None:
             return
         try:

@@ -30,7 +30,7 @@ from drivetrain.core.launchers import CHANNEL, without_launcher
 from drivetrain.core.world import World, synchronize
 from drivetrain.data.division import Division
 from drivetrain.loop.read_back import Reading
-from drivetrain.plan.knobs import Way
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.repeat import Bits, RepeatTrial
 from drivetrain.run.assemble import assemble, make_loader, make_stepper, trial_of
 from drivetrain.run.command_context import target_to_rerun
@@ -53,9 +53,9 @@ class FirstSteps:
 
     def __init__(self, run: Session, built: nn.Module) -> None:
         self._run, self._built = run, built
-        self._ready: dict[Way, Callable[[], object]] = {}  # runs one more step, for its time
+        self._ready: dict[StepWay, Callable[[], object]] = {}  # runs one more step, for its time
 
-    def bits(self, way: Way, *, twice: bool = True) -> Bits:
+    def bits(self, way: StepWay, *, twice: bool = True) -> Bits:
         """Run the first steps of a way and return their results. With `twice`, run them again, already compiled."""
         try:
             run = self._run.trying(way)
@@ -69,11 +69,11 @@ class FirstSteps:
             return Bits(problem=f"{type(error).__name__}: {lines[0][:200] if lines else ''}")
         return found.model_copy(update={"repeats_here": found == again})
 
-    def seconds(self, ways: Iterable[Way]) -> list[float]:
+    def seconds(self, ways: Iterable[StepWay]) -> list[float]:
         """Return how long a step of each way takes, measured in turns, so that noise of the machine affects all."""
         ways, device = list(ways), self._run.world.device
-        times: dict[Way, list[float]] = {way: [] for way in ways}
-        counts: dict[Way, int] = {}
+        times: dict[StepWay, list[float]] = {way: [] for way in ways}
+        counts: dict[StepWay, int] = {}
         for _ in range(ROUNDS + 1):
             for way in ways:
                 run = self._run.trying(way)
@@ -238,9 +238,9 @@ class RepeatProbe:
         self._children: list[Child] = []
         self._why_not_elsewhere = "" if self._target else "no other process can make this job"
         self._here: FirstSteps | None = None
-        self._chosen: Way | None = None
+        self._chosen: StepWay | None = None
 
-    def attempt(self, way: Way) -> RepeatTrial:
+    def attempt(self, way: StepWay) -> RepeatTrial:
         """Run the first steps of a way in two processes."""
         self._chosen = self._chosen or way
         if not self._why_not_elsewhere:
@@ -251,7 +251,7 @@ class RepeatProbe:
                 self._end_children()
         return _trial(way, self._twice_here(self._smaller(way)), 1)
 
-    def _smaller(self, way: Way) -> Way:
+    def _smaller(self, way: StepWay) -> StepWay:
         return way.but(micro_batch=min(way.micro_batch, self._micro_batch))
 
     @property
@@ -259,7 +259,7 @@ class RepeatProbe:
         """The reason why a restart was not tried, where something went wrong with it."""
         return self._why_not_elsewhere if self._target else ""
 
-    def cost_of(self, way: Way) -> float | None:
+    def cost_of(self, way: StepWay) -> float | None:
         """Return how much longer a step takes than the first way's, as a share; None if it cannot be timed."""
         assert self._chosen is not None
         ways = [self._smaller(self._chosen), self._smaller(way)]
@@ -287,7 +287,7 @@ class RepeatProbe:
             child.close()
         self._children = []
 
-    def _elsewhere(self, way: Way) -> list[Bits]:
+    def _elsewhere(self, way: StepWay) -> list[Bits]:
         if not self._children:
             self._children = [Child(self._run, self._target, self._folder / name) for name in ("first", "second")]
             for child in self._children:
@@ -296,7 +296,7 @@ class RepeatProbe:
             child.tell({"bits": way.model_dump(mode="json")})
         return [Bits.model_validate(child.answer()["bits"]) for child in self._children]
 
-    def _twice_here(self, way: Way) -> list[Bits]:
+    def _twice_here(self, way: StepWay) -> list[Bits]:
         self._here = self._here or FirstSteps(self._run, self._model)
         found: list[Bits] = []
         for name in ("first", "second"):
@@ -307,7 +307,7 @@ class RepeatProbe:
         return found
 
 
-def _trial(way: Way, found: list[Bits], processes: int) -> RepeatTrial:
+def _trial(way: StepWay, found: list[Bits], processes: int) -> RepeatTrial:
     problem = next((bits.problem for bits in found if bits.problem), "")
     if problem:
         return RepeatTrial(way=way, problem=problem, processes=processes)

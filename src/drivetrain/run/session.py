@@ -29,7 +29,7 @@ from drivetrain.job import Job
 from drivetrain.loop import own_stream, why_not_captured
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import Asked, Way, pinned_fields, way_by_rule
+from drivetrain.plan.knobs import Asked, StepWay, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.run.command_context import (
@@ -139,7 +139,7 @@ class Session:
         if asked != "auto":
             self.spec.check(self._strategy_context())
 
-    def by_rule(self) -> Way:
+    def by_rule(self) -> StepWay:
         """Return how a step is run where nothing was measured."""
         return way_by_rule(Asked(self.config.value, self.settings, self.rank_samples, len(self.devices)))
 
@@ -149,24 +149,24 @@ class Session:
         self.precision = Precision(planned.way.precision, self.world.device.type)
 
     @property
-    def way(self) -> Way:
+    def way(self) -> StepWay:
         """How steps are run."""
         return self.planned.way
 
-    def trying(self, way: Way) -> Self:
+    def trying(self, way: StepWay) -> Self:
         """Return this run with steps run another way, to try it. It says nothing, and leaves this one as it is."""
         trial = copy.copy(self)
         trial.quiet = True
         trial.follow(replace(self.planned, way=way))
         return trial
 
-    def recorded_way(self, checkpoint: Checkpoint) -> Way | None:
+    def recorded_way(self, checkpoint: Checkpoint) -> StepWay | None:
         """Return how steps before a checkpoint were run, except what is pinned now; None if world or machine differ."""
         recorded = checkpoint.meta["plan"]
         if recorded["world_size"] != self.world.size or recorded.get("machine") != self.machine():
             return None
         pinned = {name: getattr(self.way, name) for name in self.pinned()}
-        return Way.model_validate(recorded["way"] | pinned)
+        return StepWay.model_validate(recorded["way"] | pinned)
 
     def _data_followed(self) -> dict[str, Any] | None:
         """Return how samples reach the device, where that was measured."""
@@ -401,7 +401,7 @@ class Switches(TypedDict):
     cudnn_deterministic: bool
 
 
-def switches_of(way: Way, cudnn_benchmark: bool) -> Switches:
+def switches_of(way: StepWay, cudnn_benchmark: bool) -> Switches:
     """Return the switches for a way, where the user allows cuDNN to choose by timing or not."""
     return Switches(
         deterministic=way.repeat == "strict",
