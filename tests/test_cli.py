@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.cli import COMMANDS, flag_parser, main
+from drivetrain.commands.launch import LaunchCommandOptions
+from drivetrain.config import Resolved
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -201,8 +203,10 @@ def test_flags_of_ours_after_the_script_are_named(tmp_path: Path) -> None:
 
 
 def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Path, monkeypatch) -> None:
-    module = COMMANDS["launch"].load()
-    monkeypatch.setattr(module, "run", lambda options, resolved: 0)
+    def run_nothing(options: LaunchCommandOptions, resolved: Resolved) -> int:
+        return 0
+
+    monkeypatch.setattr(COMMANDS["launch"].load(), "run", run_nothing)
     (tmp_path / "train.py").write_text("pass\n")
     code, out, err = run(capsys, "launch", str(tmp_path / "train.py"), "--cpu")
     assert (code, out, err.count("\n")) == (0, "", 1)
