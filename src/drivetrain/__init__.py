@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.hook import every as every
+    from drivetrain.core.logged import log as log
     from drivetrain.core.metrics import LossSum as LossSum
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
@@ -55,6 +56,7 @@ _HOME = {
     "EarlyStopping": "drivetrain.job",
     "Constant": "drivetrain.job",
     "LossSum": "drivetrain.core.metrics",
+    "log": "drivetrain.core.logged",
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",

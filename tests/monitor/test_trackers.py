@@ -136,10 +136,10 @@ def test_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mean = sum(row["loss"] * row["num_items"] for row in trained.rows[7:14]) / sum(
         row["num_items"] for row in trained.rows[7:14]
     )
-    assert figures["loss"] == pytest.approx(mean)
-    assert figures["lr"] == trained.rows[13]["lr"]
-    assert figures["grad_norm"] == trained.rows[13]["grad_norm"]
-    assert figures["samples_per_second"] > 0
+    assert figures["train/loss"] == pytest.approx(mean)
+    assert figures["train/lr"] == trained.rows[13]["lr"]
+    assert figures["train/grad_norm"] == trained.rows[13]["grad_norm"]
+    assert figures["speed/samples_per_second"] > 0
     assert figures["phase_ms/forward"] > 0
     assert all(isinstance(value, float) for value in figures.values())
 
@@ -151,7 +151,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     trained = run(str(tmp_path), SMALL, settings={"trackers": ["tensorboard"], "log_every": 1})
     assert trained is not None
     events = EventAccumulator(str(tmp_path / "suite" / "tensorboard")).Reload()
-    losses = events.Scalars("loss")
+    losses = events.Scalars("train/loss")
     assert [point.step for point in losses] == list(range(1, 31))
     assert [point.value for point in losses] == pytest.approx(trained.losses, rel=1e-6)
 
@@ -179,7 +179,7 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "suite" / "tensorboard")).Reload()
-    wanted = {f"{split}loss{part}" for split in ("", "valid_") for part in ("", "_answer", "_findings", "_size")}
+    wanted = {f"{split}/loss{part}" for split in ("train", "valid") for part in ("", "_answer", "_findings", "_size")}
     tags = set(events.Tags()["scalars"])
     assert wanted <= tags
     deadline = time.monotonic() + 120

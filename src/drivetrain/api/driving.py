@@ -30,6 +30,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
+from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, log, on_host
 from drivetrain.core.metrics import LossSum, NamedLosses
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
@@ -190,6 +191,7 @@ class Drive:
         self._micro: MicroBatch | None = None  # of the current batch
         self._is_learnt = self._is_stepped = self._is_stepping = self._is_inside = False
         self._rates: list[float] | None = None  # as the schedule set them
+        self._logged: LoggedValues = {}  # with the current batch
         self._failure: Exception | None = None
         self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
         self.last: StepRecord | None = None  # read one step late, so that the host does not wait for the device
@@ -264,6 +266,22 @@ class Drive:
         self._stepper.learn(loss, begun.place, micro)
         self._is_learnt = True
 
+    def log(self, name: str, value: LoggedValue) -> None:
+        """Log a value, as `dt.log` does in a loss.
+
+        Before `run.step()` it is averaged over the samples of the step, all batches and all ranks, and stands in
+        `steps.jsonl`: the same names in every step. After `run.step()`, as for the result of a validation, the value of
+        rank 0 is recorded in `metrics.jsonl`, under any name.
+
+        Args:
+            name: The name of the curve.
+            value: A scalar tensor or a number; or `dt.LossSum(sum, count)`.
+        """
+        if self._micro is None or self._is_stepped:
+            self._recorder.logged(self.steps, self.epoch, on_host({name: [value]}))
+        else:
+            log(name, value)
+
     def step(self) -> None:
         """Step the optimizer with the last batch of a global batch; do nothing for the others.
 
@@ -277,6 +295,9 @@ class Drive:
         if not self._is_learnt:
             raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
         self._is_stepped = True
+        collect_into(None)
+        if self._logged and micro.weight:
+            self._session.step_log.add(self._logged, micro.num_samples)
         if micro.is_last:
             self._check_rates()
             self._watch.check_frozen()
@@ -371,6 +392,8 @@ class Drive:
                 batch = self._stepper.begin(place, micro)
                 self._micro = micro
                 self._is_learnt = self._is_stepped = False
+                self._logged = {}
+                collect_into(self._logged)
                 self._enter_forward()
                 yield batch
                 self._check_body()
@@ -447,6 +470,7 @@ class Drive:
         A failure in this does not hide the error that ended the loop.
         """
         self._leave_forward()
+        collect_into(None)
         try:
             for record in self._trainer.outstanding(leaving=True) if self._is_whole else self._trainer.last_words():
                 self._write(record)

@@ -30,6 +30,21 @@ class PartTotals(NamedTuple):
     reader: PartReader
 
 
+class LoggedTotals(NamedTuple):
+    """Sums and counts of the values that a step logged, in one tensor of float64: all sums, then all counts."""
+
+    values: Tensor
+    names: Sequence[str]
+
+    def read(self, values: Sequence[float]) -> dict[str, float]:
+        """Return the mean of each, given the values on the host; nan for one without an item."""
+        counts = values[len(self.names) :]
+        return {
+            name: total / count if count else math.nan
+            for name, total, count in zip(self.names, values, counts, strict=False)
+        }
+
+
 class ResultRows(Protocol):
     """The results of CUDA-graph replays in a table on the device, a row each. Can be read only once."""
 
@@ -53,17 +68,19 @@ class StepOutcome(NamedTuple):
     packed: Tensor | None = None  # what `pack` gives, where the device has it already; overwritten by the next step
     rows: "ResultRows | None" = None  # what `pack` gives of one replay or several, until it is read
     named: PartTotals | None = None  # of a loss with named parts, which has no `losses`
+    logged: LoggedTotals | None = None  # of a loss that logs values
 
     def parts(self) -> list[Tensor | float]:
         norm = 0.0 if self.grad_norm is None else self.grad_norm
         return [self.num_items, self.stop, norm, self.skipped, *(value for value, _ in self.losses)]
 
     def pack(self) -> Tensor:
-        """Pack its tensors into one of float64, in the order of `parts`, followed by the values of named loss parts."""
+        """Pack its tensors into one of float64: `parts` in order, then named loss parts, then logged values."""
         # Only tensors: copying a host number to the device, to read it back, would make the host wait.
         on_device = [part.double() for part in self.parts() if isinstance(part, Tensor)]
-        if self.named is not None:
-            return torch.cat((torch.stack(on_device), self.named.values)) if on_device else self.named.values
+        others = [totals.values for totals in (self.named, self.logged) if totals is not None]
+        if others:
+            return torch.cat([torch.stack(on_device), *others]) if on_device else torch.cat(others)
         return torch.stack(on_device) if len(on_device) > 1 else on_device[0].reshape(1)
 
 
@@ -80,6 +97,7 @@ class StepRecord(NamedTuple):
     seconds: float
     skipped: bool = False  # fp16: gradients were infinite, the weights stayed; batch and schedule went on
     parts: Mapping[str, PartLoss] | None = None  # of a loss with named parts: `loss` is their weighted sum
+    logged: Mapping[str, float] | None = None  # what the loss logged; nan for a value that no batch of the step had
 
     def as_json(self) -> str:
         """Return the JSON that `json.dumps` would write, in a third of the time: this runs in every step."""
@@ -90,7 +108,12 @@ class StepRecord(NamedTuple):
             f'"grad_norm": {"null" if norm is None else _json(norm)}, "seconds": {self.seconds!r}, '
             f'"skipped": {"true" if self.skipped else "false"}}}'
         )
-        return line if self.parts is None else f"{line[:-1]}{self._parts_json(self.parts)}}}"
+        if self.parts is not None:
+            line = f"{line[:-1]}{self._parts_json(self.parts)}}}"
+        if self.logged is not None:
+            values = {name: None if math.isnan(value) else value for name, value in self.logged.items()}
+            line = f"{line[:-1]}, {json.dumps(values)[1:]}"
+        return line
 
     def _parts_json(self, parts: Mapping[str, PartLoss]) -> str:
         """Return `loss_NAME` for each part, and `num_items_NAME` where its count differs from the step's."""
@@ -100,6 +123,10 @@ class StepRecord(NamedTuple):
             if part.num_items != self.num_items:
                 values[f"num_items_{name}"] = part.num_items
         return "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
+
+
+# What `as_json` writes itself; and `time`, for readers that add one.
+RESERVED_NAMES = (*StepRecord._fields[:9], "time")
 
 
 def _json(number: float) -> str:

@@ -13,6 +13,7 @@ nothing but the replay: it writes its results into a table on the device, and th
 (`loop.read_back.DeviceResultTable`).
 """
 
+import inspect
 import threading
 import warnings
 import weakref
@@ -83,13 +84,13 @@ class _Passage(NamedTuple):
         self.window.passed(count * self.num_samples)
 
 
-def _passage_of(batch: Any, num_part_values: int) -> _Passage | None:
+def _passage_of(batch: Any, num_other_values: int) -> _Passage | None:
     if not isinstance(batch, Rows) or batch.window is None:
         return None
     window, device = batch.window, batch.window.place.device
     offsets = torch.arange(batch.count, device=device)
     return _Passage(
-        batch.resident, window, offsets, DeviceResultTable(len(window.numbers), device, num_part_values), batch.count
+        batch.resident, window, offsets, DeviceResultTable(len(window.numbers), device, num_other_values), batch.count
     )
 
 
@@ -112,7 +113,8 @@ class CapturedStep:
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
-        self._passage = passage = _passage_of(batch, strategy.parts.loss_parts.num_values)
+        parts = strategy.parts
+        self._passage = passage = _passage_of(batch, parts.loss_parts.num_values + parts.step_log.num_values)
 
         def learn(data: Any) -> StepOutcome:
             strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
@@ -478,7 +480,8 @@ class CapturedStepper(Stepper):
 
     def _python_state(self) -> State:
         parts = self._capturable.parts
-        return python_state(parts.model, parts.loss, parts.optimizer, self._device)
+        numbers = {f"what it logs as {name!r}": repr(value) for name, value in parts.step_log.numbers.items()}
+        return python_state(parts.model, inspect.unwrap(parts.loss), parts.optimizer, self._device) | numbers
 
     def _give_up(self, reason: str) -> None:
         self.why_not = reason

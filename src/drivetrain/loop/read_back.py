@@ -35,11 +35,11 @@ class DeviceResultTable:
 
     OWN_VALUES = 5  # count, stop, norm, skipped, loss
 
-    def __init__(self, length: int, device: torch.device, num_part_values: int = 0) -> None:
+    def __init__(self, length: int, device: torch.device, num_other_values: int = 0) -> None:
         # Allocated before any capture: inside one, each replay would fill them with zeros again.
         self._tables = [
             torch.zeros((length, width), dtype=dtype, device=device)
-            for dtype, width in ((torch.float32, 1), (torch.float64, self.OWN_VALUES + num_part_values))
+            for dtype, width in ((torch.float32, 1), (torch.float64, self.OWN_VALUES + num_other_values))
         ]
         self._chosen: Tensor | None = None
         self._unsent: list[TableRow] = []
@@ -50,7 +50,7 @@ class DeviceResultTable:
         """Write the outcome into row `place`. This is captured in the graph."""
         parts = [part for part in outcome.parts() if isinstance(part, Tensor)]
         is_single = (
-            len(parts) == 1 and parts[0].dtype is torch.float32 and outcome.named is None
+            len(parts) == 1 and parts[0].dtype is torch.float32 and outcome.named is None and outcome.logged is None
         )  # the usual case: just a loss
         packed = parts[0].reshape(1) if is_single else outcome.pack()
         if self._chosen is None:
@@ -187,6 +187,7 @@ class Values(NamedTuple):
     grad_norm: float | None
     skipped: float
     named: tuple[PartReader, list[float]] | None = None  # of a loss with named parts: `total` is 0 then
+    logged: dict[str, float] | None = None  # of a loss that logs values
 
 
 class Reading:
@@ -225,7 +226,7 @@ class Reading:
         return self._values
 
     def _read(self) -> list[Values]:
-        losses, num_items, stop, norm, skipped, _, rows, named = self._outcome
+        losses, num_items, stop, norm, skipped, _, rows, named, logged = self._outcome
         if rows is not None:
             return self._from(rows.take())
         if self._slot is not None:
@@ -238,7 +239,7 @@ class Reading:
         total = sum(value.item() * factor for value, factor in losses)
         parts = None if named is None else (named.reader, named.values.tolist())
         own = total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped)
-        return [Values(*own, parts)]
+        return [Values(*own, parts, None if logged is None else logged.read(logged.values.tolist()))]
 
     def _from(self, rows: list[list[float]]) -> list[Values]:
         """Unpack rows as `pack` lays them out: the parts that are on the device, in order."""
@@ -246,14 +247,18 @@ class Reading:
         places = [number for number, part in enumerate(parts) if isinstance(part, Tensor)]
         factors, has_norm = [factor for _, factor in self._outcome.losses], self._outcome.grad_norm is not None
         found, named, of_parts = [], self._outcome.named, None
+        logged, values = self._outcome.logged, None
+        num_named = 0 if named is None else len(named.values)
         for row in rows:
-            if named is not None:
-                row, of_parts = row[: len(places)], (named.reader, row[len(places) :])
+            if named is not None or logged is not None:
+                row, others = row[: len(places)], row[len(places) :]
+                of_parts = None if named is None else (named.reader, others[:num_named])
+                values = None if logged is None else logged.read(others[num_named:])
             for place, value in zip(places, row, strict=True):
                 parts[place] = value
             num_items, stop, norm, skipped, *losses = parts
             total = sum(map(operator.mul, losses, factors))
-            found.append(Values(total, num_items, stop, norm if has_norm else None, skipped, of_parts))
+            found.append(Values(total, num_items, stop, norm if has_norm else None, skipped, of_parts, values))
         return found
 
     def is_there(self, within_seconds: float) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.launchers import supervision
+from drivetrain.core.logged import collecting, on_host
 from drivetrain.core.records import PartLoss, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.world import World
@@ -83,6 +84,9 @@ class RunLog(Protocol):
 
     def say(self, text: str) -> None:
         """Print a line."""
+
+    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Record what a hook logged after `step` steps, in an epoch from 0."""
 
 
 class Trainer:
@@ -333,7 +337,7 @@ class Trainer:
         enqueued, number, values, seconds = read
         place = enqueued.place
         step = place.step + 1 + number
-        total, count, stop, norm, skipped, named = values
+        total, count, stop, norm, skipped, named, logged = values
         supervision.step(step)
         self.stopped_early |= stop > 0
         loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
@@ -346,7 +350,8 @@ class Trainer:
         if not skipped:
             self.has_moved = True
         lr = enqueued.rates[number]
-        return StepRecord(step, place.epoch, place.num_samples, loss, count, lr, norm, seconds, skipped > 0, parts)
+        samples = place.num_samples
+        return StepRecord(step, place.epoch, samples, loss, count, lr, norm, seconds, skipped > 0, parts, logged)
 
     def refuse_unmoved(self, steps: int) -> None:
         """Raise for a job that ended without a single step that moved the weights: nothing was trained."""
@@ -401,7 +406,10 @@ class Trainer:
         verdicts = []
         for hook in hooks:
             put_away(self._model)
-            verdicts.append(hook(context) or Verdict())
+            with collecting() as logged:
+                verdicts.append(hook(context) or Verdict())
+            if logged:
+                self._recorder.logged(context.step, place.epoch, on_host(logged))
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         self._check_model()
         self._stepper.look_again()

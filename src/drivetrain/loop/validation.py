@@ -16,7 +16,8 @@ from torch import nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.isolation import evaluating
-from drivetrain.core.metrics import Counted, MetricObject, Tally, flattened, over_all_ranks
+from drivetrain.core.logged import LoggedValues, collecting, one_value
+from drivetrain.core.metrics import Counted, LossSum, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World
@@ -69,19 +70,20 @@ class Validator:
             failure = error
             if any(map(is_distributed, model.parameters())):
                 raise  # the others wait inside the model's forward, and not for words: they end with this rank
-        told = self._world.gather([_in_words(failure), [name for name in counted if name.startswith(_PART)]])
+        own = ("loss", *self._functions)
+        told = self._world.gather([_in_words(failure), [name for name in counted if name not in own]])
         failures = [words for words, _ in told]
         if failure is not None:
             raise failure
         if any(failures):
             in_words = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
             raise DrivetrainError(f"validation failed: {in_words}", remedy="that rank shows where")
-        # A rank may have no sample of some part.
-        parts = list(dict.fromkeys(name for _, names in told for name in names))
-        if parts:
-            others = {name: found for name, found in counted.items() if not name.startswith(_PART)}
-            counted = others | {name: counted.get(name) for name in parts}
+        # A rank may have no sample of some part of the loss, or of something that it logs.
+        others = list(dict.fromkeys(name for _, names in told for name in names))
+        if others:
+            counted = {name: counted.get(name) for name in (*own, *others)}
         values = over_all_ranks(counted, self._world)
+        parts = [name for name in others if name.startswith(_PART)]
         if parts:
             values = self._with_total(values, parts)
         for name, found in self._objects.items():
@@ -103,22 +105,35 @@ class Validator:
         with evaluating(model), torch.no_grad(), _recording(called) as outputs:
             for micro in self._micro_batches():
                 outputs.clear()
-                with self._precision.around_forward() or nullcontext():
+                with collecting() as logged, self._precision.around_forward() or nullcontext():
                     loss = self._loss(called, micro.batch)
                 if not micro.weight:
                     continue  # it only kept this rank in step with the others
+                self._add_logged(tallies, logged, micro.num_samples)
                 if isinstance(loss, Mapping):
                     for name, part in self._loss_parts.means(loss, micro.batch).items():
                         tallies.setdefault(f"{_PART}{name}", Tally(f"{_PART}{name}")).add(part, micro.num_samples)
                 else:
                     tallies["loss"].add(loss, micro.num_samples)
                 if self._job.metrics:
-                    self._add_metrics(tallies, self._output(outputs), micro)
+                    with collecting() as logged:
+                        self._add_metrics(tallies, self._output(outputs), micro)
+                    self._add_logged(tallies, logged, micro.num_samples)
         return {name: tally.read() for name, tally in tallies.items()}
 
     def _micro_batches(self) -> Iterator[MicroBatch]:
         for _, micro_batches in self._loader.batches(0, 1):
             yield from micro_batches
+
+    def _add_logged(self, tallies: dict[str, Tally], logged: LoggedValues, num_samples: int) -> None:
+        """Add what the loss or a metric logged. A metric of the same name goes before it."""
+        for name, values in logged.items():
+            total, count = one_value(name, values)
+            if name in self._job.metrics or name == "loss":
+                continue
+            value = torch.as_tensor(total, dtype=torch.float64)
+            tally = tallies.setdefault(name, Tally(name))
+            tally.add(value if count is None else LossSum(value, count), num_samples)
 
     def _add_metrics(self, tallies: Mapping[str, Tally], output: Any, micro: MicroBatch) -> None:
         for name, function in self._functions.items():

@@ -4,6 +4,7 @@ Only the main process has one.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -15,7 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from drivetrain.core.log import log
-from drivetrain.core.records import StepRecord
+from drivetrain.core.records import RESERVED_NAMES, StepRecord
+
+MOST_LOGGED = 6  # values on a line; all are in the records
 
 
 class _Console(Console):
@@ -61,9 +64,12 @@ class RunConsole:
         # Since the last line; the seconds are those of the steps, since several records may be read at once.
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
         self._epoch, self._epoch_sum, self._epoch_count = -1, 0.0, 0.0  # since the epoch began, also before a resume
-        # Of named parts of the loss: sum and count of each, since the last line and since the epoch began.
+        # Of named parts of the loss and of logged values: sum and count of each, since the last line and since the
+        # epoch began.
         self._parts: dict[str, list[float]] = {}
         self._epoch_parts: dict[str, list[float]] = {}
+        self._logged: dict[str, list[float]] = {}
+        self._epoch_logged: dict[str, list[float]] = {}
         self._began = time.perf_counter()
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
@@ -106,11 +112,13 @@ class RunConsole:
                     if key.startswith("loss_") and loss is not None:
                         name = key.removeprefix("loss_")
                         _add(self._epoch_parts, name, loss, row.get(f"num_items_{name}", row["num_items"]))
+                    elif key not in RESERVED_NAMES and not key.startswith("num_items_") and loss is not None:
+                        _add(self._epoch_logged, key, loss, row["samples"])
 
     def _add_to_epoch(self, epoch: int, loss: float, num_items: float) -> None:
         if epoch != self._epoch:
             self._epoch, self._epoch_sum, self._epoch_count = epoch, 0.0, 0.0
-            self._epoch_parts = {}
+            self._epoch_parts, self._epoch_logged = {}, {}
         self._epoch_sum += loss * num_items
         self._epoch_count += num_items
 
@@ -125,6 +133,10 @@ class RunConsole:
             for name, part in record.parts.items():
                 for sums in (self._parts, self._epoch_parts):
                     _add(sums, name, part.loss, part.num_items)
+        if record.logged is not None:
+            for name, value in record.logged.items():
+                for sums in (self._logged, self._epoch_logged):
+                    _add(sums, name, value, 0.0 if math.isnan(value) else record.samples)
         self._loss_sum += record.loss * record.num_items
         self._count += record.num_items
         self._samples += record.samples
@@ -155,15 +167,17 @@ class RunConsole:
         rate = self._samples / self._seconds if self._seconds else 0.0
         sums = self._epoch_parts if of_epoch else self._parts
         parts = ", ".join(f"{escape(name)} {part / items:.4f}" for name, (part, items) in sums.items())
+        shown = list((self._epoch_logged if of_epoch else self._logged).items())[:MOST_LOGGED]
         self.say(
             f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {total / (count or 1.0):.4f}   "
             + (f"({parts})   " if parts else "")
+            + "".join(f"{escape(name)} {total / items:.4g}   " for name, (total, items) in shown)
             + f"{rate:>9,.0f} samples/s"
             + (f"   {self._skipped} steps skipped: gradients were infinite" if self._skipped else "")
             + (f"   {self._warning}" if self._warning else "")
         )
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
-        self._parts = {}
+        self._parts, self._logged = {}, {}
         self._began = time.perf_counter()
 
     def _is_line_due(self, step: int, now: float) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.core.logged import Logged
 from drivetrain.hardware import Hardware, Rate
 from drivetrain.plan.simulate import flops_of
 
@@ -135,6 +136,8 @@ def count_apart(
         with count:
             with around or nullcontext():
                 result = loss(model, batch)
+            if isinstance(result, Logged):
+                result = result.result
             total: Any = getattr(result, "total", result)
             if isinstance(total, Mapping):
                 total = sum(getattr(part, "total", part) for part in total.values())

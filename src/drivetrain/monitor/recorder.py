@@ -1,5 +1,6 @@
 """The recorder of the main process: writes a run's files, its trackers, and the terminal."""
 
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,25 @@ def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
     return escape(f"{way}; the fastest of {len(tried)} ways measured in {seconds:.1f} s (plan.yaml says why)")
 
 
+def _tag(name: str) -> str:
+    """Return the tag of a figure in trackers, which show what is before the slash as a group."""
+    if "/" in name:
+        return name
+    if name.startswith("valid_"):
+        return f"valid/{name.removeprefix('valid_')}"
+    return f"speed/{name}" if name in ("samples_per_second", "items_per_second", "mfu") else f"train/{name}"
+
+
+def _logged_means(window: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the mean of each logged value over the steps that had one."""
+    found: dict[str, list[float]] = {}
+    for record in window:
+        for name, value in (record.logged or {}).items():
+            if not math.isnan(value):
+                found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 def _part_losses(window: Sequence[StepRecord]) -> dict[str, float]:
     """Return each loss part's mean over some steps, by its own count, except for parts without an item in them."""
     sums = dict[str, list[float]]()
@@ -116,6 +136,9 @@ class NoRunRecorder:
         pass
 
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
+        pass
+
+    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         pass
 
     def flush(self) -> None:
@@ -323,6 +346,8 @@ class RunRecorder(NoRunRecorder):
         rates = {"loss": loss, "samples_per_second": samples / seconds}
         if window[-1].parts is not None:
             rates |= _part_losses(window)
+        if window[-1].logged is not None:
+            rates |= _logged_means(window)
         if items != samples:
             rates["items_per_second"] = items / seconds
         if self._peak_flops and self._facts.flops_per_sample:
@@ -339,8 +364,9 @@ class RunRecorder(NoRunRecorder):
         }
 
     def _track(self, figures: Mapping[str, float], step: int) -> None:
+        tagged = {_tag(name): value for name, value in figures.items()} if self._trackers else {}
         for tracker in self._trackers:
-            tracker.log(figures, step)
+            tracker.log(tagged, step)
 
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
         """Record a validation after `step` steps; `epoch` is that of the last of them, from 0, as in `steps.jsonl`."""
@@ -349,6 +375,11 @@ class RunRecorder(NoRunRecorder):
         self._track(values, step)
         shown = "   ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self.say(f"            {shown}")
+
+    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Record values that a hook, or a loop of the user's, logged after `step` steps."""
+        self._append("metrics", {"step": step, "epoch": epoch, **values})
+        self._track(values, step)
 
     def flush(self) -> None:
         """Write buffered rows before a checkpoint, which counts on them. A disk that was full may have room again."""

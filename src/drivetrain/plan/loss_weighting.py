@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, UndividedLoss
 from drivetrain.core.value import Value
 from drivetrain.data.batch import Count
@@ -154,7 +155,11 @@ class LossRule:
 
         def weighted_loss(model: Any, batch: Any) -> Any:
             result, weighting = loss(model, batch), self.weighting
-            return result if weighting.by == "samples" else weighting.weigh(result, batch)
+            if weighting.by == "samples":
+                return result
+            if isinstance(result, Logged):
+                return result._replace(result=weighting.weigh(result.result, batch))
+            return weighting.weigh(result, batch)
 
         return weighted_loss
 

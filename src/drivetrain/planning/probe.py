@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
+from drivetrain.core.logged import logging_loss
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
@@ -155,7 +156,7 @@ class StepProbe:
                 captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
             synchronize(device)
             warm = time.perf_counter() - began
-            if way.compile_mode and not _was_compiled(job.loss, graphs):
+            if way.compile_mode and not _was_compiled(logging_loss(job.loss), graphs):
                 return Measurement(problem="nothing was compiled")
             one, more = _step_seconds(step, device, seconds, count, at_once)
             whole = one + (count - 1) * max(more, 0.0)
@@ -176,7 +177,7 @@ class StepProbe:
         job = self._job
         return StrategyParts(
             model,
-            job.loss,
+            logging_loss(job.loss),
             optimizer,
             job.clip_norm,
             precision,

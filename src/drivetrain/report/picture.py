@@ -68,17 +68,26 @@ def end_at_all(axis: Any) -> None:
 _MOST_POINTS = 1500
 _MOST_METRICS = 3
 _MOST_LOSS_PARTS = 8
+_MOST_LOGGED = 6
 
 
 def draw(data: RunData) -> bytes:
     """Return the picture as PNG."""
-    with canvas(14, 4.6) as drawn:
-        axes = drawn.figure.subplots(1, 3)
-        drawn.figure.subplots_adjust(left=0.055, right=0.985, top=0.79, bottom=0.125, wspace=0.2)
+    names = data.logged_names[:_MOST_LOGGED]
+    num_rows = 1 + -(-len(names) // 3)
+    height = 0.4 + 4.2 * num_rows
+    with canvas(14, height) as drawn:
+        axes = drawn.figure.subplots(num_rows, 3, squeeze=False)
+        edges = {"left": 0.055, "right": 0.985, "top": 1 - 0.966 / height, "bottom": 0.575 / height}
+        drawn.figure.subplots_adjust(**edges, wspace=0.2, hspace=0.3)
         drawn.head(data.name, _subtitle(data))
-        _draw_loss(axes[0], data)
-        _draw_metrics(axes[1], data)
-        _draw_time(axes[2], data)
+        _draw_loss(axes[0][0], data)
+        _draw_metrics(axes[0][1], data)
+        _draw_time(axes[0][2], data)
+        for axis in axes[1:].flat[len(names) :]:
+            axis.set_visible(False)
+        for axis, name in zip(axes[1:].flat, names, strict=False):
+            _draw_logged(axis, data, name)
         return drawn.png()
 
 
@@ -133,7 +142,8 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
     """Draw the validation metrics besides the loss; the throughput where there are none."""
     axis.set_xlabel("step")
     losses = {"valid_loss", *(f"valid_{name}" for name in data.part_names)}
-    names = [name for name in data.metric_names if name not in losses][:_MOST_METRICS]
+    shown_beside = {*data.logged_names, *(f"valid_{name}" for name in data.logged_names)}
+    names = [name for name in data.metric_names if name not in losses | shown_beside][:_MOST_METRICS]
     if not names:
         rows = [row for row in data.speed if "samples_per_second" in row]
         axis.set_title("Samples per second")
@@ -157,6 +167,22 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
     if is_share:
         end_at_all(axis)
     return None
+
+
+def _draw_logged(axis: Any, data: RunData, name: str) -> None:
+    """Draw something that was logged: in training, and in validation where it was logged there, too."""
+    axis.set_title(name.replace("_", " "))
+    axis.set_xlabel("step")
+    steps, values = map(np.array, data.logged(name))
+    if len(steps) > 20:
+        axis.plot(*_thinned(steps, values), color=TRAIN, alpha=0.25, linewidth=0.8)
+        axis.plot(*_thinned(steps, _smoothed(values, max(2, len(steps) // 25))), color=TRAIN, label="training")
+    else:
+        axis.plot(steps, values, color=TRAIN, linewidth=1.8, marker="o", markersize=3.5, label="training")
+    where, validated = data.metric(f"valid_{name}")
+    if where:
+        axis.plot(where, validated, color=VALID, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+        axis.legend(loc="best")
 
 
 def _draw_time(axis: Any, data: RunData) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows
 
 Row = dict[str, Any]
@@ -90,6 +91,18 @@ class RunData:
     def part_names(self) -> list[str]:
         """The named parts of the loss, as `steps.jsonl` has them: `loss_NAME`."""
         return list(dict.fromkeys(name for row in self.steps for name in row if name.startswith("loss_")))
+
+    @cached_property
+    def logged_names(self) -> list[str]:
+        """The names that a loss logged, as `steps.jsonl` has them, and those that hooks logged."""
+        of_steps = (name for row in self.steps for name in row if not name.startswith(("loss_", "num_items_")))
+        of_hooks = (name for name in self.metric_names if not name.startswith("valid_"))
+        return [name for name in dict.fromkeys((*of_steps, *of_hooks)) if name not in RESERVED_NAMES]
+
+    def logged(self, name: str) -> tuple[list[float], list[float]]:
+        """Return steps and values of something that was logged."""
+        rows = [row for row in (*self.steps, *self.metrics) if isinstance(row.get(name), (int, float))]
+        return [row["step"] for row in rows], [row[name] for row in rows]
 
     def part_loss(self, name: str) -> float | None:
         """Return the mean of a part over the last epoch, by its own count; None if that had no item of it."""

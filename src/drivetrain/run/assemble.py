@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
+from drivetrain.core.logged import logging_loss
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
@@ -34,6 +35,7 @@ from drivetrain.run.session import Session
 from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyParts, Trial
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.loss_parts import LossParts
+from drivetrain.strategies.step_log import StepLog
 
 
 def division_of(run: Session, model: nn.Module | None) -> Division:
@@ -172,7 +174,7 @@ def assemble(
     run.strategy = strategy.name
     given = StrategyParts(
         model,
-        run.weighted(job.loss) if loss is None else loss,
+        run.weighted(logging_loss(job.loss)) if loss is None else loss,
         optimizer,
         clip_norm=job.clip_norm,
         precision=run.precision,
@@ -181,10 +183,12 @@ def assemble(
         average=average,
         offloads_activations=run.settings.activations.value == "offload",
         loss_parts=run.loss_parts if loss_parts is None else loss_parts,
+        step_log=run.step_log if loss_parts is None else StepLog(world),
     )
     draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
     why_not_captured = "the loop is the user's own"
     if not is_own_loop:
+        given.step_log.settle()
         why_not_captured = run.why_not_captured(optimizer, draws, division)
         if not why_not_captured:
             make_capturable(optimizer)

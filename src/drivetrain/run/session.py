@@ -55,6 +55,7 @@ from drivetrain.strategies import (
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import num_graphs
 from drivetrain.strategies.loss_parts import LossParts
+from drivetrain.strategies.step_log import StepLog
 
 SOURCE = "source.json"
 
@@ -133,6 +134,7 @@ class Session:
         self.job, self.batch_by_rule = settled_job(job, config, self.settings, world, self.num_devices, folder)
         self._rule = LossRule(Weighting())
         self.loss_parts = LossParts(job.loss_weights, job.count, world)
+        self.step_log = StepLog(world)
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
         self.loaders: list[Loader] = []
         self.follow(PlannedRun(self.by_rule()))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import uncounted
+from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
@@ -26,6 +27,7 @@ from drivetrain.strategies.ema import Average
 from drivetrain.strategies.layers import offload
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import plain_attributes, plain_settings
+from drivetrain.strategies.step_log import StepLog
 
 LossFunction = Callable[[Any, Any], Tensor | LossSum | UndividedLoss | NamedLosses]
 ObjectiveCall = Callable[[Any, int, int, int], Tensor]
@@ -57,6 +59,7 @@ class StrategyParts:
     # Where the optimizer holds this rank's parts of parameters: each part, and the parameter it is of.
     owners: Mapping[Tensor, Tensor] = field(default_factory=dict)
     loss_parts: LossParts = field(default_factory=LossParts)  # for a loss that returns named parts
+    step_log: StepLog = field(default_factory=StepLog)  # for a loss that logs values
     norms: NormDue = field(default_factory=NormDue)
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
@@ -94,6 +97,11 @@ class StrategyParts:
         moved = self.move(factor, together)
         self.follow()
         return moved
+
+    def forget_step(self) -> None:
+        """Discard what the loss reported in a step that was begun."""
+        self.loss_parts.forget()
+        self.step_log.forget()
 
     def follow(self) -> None:
         """Update the EMA and the experts' loads. Separate from `move`: the EMA's decay depends on the step number."""
@@ -238,7 +246,7 @@ class Objective(nn.Module):
         # In a tuple, so that a compiled model is not registered as a second copy of the parameters.
         self._called = (parts.model if parts.called_model is None else parts.called_model,)
         self._mixtures = parts.mixtures
-        self.loss_parts = parts.loss_parts
+        self.loss_parts, self.step_log = parts.loss_parts, parts.step_log
         self.counts_items = False  # whether the loss counts something other than samples
         self.losses: list[
             tuple[Tensor, float]
@@ -253,6 +261,10 @@ class Objective(nn.Module):
             result = self._loss(self._called[0], batch)
         else:
             result = self._computed(batch)
+        if type(result) is Logged:
+            if weight:
+                self.step_log.add(result.values, num_samples)
+            result = result.result
         auxiliary = self._mixtures.take_auxiliary()
         if isinstance(result, LossSum):
             self.counts_items = True

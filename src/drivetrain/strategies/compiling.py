@@ -4,7 +4,6 @@ The loss alone can take as much time and memory as several layers: over a large 
 tensor of the step. Compiled together with the model, it is fused with the operation that makes that input.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.logged import logging_loss
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction
 
@@ -58,15 +58,11 @@ def num_graphs() -> int:
 
 
 def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunction:
-    """Compile the loss function. With `fixed`, no kernel whose choice changes results is chosen by timing."""
-    how = compile_options(mode, fixed=fixed)
-    if inspect.isfunction(loss) or inspect.ismethod(loss):
-        return torch.compile(loss, **how)
+    """Compile the loss function, with what it logs as an output.
 
-    def call(model: Any, batch: Any) -> Any:
-        return loss(model, batch)
-
-    return torch.compile(call, **how)
+    With `fixed`, no kernel whose choice changes results is chosen by timing.
+    """
+    return torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed))
 
 
 def compile_options(mode: str, *, fixed: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate as replicate_on_gpus
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss, summed_by_count
 from drivetrain.core.plugins import Conflict
 from drivetrain.core.world import World
@@ -64,7 +65,10 @@ class DataParallelStrategy(SingleStrategy):
                 if device != devices[0]:
                     _set_generator(device, number)
                 part = to_device(part_of(batch, whole, *share), device)
-                result = self._user_loss(_with_parameters(replica), part)
+                result: Any = self._user_loss(_with_parameters(replica), part)
+                if isinstance(result, Logged):
+                    self.parts.step_log.add(result.values, share[1] - share[0])
+                    result = result.result
                 if isinstance(result, Mapping) and self._count is not None:
                     result = summed_by_count(result, self._count(part))
                 results.append((result, share[1] - share[0]))

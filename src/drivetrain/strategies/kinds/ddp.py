@@ -87,7 +87,7 @@ class DdpStrategy:
         self._ddp.broadcast_buffers = options.broadcast_buffers
         self._samples = 0
         try_out(self._call, parts.model, trial)
-        parts.loss_parts.forget()
+        parts.forget_step()
         self._ddp.zero_grad()
         return self._call
 
@@ -116,10 +116,10 @@ class DdpStrategy:
         norm, skipped = self._parts.update(factor, self.together)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
-        parts = self._parts.loss_parts
+        parts, logged = self._parts.loss_parts, self._parts.step_log.take()
         if parts.is_used:
-            return StepOutcome([], count, stopping, norm, skipped, named=parts.take())
-        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
+            return StepOutcome([], count, stopping, norm, skipped, named=parts.take(), logged=logged)
+        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped, logged=logged)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return the state, which is the same on every rank; only rank 0 writes it."""

@@ -140,7 +140,7 @@ class DeepSpeedStrategy:
 
         try_out(self._call, self._parts.model, trial, forgotten)
         self._objective.take_tallies()
-        self._parts.loss_parts.forget()
+        self._parts.forget_step()
         self._begins = True
         self._used_first, self._used = self._used, set()
         self._refuse_other_weights(sorted(self._used_first))
@@ -248,10 +248,10 @@ class DeepSpeedStrategy:
         skipped = float(self._zero.overflow)
         if skipped:
             self._forget_gradients()
-        parts = self._parts.loss_parts
+        parts, logged = self._parts.loss_parts, self._parts.step_log.take()
         if parts.is_used:
-            return StepOutcome([], count, stopping, norm, skipped, named=parts.take())
-        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
+            return StepOutcome([], count, stopping, norm, skipped, named=parts.take(), logged=logged)
+        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped, logged=logged)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return what this rank updates; on rank 0 also what all ranks have."""

@@ -156,7 +156,7 @@ class FsdpStrategy:
             self._refuse_without_gradient(self._parts.owners.values())
             self._usage.refuse_unequal()
             self._objective.take_tallies()
-            parts.loss_parts.forget()
+            parts.forget_step()
             self._clear()
         return self._call
 
@@ -203,10 +203,10 @@ class FsdpStrategy:
             norm = norm.to(self._world.device)  # offloaded gradients have theirs in host memory
         self._clear()
         self._sums.stop = stop  # travels with the next sums
-        parts = self._parts.loss_parts
+        parts, logged = self._parts.loss_parts, self._parts.step_log.take()
         if parts.is_used:
-            return StepOutcome([], count, stopping, norm, skipped, named=parts.take())
-        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped)
+            return StepOutcome([], count, stopping, norm, skipped, named=parts.take(), logged=logged)
+        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped, logged=logged)
 
     def _hand_over_gradients(self) -> None:
         """Give the optimizer the reduced shards, without a copy. Gradients of replicated parameters are summed here.

@@ -31,7 +31,7 @@ class SingleStrategy:
         self._begins = True
         try_out(self._call, parts.model, trial)
         self._objective.take_tallies()
-        parts.loss_parts.forget()
+        parts.forget_step()
         self._begins = True
         return self._call
 
@@ -61,9 +61,8 @@ class SingleStrategy:
         losses, count = self._objective.take_tallies()
         norm, skipped = self.parts.move(rescaling(self._samples, count) if self._objective.counts_items else None)
         self._begins = True
-        if losses:
-            return StepOutcome(losses, count, stop, norm, skipped)
-        return StepOutcome(losses, count, stop, norm, skipped, named=self.parts.loss_parts.take())
+        named = None if losses else self.parts.loss_parts.take()
+        return StepOutcome(losses, count, stop, norm, skipped, named=named, logged=self.parts.step_log.take())
 
     def follow(self) -> None:
         self.parts.follow()
@@ -71,7 +70,7 @@ class SingleStrategy:
     def abandon(self) -> None:
         """Discard the step: the gradients are cleared when the next one begins."""
         self._objective.take_tallies()
-        self.parts.loss_parts.forget()
+        self.parts.forget_step()
         self.parts.mixtures.forget()
         self._begins = True
         if self._scaler is not None:

@@ -1,0 +1,144 @@
+"""`dt.log(name, value)`: values that a loss, a metric or a hook reports beside its result.
+
+In a loss the values are outputs of the function that is compiled and captured: `logging_loss` makes a fresh dictionary,
+lets the loss fill it, and returns it beside the result. A list or a context variable from outside would recompile every
+step or break the graph.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.metrics import LossSum
+
+LoggedValue = Tensor | LossSum | float
+LoggedValues = dict[str, list[LoggedValue]]  # the values of each call, by name
+
+
+class Logged(NamedTuple):
+    """The result of a loss function, with the values that it logged."""
+
+    result: Any
+    values: LoggedValues
+
+
+class _Current:
+    """The dictionary that values are logged to now; None: they are not wanted."""
+
+    def __init__(self) -> None:
+        self.values: LoggedValues | None = None
+
+
+_current = _Current()
+_codes: WeakKeyDictionary[CodeType, CodeType] = WeakKeyDictionary()  # of `logging_loss`, by that of the loss
+
+
+def log(name: str, value: LoggedValue) -> None:
+    """Log a value under a name, from a loss function, a metric or a hook.
+
+    In a loss it is averaged over the samples of the step, all micro-batches and all ranks, and stands in `steps.jsonl`,
+    on the terminal, in the report and in the trackers. It does not make the host wait, and works in compiled and
+    captured steps. During validation the same call, from the loss or from a metric, gives a validation metric,
+    `valid_NAME`. In a hook, the value of rank 0 is recorded, in `metrics.jsonl`. Outside a run nothing is logged.
+
+    The names that a loss logs are fixed by its first batch: a new one later is an error. Calls while activations are
+    recomputed, and for batches that only keep a rank in step, are ignored.
+
+    Args:
+        name: The name of the curve. With a slash, as in `debug/norm`, trackers show it in a group of that name.
+        value: A scalar tensor or a number, which is taken as a mean over the batch's samples; or `dt.LossSum(sum,
+            count)` for a mean over something else, such as tokens.
+
+    Example:
+        >>> import torch
+        >>> import drivetrain as dt
+        >>> def loss(model, batch):
+        ...     inputs, labels = batch
+        ...     outputs = model(inputs)
+        ...     dt.log("accuracy", (outputs.argmax(1) == labels).float().mean())
+        ...     return torch.nn.functional.cross_entropy(outputs, labels)
+    """
+    found = _current.values
+    if found is not None:
+        # Only the dictionary is touched here: this is traced by the compiler. Values are checked when they are read.
+        found.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
+
+
+def collect_into(values: LoggedValues | None) -> None:
+    """Log into this dictionary from now on; None: log nowhere."""
+    _current.values = values
+
+
+@contextmanager
+def collecting() -> Iterator[LoggedValues]:
+    """Collect what is logged inside, such as in a hook."""
+    before = _current.values
+    values = _current.values = {}
+    try:
+        yield values
+    finally:
+        _current.values = before
+
+
+def logging_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the loss function with what it logs as a second output; where it logs nothing, its result as it is."""
+
+    def call(model: Any, batch: Any) -> Any:
+        values: LoggedValues = {}
+        _current.values = values
+        result = loss(model, batch)
+        _current.values = None
+        return Logged(result, values) if values else result
+
+    # The compiler keeps what it made with the code object, and only so much. So each loss function has one of its own,
+    # and always the same one: what was compiled for a trial is used again.
+    own = getattr(loss, "__code__", None) or getattr(type(loss).__call__, "__code__", None)
+    code = call.__code__.replace() if own is None else _codes.setdefault(own, call.__code__.replace())
+    found = FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    found.__wrapped__ = loss  # type: ignore[attr-defined]
+    return found
+
+
+def one_value(name: object, values: list[LoggedValue]) -> tuple[Any, Tensor | float | None]:
+    """Return the value logged under a name as a total and its count; without a count, it is a mean over samples."""
+    if not isinstance(name, str) or not name:
+        raise DrivetrainError(
+            f"dt.log got the name {name!r}, expected a str", remedy='dt.log("accuracy", value): the name comes first'
+        )
+    for value in values:
+        total = value.total if isinstance(value, LossSum) else value
+        is_scalar = total.numel() == 1 if isinstance(total, Tensor) else isinstance(total, (int, float))
+        if not is_scalar:
+            found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise DrivetrainError(
+                f"dt.log({name!r}, …) got {found}, expected a scalar",
+                remedy="log value.mean(), or dt.LossSum(sum, count)",
+            )
+    sums = [value for value in values if isinstance(value, LossSum)]
+    if not sums:
+        return sum(map(_scalar, values)) / len(values) if len(values) > 1 else _scalar(values[0]), None
+    if len(sums) < len(values):
+        raise DrivetrainError(
+            f"dt.log({name!r}, …) got a mean and a LossSum for one batch", remedy="log one kind under one name"
+        )
+    return sum(_scalar(value.total) for value in sums), sum(value.count for value in sums)
+
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return float(value)
+    return value.detach().reshape(()) if value.dim() else value.detach()
+
+
+def on_host(values: Mapping[str, list[LoggedValue]]) -> dict[str, float]:
+    """Return logged values as numbers. The host waits for the device."""
+    found = {}
+    for name, logged in values.items():
+        total, count = one_value(name, logged)
+        found[name] = float(total) if count is None else float(total) / float(count) if float(count) else float("nan")
+    return found
