@@ -333,6 +333,29 @@ class Job:
                     "loss_weights", weight, said, f'"{name}": 0.5', "a number, or a function of the steps done"
                 )
 
+    def check_aims(self, of_loss: Iterable[str]) -> None:
+        """Raise if `best` or `early_stopping` names a metric that no validation measures.
+
+        Args:
+            of_loss: What the loss was seen to add to the metrics, in a trial: its named parts, and what it logs.
+        """
+        if self.valid is None or any(isinstance(metric, MetricObject) for metric in self.metrics.values()):
+            return  # how many values a metric object has, and their names, is known when it was computed once
+        known = ["valid_loss", *(f"valid_{name}" for name in (*self.metrics, *of_loss))]
+        problems = [
+            Problem(
+                f"Job.{name}",
+                f"{aim.metric!r} is none of the metrics that are measured",
+                aim.metric,
+                allowed=", ".join(known),
+                remedy="name one of them",
+            )
+            for name, aim in (("best", self.best), ("early_stopping", self.early_stopping))
+            if aim is not None and aim.metric not in known
+        ]
+        if problems:
+            raise ConfigError(problems)
+
     def _valid_set_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         kind = type(self.valid).__name__
         try:
@@ -407,13 +430,5 @@ class Job:
         for name, aim in (("best", self.best), ("early_stopping", stopping)):
             if aim is not None and not (isinstance(aim.metric, str) and aim.mode in ("auto", "min", "max")):
                 yield problem(name, aim, f"got {aim}", "a metric's name, and auto, min or max")
-        if self.valid is not None and not any(isinstance(metric, MetricObject) for metric in self.metrics.values()):
-            known = ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
-            for name, aim in (("best", self.best), ("early_stopping", stopping)):
-                # Which parts a loss has is known when it was computed once.
-                is_part = aim is not None and aim.metric.startswith("valid_loss_")
-                if aim is not None and aim.metric not in known and not is_part:
-                    message = f"{aim.metric!r} is none of the metrics that are measured"
-                    yield problem(name, aim.metric, message, "name one of them", ", ".join(known))
         if self.ema is not None and not 0 < self.ema < 1:
             yield problem("ema", self.ema, f"got {self.ema!r}", "for example ema=0.999", "a number between 0 and 1")

@@ -141,7 +141,8 @@ def plain_accuracy(data: Mapping[str, Tensor]) -> float:
 
 def test_validation_has_them_as_metrics(tmp_path: Path) -> None:
     data = make_data()
-    job = make_job(valid={name: value[:20] for name, value in data.items()}, max_steps=3)
+    valid = {name: value[:20] for name, value in data.items()}
+    job = make_job(valid=valid, max_steps=3, best=dt.Aim("valid_accuracy"))
     run(tmp_path, job, batch_size=3)
     (row,) = rows_of(tmp_path / "logs", "metrics")
     assert row["valid_constant"] == 0.25

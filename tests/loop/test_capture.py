@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from drivetrain import DrivetrainError
+import drivetrain as dt
+from drivetrain import DrivetrainError, LossSum
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.loop import CapturedStepper, capture, read_back, trainer
 from drivetrain.loop.read_back import DeviceResultTable, TableRow, _Sent
@@ -533,6 +534,34 @@ def test_a_recording_that_fails_costs_nothing_but_itself(captures: Captures, tmp
     assert [event["words"] for event in told] == ["recording the step failed: RuntimeError: planted"]
     assert events(tmp_path / "failed")[-1]["capture"].startswith("not captured: recording the step failed")
     assert len(captures.recorders) == 1, "it was tried once"
+
+
+def logging_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss = vector_loss(model, batch)
+    dt.log("double", 2 * loss)
+    dt.log("first inputs", LossSum(batch[0][:, 0].sum(), (batch[0][:, 0] != 0).sum()))
+    dt.log("constant", 3.0)
+    return loss
+
+
+@pytest.mark.parametrize("resident", ["off", "on"])
+def test_replays_log_their_own_values(captures: Captures, tmp_path: Path, resident: str) -> None:
+    settings = {"resident": resident}
+    captures.run(tmp_path / "plain", capture="off", loss=logging_loss, settings=settings)
+    captures.run(tmp_path / "captured", loss=logging_loss, settings=settings)
+    assert captures.recorders[0].num_replayed > 0
+    expected = [{**row, "seconds": 0} for row in rows(tmp_path / "plain")]
+    assert [{**row, "seconds": 0} for row in rows(tmp_path / "captured")] == expected
+    assert len({row["double"] for row in expected}) == len(expected)
+
+
+def test_a_number_that_is_logged_and_changes_is_not_captured(captures: Captures, tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        dt.log("clock", time.perf_counter())
+        return vector_loss(model, batch)
+
+    captures.run(tmp_path, loss=loss)
+    assert captures.last.why_not == "the step changes what it logs as 'clock' in Python, which a replay would not"
 
 
 def test_a_step_with_a_memory_is_not_captured(captures: Captures, tmp_path: Path) -> None:

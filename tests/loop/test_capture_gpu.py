@@ -23,7 +23,7 @@ from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.optimizer_state import put_rates_on_device
 from tests.api.jobs import Mlp, Trained, Variant, run, vector_loss
 from tests.api.test_resume import PlantedError, assert_identical
-from tests.loop.test_capture import Often, halve, less_dropout_once, other_dropout
+from tests.loop.test_capture import Often, halve, less_dropout_once, logging_loss, other_dropout
 from tests.waits import READINGS, refuse_waits
 
 pytestmark = pytest.mark.gpu
@@ -316,3 +316,26 @@ def test_a_probe_of_a_captured_step() -> None:
     (plain, plain_loss), (captured, captured_loss) = learnt(False), learnt(True)
     assert plain_loss == captured_loss
     assert all(torch.equal(one, other) for one, other in zip(plain, captured, strict=True))
+
+
+def logged_rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "suite" / "steps.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "seconds": 0} for line in lines]
+
+
+@pytest.mark.parametrize("resident", ["off", "on"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_replays_log_their_own_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: str, compiles: bool
+) -> None:
+    settings = {"resident": resident, "compile": compiles}
+    if not compiles:
+        calls = refuse_waits(monkeypatch)
+    trained(tmp_path / "plain", {**settings, **OFF}, loss=logging_loss)
+    trained(tmp_path / "captured", {**settings, **ON}, loss=logging_loss)
+    assert compiles or len(calls) > 200
+    assert "steps replayed" in capture_of(tmp_path / "captured")
+    expected, found = logged_rows(tmp_path / "plain"), logged_rows(tmp_path / "captured")
+    for one, other in zip(expected, found, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert len({row["double"] for row in found}) == len(found)

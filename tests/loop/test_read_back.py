@@ -19,7 +19,7 @@ NUMBERS = st.floats() | st.integers(-(10**6), 10**6)
 @given(st.tuples(st.integers(1), st.integers(0), st.integers(1), NUMBERS, NUMBERS, NUMBERS), st.none() | NUMBERS)
 def test_a_record_is_written_as_json_writes_it(numbers: Any, norm: Any) -> None:
     record = StepRecord(*numbers, norm, 1.5e-4, skipped=norm is None)
-    values = {name: value for name, value in record._asdict().items() if name != "parts"}
+    values = {name: value for name, value in record._asdict().items() if name not in ("parts", "logged")}
     assert record.as_json() == json.dumps(values)
     parts = {
         'an "odd" name': PartLoss(0.25, 3.0),
@@ -54,7 +54,7 @@ def test_what_is_noted_is_what_is_read(windows: list[list[int]], together: int, 
             found = outcome(torch.tensor(float(number)), norm)
             readings.append(Reading(found._replace(rows=table.expect(place)), CPU))
             table.keep(torch.tensor([place]), found)
-            expected.append((2.0 * number, 4.0, 0.0, -number if norms else None, 0.0, None))
+            expected.append((2.0 * number, 4.0, 0.0, -number if norms else None, 0.0, None, None))
             place += size
             if table.num_unsent >= together:
                 table.send()
@@ -88,7 +88,7 @@ def test_of_a_stretch_each_step_is_read(
             found = outcome(torch.tensor(float(number)))
             table.keep(torch.tensor([place + begun * size]), found)
         table.cut(note, count)
-        expected.append([(2.0 * n, 4.0, 0.0, None, 0.0, None) for n in range(number - count + 1, number + 1)])
+        expected.append([(2.0 * n, 4.0, 0.0, None, 0.0, None, None) for n in range(number - count + 1, number + 1)])
         readings.append(Reading(found._replace(rows=note), CPU))
         place += count * size
         if table.num_unsent >= together:
@@ -103,7 +103,7 @@ def test_a_count_that_only_the_device_knows_is_noted_too() -> None:
     table.keep(torch.tensor([2]), found)
     reading = Reading(found._replace(rows=table.expect(2)), CPU)
     assert reading.is_there(0.0)
-    assert reading.values() == (6.0, 5.0, 0.0, None, 0.0, None)
+    assert reading.values() == (6.0, 5.0, 0.0, None, 0.0, None, None)
 
 
 def test_a_single_number_keeps_its_bits() -> None:
@@ -120,6 +120,6 @@ def test_named_parts_are_noted_however_many_there_are() -> None:
         found = StepOutcome([], 4.0, 0.0, norm, named=named)
         table = DeviceResultTable(8, CPU, num_part_values=20)
         table.keep(torch.tensor([3]), found)
-        expected = (0.0, 4.0, 0.0, None if norm is None else 2.5, 0.0, (reader, [float(n) for n in range(20)]))
+        expected = (0.0, 4.0, 0.0, None if norm is None else 2.5, 0.0, (reader, [float(n) for n in range(20)]), None)
         assert Reading(found._replace(rows=table.expect(3)), CPU).values() == expected
         assert Reading(found, CPU).values() == expected

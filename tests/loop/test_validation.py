@@ -415,8 +415,6 @@ def test_metrics_of_different_types_on_ranks(tmp_path: Path, gloo_pool: GlooPool
         ({"metrics": {"loss": correct}}, "the loss is measured anyway"),
         ({"early_stopping": EarlyStopping(patience=0)}, "patience from 1"),
         ({"best": Aim("valid_loss", "best")}, "auto, min or max"),
-        ({"best": Aim("valid_f1")}, "'valid_f1' is none of the metrics that are measured"),
-        ({"early_stopping": EarlyStopping(metric="valid_acc")}, "'valid_acc' is none of the metrics"),
         ({"ema": 1.0}, "a number between 0 and 1"),
         ({"valid_every": 0}, "got 0"),
     ],
@@ -424,6 +422,14 @@ def test_metrics_of_different_types_on_ranks(tmp_path: Path, gloo_pool: GlooPool
 def test_a_job_that_cannot_be_validated(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_job(FLOAT64, **{"valid": valid_set(), **changes})
+
+
+@pytest.mark.parametrize("given", [{"best": Aim("valid_f1")}, {"early_stopping": EarlyStopping(metric="valid_f1")}])
+def test_an_aim_that_is_not_measured_is_refused_before_the_first_step(tmp_path: Path, given: dict[str, Any]) -> None:
+    job = make_job(FLOAT64, valid=valid_set(), metrics=METRICS, **given)
+    with pytest.raises(ConfigError, match=r"'valid_f1' is none of the metrics that are measured\n.*valid_loss, valid_"):
+        trained(tmp_path, job)
+    assert not list(tmp_path.rglob("steps.jsonl"))
 
 
 def test_metrics_that_cannot_be_measured(tmp_path: Path) -> None:

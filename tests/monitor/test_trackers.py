@@ -263,7 +263,7 @@ def test_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = run(str(tmp_path), SMALL, settings={"trackers": ["own_tracker:prepare"], "log_every": 1})
     assert trained is not None
     with next(tmp_path.rglob("metrics.csv")).open() as file:
-        rows = [row for row in csv.reader(file) if row[1] == "loss"]
+        rows = [row for row in csv.reader(file) if row[1] == "train/loss"]
     assert [(int(row[0]), float(row[2])) for row in rows] == [*enumerate(trained.losses, start=1)]
 
 

@@ -184,6 +184,7 @@ class _Run(Session):
             takes_weights=start.checkpoint is None,
             counts_flops=watches,
         )
+        self.job.check_aims([*(f"loss_{name}" for name in self.loss_parts.names), *self.step_log.names])
         self.loss_parts.check_division(-(-self.rank_samples // loader.division.micro_batch))
         wants_capture = self.way.capture
         if wants_capture and parts.why_not_captured:  # known before the first step, so the plan says what is done
