@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain.data.stream import SampleStream
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +15,7 @@ import drivetrain as dt
 from drivetrain import DrivetrainError, Job, LossSum
 from drivetrain.api.training import train
 from drivetrain.config import configure
+from drivetrain.data.division import SampleStream
 from tests.gloo_pool import GlooPool
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS = 45, 16, 6
