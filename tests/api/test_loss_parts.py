@@ -275,8 +275,8 @@ def test_parts_are_curves_everywhere(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     row = rows_of(result.folder)[-1]
     events = EventAccumulator(str(result.folder / "tensorboard")).Reload()
-    assert events.Scalars("loss_answer")[-1].value == pytest.approx(row["loss_answer"], rel=1e-6)
-    assert {"loss", "loss_findings", "loss_size", "valid_loss_size"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("train/loss_answer")[-1].value == pytest.approx(row["loss_answer"], rel=1e-6)
+    assert {"train/loss", "train/loss_findings", "train/loss_size", "valid/loss_size"} <= set(events.Tags()["scalars"])
     shown = capsys.readouterr().out
     assert "(answer " in shown.replace("\n", " ")
     assert "valid loss findings" in shown
