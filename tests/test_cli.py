@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from drivetrain.cli import COMMANDS, flag_parser, main
 from drivetrain.commands.launch import LaunchCommandOptions
-from drivetrain.config import Resolved
+from drivetrain.config import Resolved, settings
+
+TRAIN_FLAGS = flag_parser("train", COMMANDS["train"].load()).flags
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -109,6 +111,44 @@ def test_all_problems_at_once(capsys, tmp_path: Path) -> None:
         "--epochs (command line): it needs a value",
     ):
         assert words in err, words
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--batchsize", "did you mean `--batch-size`?"),
+        ("--batch", "did you mean `--batch-size`?"),
+        ("--bs", "did you mean `--batch-size`?"),
+        ("--lr", "did you mean `--learning-rate`?"),
+        ("--epoch", "did you mean `--epochs`?"),
+        ("--gpu", "did you mean `--gpu-ids`?"),
+        ("--gpus", "did you mean `--num-gpus`?"),
+        ("--workers", "did you mean `--num-workers`?"),
+        ("--fp16", "did you mean `--precision fp16`?"),
+        ("--wandb", "did you mean `--trackers wandb`?"),
+        ("--checkpoint.evry", "did you mean `--checkpoint.every`?"),
+        ("--resume", "leave it out: an interrupted run of the same name continues"),
+    ],
+)
+def test_a_flag_of_another_trainer_suggests_ours(capsys, flag: str, meant: str) -> None:
+    code, _, err = run(capsys, "train", "digits", flag, "3")
+    assert code == 2
+    assert meant in err
+
+
+@pytest.mark.parametrize("other", settings._OTHER_NAMES)
+def test_other_names_lead_to_flags_of_train(capsys, other: str) -> None:
+    _, _, err = run(capsys, "train", "digits", f"--{other}", "3")
+    flag, _, value = err.partition("did you mean `")[2].partition("`")[0].partition(" ")
+    assert flag in TRAIN_FLAGS
+    if value:
+        assert value in settings.BY_NAME[flag.removeprefix("--")].choices
+
+
+def test_help_names_trackers_of_your_own() -> None:
+    out = flag_parser("train", COMMANDS["train"].load()).format_help()
+    assert "--trackers, --watch.trackers {tensorboard,wandb,MODULE:NAME}" in out
+    assert "package.module:prepare" in out
 
 
 @pytest.mark.parametrize(

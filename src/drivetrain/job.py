@@ -5,13 +5,15 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from drivetrain.core.arguments import call_problem, returned, suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
@@ -86,6 +88,53 @@ class EarlyStopping:
     mode: Mode = "auto"
 
 
+OTHER_NAMES = {
+    "dataset": "data",
+    "train_data": "data",
+    "train_dataset": "data",
+    "train_set": "data",
+    "train_loader": "data",
+    "train_dataloader": "data",
+    "val": "valid",
+    "val_data": "valid",
+    "val_dataset": "valid",
+    "val_loader": "valid",
+    "validation": "valid",
+    "validation_data": "valid",
+    "validation_set": "valid",
+    "valid_set": "valid",
+    "valid_dataset": "valid",
+    "eval_dataset": "valid",
+    "test": "valid",
+    "criterion": "loss",
+    "batch": "global_batch",
+    "batch_size": "global_batch",
+    "max_epochs": "epochs",
+    "num_steps": "max_steps",
+    "gradient_clip_val": "clip_norm",
+    "grad_clip": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "callbacks": "hooks",
+    "wd": "weight_decay",
+    "lr": (_IN_OPTIMIZER := "the optimizer has it: optimizer=lambda params: torch.optim.AdamW(params, lr=…)"),
+    "learning_rate": _IN_OPTIMIZER,
+}
+_NUMBERS: tuple[tuple[str, float, str, Callable[[Any], bool]], ...] = (
+    ("clip_norm", 1.0, "a number above 0", lambda value: value > 0),
+    ("weight_decay", 0.01, "a number", lambda value: True),
+    ("ema", 0.999, "a number between 0 and 1", lambda value: 0 < value < 1),
+)
+_OF_THE_RUN = "settings of the run are not part of a job: dt.train(job, dt.configure(precision=…, num_workers=…))"
+_NO_CALL = {
+    "model": "model=lambda: MyModel(…), a function that makes the model; or the module itself, model=MyModel(…)",
+    "loss": "loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])",
+    "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=…)",
+    "collate": "collate=lambda items: …, which makes a batch of a list of items",
+    "schedule": "schedule=dt.WarmupCosine(warmup_steps=100), or a function of the step that returns a factor",
+}
+
+
+@suggesting_keywords("Job", OTHER_NAMES, _OF_THE_RUN)
 @dataclass(frozen=True)
 class Job:
     """Everything that determines what is learned. The same job means the same on any number of devices.
@@ -228,7 +277,13 @@ class Job:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Make the user's optimizer over the parameters that train; fused where possible, unless the user chose."""
-        optimizer = self.optimizer(self._groups(model))
+        try:
+            optimizer = self.optimizer(self._groups(model))
+        except AttributeError as error:
+            if isinstance(error.obj, list) and error.name in ("parameters", "named_parameters"):
+                message = "the optimizer function is called with the parameters, not with the model"
+                raise DrivetrainError(message, remedy=_NO_CALL["optimizer"]) from error
+            raise
         if isinstance(optimizer, (list, tuple, dict)):
             raise DrivetrainError(
                 f"the optimizer function returned {len(optimizer)} optimizers, and a job has one",
@@ -236,7 +291,7 @@ class Job:
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise DrivetrainError(
-                f"the optimizer function returned {type(optimizer).__name__}",
+                f"the optimizer function {returned(optimizer)}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
         if needs_closure(optimizer):
@@ -304,18 +359,54 @@ class Job:
         if self.epochs is None and self.max_steps is None:
             yield problem("epochs", None, "nothing says when to stop", "give epochs or max_steps")
         yield from self._data_problems(problem)
-        for name in ("model", "loss", "optimizer", "collate"):
-            if not callable(getattr(self, name)):
-                yield problem(name, getattr(self, name), "it cannot be called", "give a function")
+        yield from self._function_problems(problem)
         yield from self._part_problems(problem)
         yield from self._validation_problems(problem)
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            yield problem("clip_norm", self.clip_norm, f"got {self.clip_norm!r}", "clip_norm=1.0", "a number above 0")
-        for hook in self.hooks:
+        yield from self._hook_problems(problem)
+        for name, example, allowed, is_allowed in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Real) and is_allowed(value)):
+                yield problem(name, value, f"got {value!r}", f"for example {name}={example}", allowed)
+
+    def _function_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        """Find functions that cannot be called as they will be."""
+        given_ready: dict[str, Any] = {"model": nn.Module, "schedule": (WarmupCosine, Constant)}
+        called_with = {
+            "model": (),
+            "loss": ("model", "batch"),
+            "optimizer": ("params",),
+            "collate": ("items",),
+            "schedule": ("step",),
+        }
+        for name, arguments in called_with.items():
+            value = getattr(self, name)
+            if isinstance(value, given_ready.get(name, ())):
+                continue
+            kind = type(value).__name__
+            message = call_problem(value, *arguments)
+            if isinstance(value, torch.optim.Optimizer):
+                message = f"got an optimizer ({kind}), expected a function that makes one"
+            elif not callable(value):
+                message = f"got {kind}, expected a function"
+            elif name == "loss" and _is_criterion(value):
+                message = f"it is called with (model, batch), and {_named(value)} takes (output, target)"
+            if message:
+                remedy = _NO_CALL[name].replace("MyModel", value.__name__ if isinstance(value, type) else "MyModel")
+                yield problem(name, value, message, remedy)
+
+    def _hook_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        hooks: Any = self.hooks
+        if not isinstance(hooks, Iterable):
+            kind = type(hooks).__name__
+            yield problem("hooks", hooks, f"got {kind}, expected a list", "hooks=[dt.every(100, function)]")
+            return
+        for hook in hooks:
             every = getattr(hook, "every", None)
             if not is_period(every):
-                message = f"{type(hook).__name__}.every is {every!r}"
-                yield problem("hooks", every, message, "for example every=100", PERIODS)
+                message, remedy = f"{type(hook).__name__}.every is {every!r}", "for example every=100"
+                if every is None and callable(hook):
+                    message, remedy = f"{_named(hook)} has no `every`", "hooks=[dt.every(100, function)]"
+                yield problem("hooks", every, message, remedy, PERIODS)
 
     def _part_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         counter: Any = self.count
@@ -419,9 +510,15 @@ class Job:
                     )
         else:
             yield from self._valid_set_problems(problem)
-        for name, metric in cast(Mapping[str, Any], self.metrics).items():
-            if not callable(metric) and not isinstance(metric, MetricObject):
-                yield problem("metrics", name, f"{name!r} cannot be called", "a function of (output, batch)")
+        wrong_kinds = list(self._validation_kinds(problem))
+        if wrong_kinds:
+            yield from wrong_kinds
+            return
+        for name, metric in self.metrics.items():
+            if not isinstance(metric, MetricObject):
+                message = call_problem(metric, "output", "batch") if callable(metric) else "it cannot be called"
+                if message:
+                    yield problem("metrics", name, f"{name!r}: {message}", "give a function of (output, batch)")
             if name == "loss":
                 yield problem("metrics", name, "the loss is measured anyway", "choose another name")
         stopping = self.early_stopping
@@ -430,5 +527,28 @@ class Job:
         for name, aim in (("best", self.best), ("early_stopping", stopping)):
             if aim is not None and not (isinstance(aim.metric, str) and aim.mode in ("auto", "min", "max")):
                 yield problem(name, aim, f"got {aim}", "a metric's name, and auto, min or max")
-        if self.ema is not None and not 0 < self.ema < 1:
-            yield problem("ema", self.ema, f"got {self.ema!r}", "for example ema=0.999", "a number between 0 and 1")
+
+    def _validation_kinds(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        kinds: tuple[tuple[str, type, str], ...] = (
+            ("metrics", Mapping, 'metrics={"accuracy": lambda output, batch: output.argmax(1) == batch[1]}'),
+            ("best", Aim, 'best=dt.Aim("valid_accuracy")'),
+            ("early_stopping", EarlyStopping, "early_stopping=dt.EarlyStopping(patience=3)"),
+        )
+        for name, kind, example in kinds:
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "early_stopping" and value is None):
+                expected = "a dictionary" if kind is Mapping else kind.__name__
+                message = f"got {type(value).__name__}, expected {expected}"
+                yield problem(name, value, message, example)
+
+
+def _is_criterion(loss: Any) -> bool:
+    """Return whether it is one of torch's losses, which take (output, target): an instance, a class or a function."""
+    is_class = isinstance(loss, type) and issubclass(loss, nn.Module)
+    is_torch = getattr(loss, "__module__", "") in ("torch.nn.functional", "torch.nn.modules.loss")
+    return is_class or is_torch
+
+
+def _named(function: Any) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return "the function" if name == "<lambda>" else str(name)

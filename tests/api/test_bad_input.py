@@ -1,8 +1,10 @@
 """Wrong input: a clear error with the remedy, before anything is trained, and nothing overwritten."""
 
 import hashlib
+import inspect
 import json
 import multiprocessing
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from drivetrain import Config, ConfigError, DrivetrainError, Job, LossSum
+from drivetrain.api.driving import drive
 from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
@@ -39,6 +42,16 @@ def fails(folder: Path, words: str, job: Job | None = None, **changes: Any) -> D
 def test_a_loss_that_is_not_a_scalar(tmp_path: Path) -> None:
     fails(tmp_path, r"shape \(8, 4\)", loss=lambda model, batch: model(batch[0]))
     fails(tmp_path, "returned float", loss=lambda model, batch: 1.0)
+    words = "the loss function returned None: did you forget `return`?"
+    fails(tmp_path, re.escape(words), loss=lambda model, batch: None)
+
+
+def test_a_loss_that_raises_is_shown_its_batch(tmp_path: Path) -> None:
+    job = make_job(SMALL, loss=lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]))
+    with pytest.raises(TypeError, match="list indices must be integers") as caught:
+        train(job, config(tmp_path), quiet=True)
+    (note,) = caught.value.__notes__
+    assert note.endswith("with the batch [float32 tensor of shape (8, 6), int64 tensor of shape (8,)]")
 
 
 def test_a_loss_that_does_not_depend_on_the_parameters(tmp_path: Path) -> None:
@@ -46,7 +59,7 @@ def test_a_loss_that_does_not_depend_on_the_parameters(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_none(tmp_path: Path) -> None:
-    fails(tmp_path, "the model factory returned str", model=lambda: "a model")
+    fails(tmp_path, "the model function returned str", model=lambda: "a model")
 
 
 def test_nothing_to_train(tmp_path: Path) -> None:
@@ -59,7 +72,8 @@ def test_wrong_optimizers(tmp_path: Path) -> None:
         return [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.SGD(parameters[2:], lr=0.1)]
 
     fails(tmp_path, "returned 2 optimizers", optimizer=two)
-    fails(tmp_path, "returned NoneType", optimizer=lambda groups: None)
+    fails(tmp_path, "returned None: did you forget", optimizer=lambda groups: None)
+    fails(tmp_path, "not with the model", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     fails(tmp_path, "that the model does not have", optimizer=lambda groups: torch.optim.SGD([torch.zeros(3)], lr=0.1))
 
 
@@ -111,14 +125,36 @@ class Every:
         ({"global_batch": True}, "got True"),
         ({"max_steps": None}, "nothing says when to stop"),
         ({"epochs": 1.5}, "got 1.5"),
-        ({"loss": 3}, "it cannot be called"),
+        ({"loss": 3}, "got int, expected a function"),
+        ({"loss": nn.CrossEntropyLoss()}, r"CrossEntropyLoss takes \(output, target\)"),
+        ({"loss": functional.cross_entropy}, r"cross_entropy takes \(output, target\)"),
+        ({"loss": nn.MSELoss}, r"MSELoss takes \(output, target\)"),
+        ({"loss": lambda model, x, y: x}, r"called with \(model, batch\), and the function takes \(model, x, y\)"),
+        ({"model": Mlp}, r"model=lambda: Mlp\(…\)"),
+        ({"model": "resnet50"}, "got str, expected a function"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, r"got an optimizer \(SGD\)"),
+        ({"optimizer": lambda: None}, r"called with \(params\), and the function takes \(\)"),
+        ({"collate": lambda one, other: one}, r"takes \(one, other\)"),
+        ({"schedule": "cosine"}, "got str, expected a function"),
+        ({"schedule": torch.optim.lr_scheduler.StepLR}, r"schedule=dt.WarmupCosine\(warmup_steps=100\)"),
+        ({"data": Vectors}, "expected a Dataset, got the class Vectors"),
+        ({"data": lambda: Vectors(SMALL)}, "expected a Dataset, got a function"),
+        ({"data": Path("images")}, "expected a Dataset, got PosixPath"),
+        ({"valid": Vectors(SMALL), "metrics": [vector_loss]}, "got list, expected a dictionary"),
+        ({"valid": Vectors(SMALL), "metrics": {"accuracy": lambda output: 1}}, r"the function takes \(output\)"),
+        ({"valid": Vectors(SMALL), "best": "accuracy"}, r"best=dt.Aim\("),
+        ({"valid": Vectors(SMALL), "early_stopping": 3}, r"dt.EarlyStopping\(patience=3\)"),
+        ({"clip_norm": "1"}, "got '1'"),
+        ({"weight_decay": "0.1"}, "got '0.1'"),
+        ({"ema": "0.9"}, "got '0.9'"),
         ({"clip_norm": -1}, "got -1"),
         ({"data": 3}, "expected a Dataset, got int"),
         ({"keep_last": 0}, "got 0"),
         ({"hooks": [Every(0)]}, "Every.every is 0"),
         ({"hooks": [Every(-4)]}, "Every.every is -4"),
         ({"hooks": [Every("step")]}, "Every.every is 'step'"),
-        ({"hooks": [print]}, "every is None"),
+        ({"hooks": [print]}, r"hooks=\[dt.every\(100, function\)\]"),
+        ({"hooks": print}, "got builtin_function_or_method, expected a list"),
         ({"seed": 2**64}, "got 18446744073709551616"),
         ({"seed": -(2**63) - 1}, "Job.seed"),
         ({"seed": 1.5}, "got 1.5"),
@@ -141,6 +177,40 @@ def test_a_job_that_cannot_be(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         make_job(SMALL, **changes)
     assert all(problem.remedy for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("validation", "did you mean valid=…?"),
+        ("val_dataset", "did you mean valid=…?"),
+        ("batch_size", "did you mean global_batch=…?"),
+        ("optimiser", "did you mean optimizer=…?"),
+        ("num_epochs", "did you mean epochs=…?"),
+        ("lr", "optimizer=lambda params: torch.optim.AdamW(params, lr=…)"),
+        ("precision", "dt.configure(precision=…"),
+    ],
+)
+def test_a_misspelled_keyword_of_a_job(keyword: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        make_job(SMALL, **{keyword: 3})
+    assert f"Job({keyword}=…): there is no such parameter" in str(caught.value)
+
+
+def test_misspelled_keywords_of_functions(tmp_path: Path) -> None:
+    model = Mlp(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=re.escape("did you mean epochs=…?")):
+        drive(model, optimizer, Vectors(SMALL), epoch=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=re.escape("did you mean `batch_size`?")):
+        configure(batchsize=3)
+    with pytest.raises(ConfigError, match=re.escape('did you mean `precision="bf16"`?')):
+        configure(bf16=True)
+    assert "global_batch" in inspect.signature(Job).parameters, "as an editor shows them"
+
+
+def test_a_collate_function_without_return(tmp_path: Path) -> None:
+    fails(tmp_path, "the collate function returned None: did you forget", collate=lambda items: None)
 
 
 def test_all_problems_of_a_job_at_once() -> None:

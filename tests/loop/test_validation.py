@@ -411,7 +411,7 @@ def test_metrics_of_different_types_on_ranks(tmp_path: Path, gloo_pool: GlooPool
         ({"valid": iter([1])}, "has no length or no items"),
         ({"valid": None, "metrics": METRICS}, "there is no validation set"),
         ({"valid": None, "early_stopping": EarlyStopping()}, "there is no validation set"),
-        ({"metrics": {"accuracy": 3}}, "'accuracy' cannot be called"),
+        ({"metrics": {"accuracy": 3}}, "'accuracy': it cannot be called"),
         ({"metrics": {"loss": correct}}, "the loss is measured anyway"),
         ({"early_stopping": EarlyStopping(patience=0)}, "patience from 1"),
         ({"best": Aim("valid_loss", "best")}, "auto, min or max"),

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.api.driving import drive
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core import plugins
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.monitor.trackers import tensorboard, wandb
 from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
-from tests.api.jobs import Variant, run
+from tests.api.jobs import Variant, Vectors, run
+from tests.api.jobs import make_job as make_plain_job
 from tests.api.test_loss_parts import make_data, make_job
 
 SMALL = Variant(dtype=torch.float32, steps=30, num_samples=64, global_batch=8, save_every=100)
@@ -278,10 +280,15 @@ def own_prepare(start: TrackerStart) -> Any:
     return None
 
 
-def test_one_that_cannot_be_loaded_is_dropped(tmp_path: Path) -> None:
-    told: list[str] = []
-    assert start_trackers(("nowhere:prepare",), TrackerStart(tmp_path, "name", {}, 0, told.append)) == []
-    assert "nowhere:prepare is dropped" in told[0]
+@pytest.mark.parametrize("name", ["nowhere:prepare", f"{__name__}:own_prepair"])
+def test_a_mistyped_one_stops_the_run_before_it_starts(tmp_path: Path, name: str) -> None:
+    config = configure(trackers=name, output_dir=tmp_path, gpu_mode="cpu")
+    with pytest.raises(DrivetrainError, match=f"the tracker {name} cannot be loaded"):
+        train(make_plain_job(SMALL), config, quiet=True)
+    model = torch.nn.Linear(6, 4)
+    with pytest.raises(DrivetrainError, match=f"the tracker {name} cannot be loaded"):
+        drive(model, torch.optim.SGD(model.parameters()), Vectors(SMALL), global_batch=8, max_steps=1, config=config)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_entry_point_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_what_is_not_known_or_elsewhere_is_not_refused() -> None:
 
 
 def test_only_a_module_is_a_model() -> None:
-    with pytest.raises(DrivetrainError, match="the model factory returned str"):
+    with pytest.raises(DrivetrainError, match="the model function returned str"):
         make_model(lambda: "model", MANY)
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import default_collate
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
+from drivetrain.core.arguments import suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
@@ -42,10 +43,11 @@ from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
-from drivetrain.job import Constant, Job, Schedule
+from drivetrain.job import OTHER_NAMES, Constant, Job, Schedule
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
+from drivetrain.monitor.tracking import check_trackers
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (
@@ -72,6 +74,7 @@ from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import parameter_names, share_buffers
 
 
+@suggesting_keywords("drive", OTHER_NAMES, "settings of the run go to config=dt.configure(…)")
 def drive(
     model: nn.Module,
     optimizer: Optimizer,
@@ -576,6 +579,7 @@ def _refuse(session: Session) -> None:
         problems.append(Problem("--capture", message, allowed="auto, off", remedy="leave it out, or use dt.train"))
     if problems:
         raise ConfigError(problems)
+    check_trackers(config.watch.trackers)
 
 
 def _as_they_are(session: Session) -> Prepared:

@@ -29,6 +29,7 @@ from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
+from drivetrain.monitor.tracking import check_trackers
 from drivetrain.planning.batch_size import settle_global_batch
 from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report
@@ -140,6 +141,7 @@ class _Run(Session):
     """One call of `train` on one rank: builds the parts, runs the loop."""
 
     def train(self) -> Result:
+        check_trackers(self.config.watch.trackers)
         built = settle_global_batch(self)
         folder = self.claim()
         try:

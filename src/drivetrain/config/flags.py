@@ -21,8 +21,8 @@ from drivetrain.config.settings import (
     SWITCHES,
     Given,
     Setting,
-    nearest,
     normal,
+    remedy_for_unknown,
     settings_of,
 )
 from drivetrain.core.errors import ConfigError, Problem
@@ -182,7 +182,8 @@ class FlagParser:
         names = [setting.flag, *(f"--{name}" for name in setting.names if f"--{name}" != setting.flag)]
         says_default = setting.help.endswith(")") or not setting.section
         text = setting.help + ("" if says_default else f" (default: {_shown(setting.default)})")
-        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.field.upper()
+        choices = [*setting.choices, *(["MODULE:NAME"] if setting.takes_own else [])]
+        metavar = "{" + ",".join(choices) + "}" if setting.choices else setting.field.upper()
         if len(metavar) > _WIDEST_CHOICES:  # the description names them
             metavar = setting.field.upper()
         if setting.is_bool:
@@ -247,8 +248,8 @@ class FlagParser:
                 COMMAND_LINE,
                 remedy=f"leave it out; it is a flag of {', '.join(commands)}",
             )
-        meant = nearest(key, self._known)
-        remedy = f"did you mean `--{meant}`?" if meant else f"`{self._parser.prog} --help` lists every flag"
+        remedy = remedy_for_unknown(key, self._known, lambda setting, value: f"--{setting} {value}".rstrip())
+        remedy = remedy or f"`{self._parser.prog} --help` lists every flag"
         return Problem(name, "there is no such flag", value or None, COMMAND_LINE, remedy=remedy)
 
     def _sort_out(self, record: list[tuple[str, Any, str]], parsed: ParsedFlags) -> None:
@@ -335,6 +336,8 @@ def _elsewhere(key: str) -> Setting | None:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default)) or "none"
     return "auto" if default is None else str(default)
 
 

@@ -15,7 +15,18 @@ import yaml
 from drivetrain.config.contradictions import find_contradictions
 from drivetrain.config.dialects import DEEPSPEED_MARKS, SECTIONS_OF_OTHERS, Line, translate
 from drivetrain.config.schema import Config, PlanPins
-from drivetrain.config.settings import BY_DOTTED, BY_NAME, SECTIONS, SETTINGS, SWITCHES, Given, Setting, nearest, normal
+from drivetrain.config.settings import (
+    BY_DOTTED,
+    BY_NAME,
+    SECTIONS,
+    SETTINGS,
+    SWITCHES,
+    Given,
+    Setting,
+    nearest,
+    normal,
+    remedy_for_unknown,
+)
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.hardware import Hardware, detect
@@ -213,16 +224,14 @@ def _take(key: str, value: Any, source: str, given: list[Given], problems: list[
             Problem(key, f"this is a section, and got {value!r}", value, source, f"keys below it: {fields}")
         )
         return
-    meant = nearest(key, [*_dotted_names(), *BY_NAME, *SWITCHES])
-    problems.append(
-        Problem(
-            key,
-            "there is no such key",
-            value,
-            source,
-            remedy=f"did you mean `{meant}`?" if meant else "`drivetrain config` lists every key",
-        )
-    )
+
+    def spelled(setting: str, implied: str) -> str:
+        sign = f'="{implied}"' if source == "Python" else f": {implied}"
+        return setting.replace("-", "_") + (sign if implied else "")
+
+    meant = remedy_for_unknown(key, [*_dotted_names(), *BY_NAME, *SWITCHES], spelled)
+    remedy = meant or "`drivetrain config` lists every key"
+    problems.append(Problem(key, "there is no such key", value, source, remedy=remedy))
 
 
 def _dotted_names() -> list[str]:

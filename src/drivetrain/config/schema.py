@@ -499,7 +499,11 @@ class WatchSection(Section):
         tuple[Annotated[str, AfterValidator(_known_tracker)], ...],
         Choices(TRACKERS.names, "package.module:prepare of your own tracker", TRACKERS),
         Flag("trackers"),
-    ] = Field((), description="where figures go besides the run folder's own files: tensorboard, wandb, or your own")
+    ] = Field(
+        (),
+        description="where figures go besides the run folder's own files: tensorboard, wandb, or your own as "
+        "package.module:prepare",
+    )
     log_every: Annotated[int | None, Flag("log-every")] = Field(
         None,
         ge=0,

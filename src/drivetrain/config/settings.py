@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +92,11 @@ class Setting:
         return next((item for item in self.info.metadata if isinstance(item, Choices)), None)
 
     @property
+    def takes_own(self) -> bool:
+        """Whether `package.module:name` may be written for one of your own."""
+        return self._found_choices is not None
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, alone or in a list."""
         if self._found_choices is not None:
@@ -110,8 +115,7 @@ class Setting:
         """Return the parts of a value that are none of the choices: the members of a list, or all of it."""
         parts = _split(value) if self.is_list and isinstance(value, str) else value
         found = [str(part) for part in (parts if isinstance(parts, (list, tuple)) else [parts])]
-        is_open = self._found_choices is not None  # to `package.module:name`
-        return [part for part in found if part not in self.choices and not (is_open and ":" in part)]
+        return [part for part in found if part not in self.choices and not (self.takes_own and ":" in part)]
 
     @property
     def takes_auto(self) -> bool:
@@ -218,8 +222,75 @@ SWITCHES: dict[str, Setting] = {name: setting for setting in SETTINGS for name i
 BY_DOTTED: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
+# What other trainers call a setting, with the flags that may be meant; the first that a command has is suggested.
+_OTHER_NAMES = {
+    "lr": ("learning-rate",),
+    "bs": ("batch-size",),
+    "batch": ("batch-size",),
+    "batchsize": ("batch-size",),
+    "per-device-train-batch-size": ("batch-size",),
+    "max-epochs": ("epochs",),
+    "num-train-epochs": ("epochs",),
+    "grad-accum": ("accumulation-steps",),
+    "accumulate-grad-batches": ("accumulation-steps",),
+    "gradient-checkpointing": ("activations recompute",),
+    "gpu": ("gpu-ids", "device-ids"),
+    "gpus": ("num-gpus", "device-ids"),
+    "devices": ("num-gpus", "device-ids"),
+    "nproc": ("num-processes",),
+    "nproc-per-node": ("num-processes",),
+    "nnodes": ("nodes",),
+    "workers": ("num-workers",),
+    "fp16": ("precision fp16",),
+    "bf16": ("precision bf16",),
+    "fp32": ("precision fp32",),
+    "tf32": ("precision tf32",),
+    "half": ("precision bf16",),
+    "amp": ("mixed-precision",),
+    "wandb": ("trackers wandb",),
+    "tensorboard": ("trackers tensorboard",),
+    "logger": ("trackers",),
+    "report-to": ("trackers",),
+    "ddp": ("parallel-strategy ddp",),
+    "fsdp": ("parallel-strategy fsdp",),
+    "out": ("output-dir",),
+    "save-dir": ("output-dir",),
+    "save-every": ("checkpoint-every",),
+    "save-steps": ("checkpoint-every",),
+    "eval-every": ("valid-every",),
+    "eval-steps": ("valid-every",),
+    "pretrained": ("init-from",),
+}
+
+_NOT_NEEDED = {
+    "resume": "leave it out: an interrupted run of the same name continues from its last checkpoint by itself",
+    "resume-from-checkpoint": "leave it out: an interrupted run of the same name continues by itself; --init-from "
+    "starts a new run with the weights of another",
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a typo most likely meant."""
-    by_normal = {normal(candidate): candidate for candidate in known}
-    found = difflib.get_close_matches(normal(name), by_normal, n=1, cutoff=0.6)
-    return by_normal[found[0]] if found else None
+    """Return the known name that a typo most likely meant. Dotted names are for those who write a dot."""
+    found = list(known)
+    by_normal = {normal(candidate): candidate for candidate in found if "." not in candidate} if "." not in name else {}
+    by_normal = by_normal or {normal(candidate): candidate for candidate in found}
+    close = difflib.get_close_matches(normal(name), by_normal, n=1, cutoff=0.6)
+    return by_normal[close[0]] if close else None
+
+
+def remedy_for_unknown(name: str, known: Collection[str], spelled: Callable[[str, str], str]) -> str | None:
+    """Return what to do about a name that is none of the known ones; None if it resembles none.
+
+    Args:
+        name: The name as the user wrote it.
+        known: The names that would be understood.
+        spelled: Writes a name and a value, which may be empty, as the user would.
+    """
+    if normal(name) in _NOT_NEEDED:
+        return _NOT_NEEDED[normal(name)]
+    meant = next((other for other in _OTHER_NAMES.get(normal(name), ()) if other.split()[0] in known), None)
+    meant = meant or nearest(name, known)
+    if meant is None:
+        return None
+    setting, _, value = meant.partition(" ")
+    return f"did you mean `{spelled(setting, value)}`?"

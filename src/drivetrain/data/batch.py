@@ -241,3 +241,16 @@ def _in_words(path: LeafPath) -> str:
     first, rest = path[0], path[1:]
     name = first if isinstance(first, str) else f"batch[{first}]"
     return name + "".join(f"[{key!r}]" if isinstance(key, int) else f".{key}" for key in rest)
+
+
+def described(batch: Any) -> str:
+    """Describe the structure of a batch for an error: kinds, shapes and dtypes, but no values."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} tensor of shape {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {described(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, (list, tuple)):
+        opening, closing = "[]" if isinstance(batch, list) else "()"
+        shown = [described(value) for value in batch[:8]] + (["…"] if len(batch) > 8 else [])
+        return opening + ", ".join(shown) + closing
+    return type(batch).__name__

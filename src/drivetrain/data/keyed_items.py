@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from drivetrain.core.arguments import returned
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.division import key_of
 
@@ -160,7 +161,7 @@ class Collated:
 
     def __call__(self, items: list[Any]) -> Any:
         try:
-            return self.collate(items)
+            batch = self.collate(items)
         except DrivetrainError:
             raise
         except Exception as error:  # noqa: BLE001  (told below, as one of ours)
@@ -174,6 +175,9 @@ class Collated:
                 "  remedy: items of unequal shapes or kinds need a collate function of your own: Job(collate=...)"
                 f"{trace}"
             ) from (error if is_own else None)
+        if batch is None:
+            raise ItemError(f"the collate function {returned(batch)}\n  remedy: return the batch")
+        return batch
 
 
 class Columns(Dataset[dict[str, Tensor]]):

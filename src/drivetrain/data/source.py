@@ -9,11 +9,12 @@ that differ each time they are read.
 """
 
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +124,10 @@ def source_of(data: Any) -> Source:
         return _of_loader(data)
     if isinstance(data, Mapping) and not hasattr(data, "__getitems__"):
         return Source(_columns(data))
-    if isinstance(data, (str, bytes)):
+    if isinstance(data, type) or inspect.isroutine(data):
+        kind = f"the class {data.__name__}" if isinstance(data, type) else "a function"
+        raise DrivetrainError(f"expected a Dataset, got {kind}", remedy="call it: data=MyDataset(…)")
+    if isinstance(data, (str, bytes, Path)):
         raise DrivetrainError(
             f"expected a Dataset, got {type(data).__name__}",
             remedy="open the file or folder that it names, and pass a Dataset made from it",

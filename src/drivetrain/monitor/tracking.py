@@ -106,6 +106,12 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise if a tracker cannot be found, before a run begins. What a tracker itself needs is not tried."""
+    for name in names:
+        TRACKERS.load(name)
+
+
 def start_trackers(names: tuple[str, ...], start: TrackerStart) -> list[BackgroundTracker]:
     """Start the trackers that were asked for.
 

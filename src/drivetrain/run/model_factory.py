@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint import CheckpointError, Weights, WeightsTaken, load_weights, read_weights
 from drivetrain.config import Config
+from drivetrain.core.arguments import returned
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.core.value import format_bytes
@@ -180,7 +181,7 @@ def make_model(factory: Callable[[], Any], total_bytes: int) -> nn.Module:
 
 def checked(made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
-        raise DrivetrainError(f"the model factory returned {type(made).__name__}", remedy="return a torch.nn.Module")
+        raise DrivetrainError(f"the model function {returned(made)}", remedy="return a torch.nn.Module")
     return made
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.arguments import returned
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import uncounted
@@ -23,6 +24,7 @@ from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.data.batch import described
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.layers import offload
 from drivetrain.strategies.loss_parts import LossParts
@@ -285,7 +287,7 @@ class Objective(nn.Module):
             if isinstance(result, Mapping):
                 return self._of_parts(result, auxiliary, batch, num_samples, step_samples, weight)
             raise DrivetrainError(
-                f"the loss function returned {type(result).__name__}",
+                f"the loss function {returned(result)}",
                 remedy="return a scalar tensor (a mean over the batch), dt.LossSum(sum, count), or a dictionary of "
                 "named parts, each of them one of these",
             )
@@ -362,7 +364,18 @@ def try_out(
     was never stopped.
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]
-    value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
+    try:
+        value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
+    except (
+        TypeError,
+        LookupError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # most likely of the user's code
+        if not isinstance(error, torch.OutOfMemoryError):
+            error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
+        raise
     check_objective(value, model)
     backward(value)
     settlement_of(model).forget()
