@@ -28,7 +28,16 @@ ParameterGroups = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """A learning-rate factor: up over `warmup_steps`, then down along a cosine to `floor` at the job's last step."""
+    """A learning-rate factor: up over `warmup_steps`, then down along a cosine to `floor` at the job's last step.
+
+    Args:
+        warmup_steps: Steps over which the factor rises to 1.
+        floor: The factor at the last step.
+
+    Example:
+        >>> dt.WarmupCosine(warmup_steps=10).factor(4, num_steps=100)
+        0.5
+    """
 
     warmup_steps: int = 0
     floor: float = 0.0
@@ -43,7 +52,15 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant factor: the learning rate as the optimizer has it, after `warmup_steps`."""
+    """A constant factor: the learning rate as the optimizer has it, after `warmup_steps`.
+
+    Args:
+        warmup_steps: Steps over which the factor rises to 1.
+
+    Example:
+        >>> dt.Constant(warmup_steps=10).factor(50, num_steps=100)
+        1.0
+    """
 
     warmup_steps: int = 0
 
@@ -59,7 +76,17 @@ _MORE_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "iou", "dice", "bl
 
 @dataclass(frozen=True)
 class Aim:
-    """A metric, and its better direction. `auto` takes names like accuracy, f1 or auc as better when higher."""
+    """A metric, and its better direction.
+
+    Args:
+        metric: The name of the metric, such as `valid_accuracy`.
+        mode: Whether less (`min`) or more (`max`) is better. `auto` takes names like accuracy, f1 or auc as better when
+            higher.
+
+    Example:
+        >>> dt.Aim("valid_accuracy").is_better(0.9, than=0.8)
+        True
+    """
 
     metric: str = "valid_loss"
     mode: Mode = "auto"
@@ -80,7 +107,18 @@ class Aim:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop after `patience` validations in a row that did not improve the metric by more than `min_delta`."""
+    """Stop after `patience` validations in a row that did not improve the metric by more than `min_delta`.
+
+    Args:
+        patience: How many validations in a row may be without improvement.
+        min_delta: The least change that counts as one.
+        metric: The name of the metric, such as `valid_accuracy`.
+        mode: Whether less (`min`) or more (`max`) is better; `auto` goes by the name.
+
+    Example:
+        >>> dt.EarlyStopping(patience=5, metric="valid_accuracy").patience
+        5
+    """
 
     patience: int = 3
     min_delta: float = 0.0
@@ -179,6 +217,20 @@ class Job:
             `max_steps` of the configuration override the job's.
         default_batch: For recipes: samples per device and micro-step where `global_batch` is None and the configuration
             only says how many micro-steps are accumulated.
+
+    Example:
+        >>> inputs = torch.linspace(0, 1, 64).unsqueeze(1)
+        >>> job = dt.Job(
+        ...     name="line",
+        ...     model=lambda: torch.nn.Linear(1, 1),
+        ...     data=torch.utils.data.TensorDataset(inputs, 2 * inputs + 1),
+        ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        ...     global_batch=16,
+        ...     epochs=3,
+        ... )
+        >>> job.num_steps
+        12
     """
 
     name: str

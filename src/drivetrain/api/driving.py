@@ -101,6 +101,38 @@ def drive(
     tokens has to be a `LossSum`. Only `dt.train` can find out what a scalar is a mean of.
 
     Model and optimizer are used as they are: the model is moved to its device in place, modes stay as they were set.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        data: A data set, a list of items, a dictionary of tensors, something to iterate, or a `DataLoader`.
+        name: Name of the run, and of its folder.
+        global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices.
+        epochs: How often to go through the data.
+        max_steps: How many optimizer steps to do at most.
+        seed: Seed of the sample order and of whatever a step draws at random.
+        schedule: The factor of the learning rate: `WarmupCosine`, `Constant`, or a function of the step.
+        clip_norm: The gradient norm to clip to.
+        collate: Makes a batch of a list of items.
+        shuffle: Whether to draw samples in a new order in each epoch.
+        hooks: Code to call between steps.
+        checkpoint_every: Steps between checkpoints. Default: at the end of each epoch.
+        keep_last: How many checkpoints to keep.
+        config: How to run it, from `configure`. Default: the command line's, else the defaults.
+        quiet: Whether to print nothing but errors.
+
+    Returns:
+        The run: iterate over it once, and call its `backward` and `step` for each batch.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> run = dt.drive(model, optimizer, list(torch.ones(32, 1)), global_batch=8, epochs=1, quiet=True)
+        >>> for batch in run:
+        ...     run.backward(run.model(batch).square().mean())
+        ...     run.step()
+        >>> run.steps
+        4
     """
     job = Job(
         name=name,
@@ -142,7 +174,13 @@ class _Opened:
 
 
 class Drive:
-    """The run that `dt.drive` returns. It is iterated over once; call `backward` and `step` once for each batch."""
+    """The run that `dt.drive` returns. It is iterated over once; call `backward` and `step` once for each batch.
+
+    Example:
+        >>> for batch in run:  # doctest: +SKIP
+        ...     run.backward(loss(run.model, batch))
+        ...     run.step()
+    """
 
     def __init__(self, session: Session, stack: ExitStack) -> None:
         job, world, opened = session.job, session.world, _open(session, stack)

@@ -81,6 +81,17 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
     """Measure the mean time of a job's step over `num_iterations` steps.
 
     Under a launcher all processes take part, and all get the main one's figures.
+
+    Args:
+        job: What to measure; it is not trained.
+        config: How to run it, from `configure`.
+        num_iterations: How many steps to time.
+
+    Returns:
+        The times and rates.
+
+    Example:
+        >>> dt.benchmark_performance(job, num_iterations=5)  # doctest: +SKIP
     """
     if num_iterations < 1:
         raise DrivetrainError(f"num_iterations is {num_iterations}", remedy="measure one step at least")
@@ -210,7 +221,23 @@ def _moved(micro: MicroBatch, session: Session) -> MicroBatch:
 def evaluate(
     job: Job, run: Path | str | Result, config: Config | None = None, *, which: Which = "last"
 ) -> dict[str, float]:
-    """Changes nothing in the run folder, so the run may go on beside it. Under a launcher processes share the work."""
+    """Compute loss and metrics of a run's checkpoint on the job's validation set.
+
+    Changes nothing in the run folder, so the run may go on beside it. Under a launcher processes share the work.
+
+    Args:
+        job: The job that the run trained; its `valid` is what is evaluated.
+        run: The run's folder, or what `train` returned.
+        config: How to run it, from `configure`.
+        which: `last`, the newest checkpoint, or `best`, the one that validated best.
+
+    Returns:
+        The values by name: `valid_loss`, and `valid_…` for each metric.
+
+    Example:
+        >>> dt.evaluate(job, "runs/line")  # doctest: +SKIP
+        {'valid_loss': 0.02}
+    """
     if job.valid is None:
         raise DrivetrainError("the job has no validation set", remedy="give it one: Job(valid=…)")
     checkpoint = checkpoint_of(run, which)

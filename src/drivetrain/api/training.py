@@ -92,6 +92,13 @@ def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Res
         job: What to train.
         config: How to run it, from `configure`. Default: the command line's, else the defaults.
         quiet: Whether to print nothing but errors.
+
+    Returns:
+        Where the run's files are, and how it ended.
+
+    Example:
+        >>> dt.train(job, dt.configure(precision="fp32"), quiet=True).finished
+        True
     """
     done_instead(job)
     while True:
@@ -115,9 +122,19 @@ def export(
 ) -> Path:
     """Write the weights of a run as one plain file, under the model's own names, and return its path.
 
-    The suffix says the format: `.safetensors`, or `.pt`, `.pth`, `.bin` for a state_dict by `torch.save`; others are
-    refused. `which` is "last", the newest checkpoint, or "best", the one that validated best. Where a moving average
-    was kept, it is taken, unless `average` is false.
+    Args:
+        run: The run's folder, or what `train` returned.
+        path: The file. Its suffix says the format: `.safetensors`, or `.pt`, `.pth`, `.bin` for a state_dict by
+            `torch.save`; others are refused. Default: `model.safetensors` in the run's folder.
+        which: `last`, the newest checkpoint, or `best`, the one that validated best.
+        average: Whether to take the moving average of the weights, where one was kept.
+
+    Returns:
+        The path of the file.
+
+    Example:
+        >>> dt.export(dt.train(job, quiet=True), "line.pt").name
+        'line.pt'
     """
     checkpoint = checkpoint_of(run, which)
     folder = run.folder if isinstance(run, Result) else Path(run)

@@ -269,8 +269,19 @@ class Resolved:
 def configure(file: Path | str | None = None, /, hardware: Hardware | None = None, **values: Any) -> Config:
     """Make a configuration from a YAML file and values by any of their names: `configure("train.yaml", batch_size=64)`.
 
-    Values win over the file. Raises `ConfigError` with every problem at once. With `hardware`, settings that this
-    machine cannot fulfil are problems too.
+    Values win over the file. Raises `ConfigError` with every problem at once.
+
+    Args:
+        file: A YAML file with any of the keys of `drivetrain config`.
+        hardware: The machine, from `detect`. With it, settings that the machine cannot fulfill are problems, too.
+        values: Settings by any of their names: `batch_size=64`, or by section: `batch={"size": 64}`.
+
+    Returns:
+        The checked configuration, for `train`, `drive` and the others.
+
+    Example:
+        >>> dt.configure(batch_size=64, precision="fp32").batch.size
+        64
     """
     from_file, problems = from_yaml(Path(file)) if file is not None else ([], [])
     from_python, more = from_values(values)

@@ -541,7 +541,32 @@ class PlanPins:
 
 
 class Config(Section):
-    """Everything a user can set. `configure()` makes one from names, files and values, with every error at once."""
+    """Everything a user can set. `configure()` makes one from names, files and values, with every error at once.
+
+    Args:
+        run: The run's name, folder and seed.
+        device: Which devices may be used.
+        precision: The number format that the model computes in.
+        kernels: Kernels: determinism, CUDA-graph capture, CPU threads.
+        memory: Device memory: recomputing or offloading activations.
+        batch: How many samples a step sees (size × accumulation × devices), and how losses are weighted.
+        budget: When training ends: at whichever comes first.
+        optimizer: The optimizer's settings.
+        moe: Mixtures of experts, in recipes that have one.
+        recipe: Which variant of a recipe is trained, and how it reads files of your own.
+        validation: Validation and early stopping.
+        data: How samples reach the device.
+        compile: torch.compile.
+        plan: How the plan is made: by measuring, by rule, or from a file.
+        checkpoint: Checkpoints: how often, how many, and what a run starts from.
+        distributed: How several processes work together.
+        deepspeed: DeepSpeed's settings; the rest of its JSON follows from the run.
+        watch: What is measured and shown during a run.
+
+    Example:
+        >>> dt.configure(epochs=3).budget.epochs
+        3
+    """
 
     run: RunSection = RunSection()
     device: DeviceSection = DeviceSection()

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 
 class DrivetrainError(Exception):
-    """An error with a remedy. The command line prints both without a traceback and exits with `exit_code`."""
+    """An error with a remedy. The command line prints both without a traceback and exits with `exit_code`.
+
+    Args:
+        message: What is wrong.
+        remedy: What to do about it.
+
+    Example:
+        >>> print(dt.DrivetrainError("no GPU is visible", remedy="drivetrain check"))
+        no GPU is visible
+          remedy: drivetrain check
+    """
 
     exit_code = 1
 
@@ -40,7 +50,18 @@ class Problem:
 
 
 class ConfigError(DrivetrainError):
-    """All problems of a configuration at once."""
+    """All problems of a configuration at once.
+
+    Args:
+        problems: Each with its key, the value it got, what is allowed, and a remedy.
+
+    Example:
+        >>> try:
+        ...     dt.configure(epochs=0, batch_size=-1)
+        ... except dt.ConfigError as error:
+        ...     print([problem.key for problem in error.problems])
+        ['epochs', 'batch_size']
+    """
 
     exit_code = 2
 

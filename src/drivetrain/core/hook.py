@@ -70,11 +70,27 @@ class StepContext:
     """The state that a hook sees after a step; hooks are called on every rank.
 
     A hook must not change weights. One that does, such as the expert lifecycle, changes them in place, on all ranks in
-    the same way, together with what belongs to them, which `experts` gives access to. `tell(kind, **facts)` writes an
-    event into the run's event log, `say(text)` a line to the terminal. `batch()` is this rank's last micro-batch of the
-    step that counted, as the loss function got it; None if there was none. `measure()` validates the model as it is
-    now, on all ranks together, without recording the result; it returns nothing where the job has no validation set.
-    `loss` is that of the step just done, over all ranks, as it is recorded; nan where nothing was counted.
+    the same way, together with what belongs to them, which `experts` gives access to.
+
+    Args:
+        step: Optimizer steps done.
+        epoch: Epochs done.
+        model: The model as it is now.
+        world: This rank, and the others.
+        folder: The run folder.
+        tell: `tell(kind, **facts)` writes an event into the run's event log.
+        batch: `batch()` returns this rank's last micro-batch of the step that counted, as the loss function got it;
+            None if there was none.
+        say: `say(text)` prints a line to the terminal, once for all ranks.
+        measure: `measure()` validates the model as it is now, on all ranks together, without recording the result; it
+            returns nothing where the job has no validation set.
+        loss: The loss of the step just done, over all ranks, as it is recorded; nan where nothing was counted.
+        experts: What only hooks that change or replay the model need.
+
+    Example:
+        >>> def report(context):
+        ...     context.say(f"step {context.step}: {context.loss:.3f}")
+        >>> hook = dt.every(100, report)
     """
 
     step: int  # optimizer steps done
@@ -101,7 +117,15 @@ class StepContext:
 
 
 class Verdict(NamedTuple):
-    """A hook's request. It must be the same on every rank: decide from facts that all ranks share."""
+    """A hook's request. It must be the same on every rank: decide from facts that all ranks share.
+
+    Args:
+        save: Whether to save a checkpoint of this step, due or not.
+        stop: Whether the job is done, before its last step.
+
+    Example:
+        >>> hook = dt.every(10, lambda context: dt.Verdict(stop=context.loss < 0.01))
+    """
 
     save: bool = False  # a checkpoint of this step, whether or not one is due
     stop: bool = False  # the job is done, before its last step

@@ -23,6 +23,17 @@ class LossSum:
 
     The loss of a step is the sum over all items of its global batch (all micro-batches, all ranks) divided by their
     number: not a mean of means. The items that a plain scalar is a mean of are determined before the first step.
+
+    Args:
+        total: The sum over the items of a batch, a scalar tensor.
+        count: How many items there are.
+
+    Example:
+        >>> def loss(model, batch):
+        ...     losses = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        ...     return dt.LossSum(losses.sum(), losses.numel())
+        >>> loss(torch.nn.Linear(4, 3), [torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)]).count
+        8
     """
 
     total: Tensor

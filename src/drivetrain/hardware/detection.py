@@ -132,6 +132,17 @@ def detect(run_folder: Path | str = "runs", environ: Mapping[str, str] | None = 
     """Detect what this process may use: GPUs, links, cores, memory, the run folder's disk, versions; and problems.
 
     Creates no CUDA context and starts CUDA in no way. Never raises: facts that cannot be determined become a note.
+
+    Args:
+        run_folder: The folder whose disk is looked at.
+        environ: Environment variables, such as CUDA_VISIBLE_DEVICES. Default: those of this process.
+
+    Returns:
+        The facts, each marked as measured, reported or tabled.
+
+    Example:
+        >>> dt.detect().cpu.num_usable >= 1
+        True
     """
     return survey(run_folder, os.environ if environ is None else environ, nvml=load_nvml())
 

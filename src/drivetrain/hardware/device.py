@@ -51,7 +51,15 @@ def canonical_device(device: "str | int | torch.device") -> "torch.device":
 class DeviceManager:
     """The devices of a run, decided once from the request and the hardware.
 
-    `mode` says how many, `device` which kind or exactly which one, `ids` which GPUs (as this process counts them).
+    Args:
+        hardware: The machine, from `detect`.
+        mode: How many devices: auto, cpu, single_gpu or multi_gpu.
+        device: Which kind, or exactly which one: auto, cpu, cuda or cuda:n.
+        ids: Which GPUs, as this process counts them. Default: all.
+
+    Example:
+        >>> dt.DeviceManager(dt.detect(), mode="cpu").device
+        device(type='cpu')
     """
 
     def __init__(
@@ -229,7 +237,15 @@ class DeviceManager:
 
 
 def assert_on_device(device: "str | torch.device", **things: Any) -> None:
-    """Raise unless every tensor in these modules, tensors and containers is on the device; name those elsewhere."""
+    """Raise unless every tensor in these modules, tensors and containers is on the device; name those elsewhere.
+
+    Args:
+        device: Where everything should be.
+        things: Modules, tensors, and containers of them, under the names that an error calls them by.
+
+    Example:
+        >>> dt.assert_on_device("cpu", model=torch.nn.Linear(1, 1), batch=[torch.zeros(2)])
+    """
     expected = canonical_device(device)
     misplaced = [
         f"{path} is on {where}"

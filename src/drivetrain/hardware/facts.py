@@ -146,7 +146,22 @@ class Software(Value):
 
 
 class Hardware(Value):
-    """Everything that `detect()` found."""
+    """Everything that `detect()` found.
+
+    Args:
+        accelerator: What kind of device training would run on.
+        gpus: The GPUs that this process may use.
+        links: The connections between them.
+        cpu: The cores that this process may use.
+        memory: The host's memory, total and free.
+        disk: The disk of the run folder.
+        software: Versions of the driver, CUDA, torch and others.
+        notes: What is wrong, or could not be determined.
+
+    Example:
+        >>> dt.detect().memory.total_bytes > 0
+        True
+    """
 
     accelerator: Accelerator = Field(description="what kind of device training would run on")
     gpus: tuple[Gpu, ...] = ()

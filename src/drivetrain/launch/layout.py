@@ -76,7 +76,15 @@ class LaunchOptions(BaseModel):
 
 
 def get_free_port(address: str = LOOPBACK) -> int:
-    """Return a port that was free just now. Another process may take it: if it matters, bind it and keep the socket."""
+    """Return a port that was free just now. Another process may take it: if it matters, bind it and keep the socket.
+
+    Args:
+        address: The address that it is free on.
+
+    Example:
+        >>> dt.get_free_port() > 0
+        True
+    """
     with socket.socket() as found:
         found.bind((address, 0))
         return int(found.getsockname()[1])

@@ -18,7 +18,16 @@ def launch_distributed_training(
 ) -> None:
     """Launch a script as `drivetrain launch` does, with its flags as keywords; returns when the job is done.
 
-    `world_size` is the number of processes here (None: one per GPU). Raises after a failure, whose cause was printed.
+    Raises after a failure, whose cause was printed.
+
+    Args:
+        script_path: The script to start.
+        world_size: The number of processes on this machine. None: one per GPU.
+        arguments: What the script gets on its command line.
+        options: Flags of `drivetrain launch`, with underscores: `max_restarts=0`.
+
+    Example:
+        >>> dt.launch_distributed_training("train.py", world_size=2, cpu=True)  # doctest: +SKIP
     """
     if world_size is not None:
         options["num_processes"] = world_size
@@ -46,7 +55,17 @@ def setup_distributed_environment(
 ) -> World:
     """Join the other processes, under any launcher, and take this one's device. `close()` leaves them.
 
-    `world_size` is checked, not obeyed: only a launcher can start processes.
+    Args:
+        world_size: How many processes are expected. It is checked, not obeyed: only a launcher can start processes.
+        backend: The backend of torch.distributed. Default: nccl where each process has a GPU, else gloo.
+        init_method: Where processes meet. Default: as the launcher set it.
+
+    Returns:
+        The world: this process's rank and device, and the number of processes.
+
+    Example:
+        >>> world = dt.setup_distributed_environment()  # doctest: +SKIP
+        >>> world.close()  # doctest: +SKIP
     """
     place = World.detect()
     if world_size is not None and world_size != place.size:

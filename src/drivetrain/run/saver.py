@@ -157,7 +157,24 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class Result:
-    """Holds where a run's files are, and how it ended."""
+    """Holds where a run's files are, and how it ended.
+
+    Args:
+        folder: The run folder.
+        steps: Optimizer steps done over the whole life of the run.
+        resumed_from: The step that this call went on from; 0 for a new run.
+        finished: False if the run was asked to stop before the job's end.
+        last: The record of the last step; None if there was nothing left to do.
+        compilation: What torch.compile did, in words.
+        is_main: Whether this is the process that writes the run's files.
+        metrics: The metrics of the last validation.
+        best_step: The step that validated best; None without a validation.
+
+    Example:
+        >>> result = dt.train(job, quiet=True)
+        >>> result.steps, result.finished
+        (2, True)
+    """
 
     folder: Path
     steps: int  # optimizer steps done over the whole life of the run
