@@ -1,7 +1,7 @@
 """Draws the layers from the code: `python -m docs.layer_picture` writes docs/images/layers.svg.
 
-The rows are the table that `tests/test_architecture.py` enforces, what a room is comes from its docstring, and what it
-imports from its imports. A test fails if the picture is not the one that the code gives.
+The rows are the table that `tests/test_architecture.py` enforces, what a package is comes from its docstring, and what
+it imports from its imports. A test fails if the picture is not the one that the code gives.
 """
 
 import ast
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from textwrap import wrap
 
-from tests.test_architecture import LAYERS, PACKAGE, imports_of, room_of
+from tests.test_architecture import LAYERS, PACKAGE, imports_of, package_of
 
 PICTURE = Path(__file__).parent / "images" / "layers.svg"
 WIDTH, LEFT, GAP, LINE, PADDING = 1120, 36, 10, 17, 10
@@ -33,12 +33,12 @@ def picture() -> str:
     uses = rooms_used()
     shapes: list[str] = []
     top = GAP
-    for number, rooms in reversed(list(enumerate(LAYERS))):
-        rooms = tuple(room for room in rooms if room != "__main__")
-        if not rooms:
+    for number, packages in reversed(list(enumerate(LAYERS))):
+        packages = tuple(package for package in packages if package != "__main__")
+        if not packages:
             continue
-        width = (WIDTH - LEFT - GAP * len(rooms)) / len(rooms)
-        texts = [_lines(room, uses[room], int(width / 7.4)) for room in rooms]
+        width = (WIDTH - LEFT - GAP * len(packages)) / len(packages)
+        texts = [_lines(package, uses[package], int(width / 7.4)) for package in packages]
         height = LINE * max(map(len, texts)) + 2 * PADDING
         shapes.append(f'<text class="row" x="{GAP}" y="{top + height / 2 + 4:.0f}">{number}</text>')
         for index, lines in enumerate(texts):
@@ -57,26 +57,26 @@ def picture() -> str:
 
 
 def rooms_used() -> dict[str, list[str]]:
-    """Return for each room the rooms that it imports, the highest first; late imports by name aside."""
+    """Return for each package the packages that it imports, the highest first; late imports by name aside."""
     found: dict[str, set[str]] = defaultdict(set)
     for entry in imports_of(PACKAGE):
         parts = entry.target.split(".")
-        if entry.file != "__init__.py" and len(parts) > 1 and parts[1] != room_of(entry.file):
-            found[room_of(entry.file)].add(parts[1])
-    order = [room for row in reversed(LAYERS) for room in row]
-    return {room: [other for other in order if other in found[room]] for room in order}
+        if entry.file != "__init__.py" and len(parts) > 1 and parts[1] != package_of(entry.file):
+            found[package_of(entry.file)].add(parts[1])
+    order = [package for row in reversed(LAYERS) for package in row]
+    return {package: [other for other in order if other in found[package]] for package in order}
 
 
-def _lines(room: str, uses: list[str], num_letters: int) -> list[tuple[str, str]]:
-    lines = [("name", room)]
-    lines += [("what", text) for text in wrap(_what_it_is(room), num_letters)]
+def _lines(package: str, uses: list[str], num_letters: int) -> list[tuple[str, str]]:
+    lines = [("name", package)]
+    lines += [("what", text) for text in wrap(_what_it_is(package), num_letters)]
     lines += [("uses", text) for text in wrap("imports " + (", ".join(uses) or "nothing"), num_letters)]
     return lines
 
 
-def _what_it_is(room: str) -> str:
-    """Return the first sentence of the room's docstring."""
-    folder = PACKAGE / room
+def _what_it_is(package: str) -> str:
+    """Return the first sentence of the package's docstring."""
+    folder = PACKAGE / package
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None
     sentence = " ".join((text or "").split("\n\n")[0].split()).replace("`", "")

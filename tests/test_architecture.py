@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "drivetrain"
 
-# Rows of the design, lowest first. Rooms of one row do not know each other.
+# Rows of the design, lowest first. Packages of one row do not know each other.
 LAYERS = (
     ("core",),
     ("hardware", "data", "moe"),
@@ -28,7 +28,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-ROW = {room: number for number, row in enumerate(LAYERS) for room in row}
+ROW = {package: number for number, row in enumerate(LAYERS) for package in row}
 
 # The only places that may load modules late: the root, the command table, plugins and studies; and the processes of
 # `verify`, whose parent must stay free of torch (docs/how-it-works/decisions.md); and `prove`, which imports what its
@@ -96,7 +96,7 @@ def _loads_by_name(node: ast.AST) -> bool:
     return name in {"import_module", "__import__", "run_module"}
 
 
-def room_of(file: str) -> str:
+def package_of(file: str) -> str:
     first = file.split("/")[0]
     return first.removesuffix(".py")
 
@@ -107,8 +107,8 @@ def violations(package: Path) -> list[str]:
     graph: dict[str, set[str]] = {}
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
-        if room_of(file) not in ROW and file != "__init__.py":
-            found.append(f"{file}: the room `{room_of(file)}` is not in the layer table")
+        if package_of(file) not in ROW and file != "__init__.py":
+            found.append(f"{file}: the package `{package_of(file)}` is not in the layer table")
         if "utils" in path.stem:
             found.append(f"{file}: there is no `utils`; name what it does")
     for entry in imports_of(package):
@@ -121,9 +121,9 @@ def violations(package: Path) -> list[str]:
         if parts[1:] == ["__version__"]:
             continue
         if len(parts) < 2 or parts[1] not in ROW:
-            found.append(f"{where}: import through the root ({entry.target}); name the room")
+            found.append(f"{where}: import through the root ({entry.target}); name the package")
             continue
-        here, there = room_of(entry.file), parts[1]
+        here, there = package_of(entry.file), parts[1]
         if here == there:
             graph.setdefault(_module_name(entry.file), set()).add(_existing_module(package, parts))
         elif ROW.get(there, 99) > ROW.get(here, -1):
@@ -191,7 +191,7 @@ def test_every_import_points_downwards() -> None:
         ("commands/check.py", "import drivetrain\n", "import through the root (drivetrain)"),
         ("config/schema.py", "from drivetrain.config.resolve import resolve\n", "import cycle inside a package"),
         ("config/schema.py", "if TYPE_CHECKING:\n    from drivetrain.cli import main\n", "upward import of cli"),
-        ("attic.py", "", "the room `attic` is not in the layer table"),
+        ("attic.py", "", "the package `attic` is not in the layer table"),
         ("config/utils.py", "", "there is no `utils`"),
     ],
 )
