@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,6 +109,7 @@ def _assignments(path: Path) -> dict[str, str]:
     return found
 
 
+@cache  # each look reads the whole metadata file, and a process does not see packages change
 def _installed(*names: str) -> str:
     """Return the version of the first of these distributions that is installed; empty if none is."""
     for name in names:
