@@ -13,7 +13,7 @@ from drivetrain.commands.command import Command
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.run_folder import read_job
+from drivetrain.core.run_folder import read_job, read_yaml
 from drivetrain.job import Job
 from drivetrain.run import SOURCE, Which
 
@@ -94,7 +94,7 @@ def _target_of(folder: Path) -> str:
 def _config_of(folder: Path, resolved: Resolved) -> Config:
     """Return the run's configuration, overridden by this command line; the device is not taken from the run."""
     try:
-        stored: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        stored: dict[str, Any] = read_yaml(folder / "config.yaml")
         values = {section: dict(fields) for section, fields in stored.items() if section not in _OF_THIS_MACHINE}
         for name in resolved.origins:
             section, field = name.split(".")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import as_row, is_finished, read_job
+from drivetrain.core.run_folder import as_row, is_finished, read_job, read_yaml
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
 State = Literal["running", "finished", "stopped", "crashed"]
@@ -124,7 +124,7 @@ def _missing_report(folder: Path) -> str:
     if (folder / "report.html").exists():
         return ""
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(folder / "config.yaml")
         is_wanted = bool(config["watch"]["report"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return ""

@@ -147,10 +147,15 @@ def write_atomically(path: Path, content: str | bytes, writer: str = "") -> Path
     return path
 
 
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds, as `yaml.safe_load` does; by libyaml where there is one, ten times as fast."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def read_job(path: Path) -> dict[str, Any]:
     """Return the identity of the job whose run a folder holds; empty where there is none."""
     try:
-        found = yaml.safe_load((path / _JOB).read_text(encoding="utf-8"))
+        found = read_yaml(path / _JOB)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -16,7 +15,7 @@ from drivetrain.api.training import Result
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.metrics import LossSum
-from drivetrain.core.run_folder import read_rows
+from drivetrain.core.run_folder import read_rows, read_yaml
 from drivetrain.job import Job, WarmupCosine
 from drivetrain.recipes.recipe import Recipe
 
@@ -180,7 +179,7 @@ class SmallGpt(nn.Module):
 def show(result: Result) -> None:
     rows, _ = read_rows(result.folder / "speed.jsonl")
     rates = [row["items_per_second"] for row in rows if "items_per_second" in row]
-    items = str(yaml.safe_load((result.folder / "plan.yaml").read_text(encoding="utf-8")).get("items", "tokens"))
+    items = str(read_yaml(result.folder / "plan.yaml").get("items", "tokens"))
     if result.last is not None:
         print(f"\nLoss of the last step: {result.last.loss:.3f} nats per {items.rstrip('s')}.")
     if rates:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from drivetrain.core.records import RESERVED_NAMES
-from drivetrain.core.run_folder import read_rows
+from drivetrain.core.run_folder import read_rows, read_yaml
 
 Row = dict[str, Any]
 
@@ -154,7 +154,7 @@ def _epoch(number: int, rows: list[Row], aside_seconds: float) -> Epoch:
 
 def _yaml(path: Path, damage: list[str]) -> Row:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = read_yaml(path)
     except FileNotFoundError:
         return {}
     except (ValueError, yaml.YAMLError) as error:
