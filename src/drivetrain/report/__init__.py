@@ -50,10 +50,12 @@ def write_report(folder: Path) -> list[str]:
         if old.name not in epochs:  # of an epoch that was among the few before the run went on
             with contextlib.suppress(OSError):
                 old.unlink()
+    data: RunData | None = None
     for name, make in makers.items():
         try:
-            data = RunData.read(folder)
-            problems += [text for text in data.damage if text not in problems]
+            if data is None:
+                data = RunData.read(folder)
+                problems += data.damage
             made = make(data)
             if made is not None:
                 write_atomically(folder / name, made)
