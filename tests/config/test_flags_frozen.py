@@ -172,7 +172,12 @@ OWN_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_covers_every_command_of_ours() -> None:
+    """Installed packages may bring others."""
+    assert set(OWN_FLAGS) == {name for name, command in COMMANDS.items() if command.module.startswith("drivetrain.")}
+
+
+@pytest.mark.parametrize("command", OWN_FLAGS)
 def test_the_flags_of_each_command(command: str) -> None:
     expected = {"--config", "--help", *OWN_FLAGS[command]}
     for name in OBEYED[command]:
