@@ -62,8 +62,10 @@ def test_agrees_with_torch_gpu_by_gpu() -> None:
 
 
 def test_free_memory_is_free_and_not_used() -> None:
-    """The two have been mixed up elsewhere: with 4 GiB taken by another process, about 4 GiB less must be free."""
-    before = detected().gpus[0]
+    """The two have been mixed up elsewhere. Asked between two answers of CUDA, while another process holds 4 GiB.
+
+    Others may use the GPU too, and take or return memory between the questions: then they are asked again.
+    """
     holder = subprocess.Popen(
         [
             sys.executable,
@@ -79,12 +81,19 @@ def test_free_memory_is_free_and_not_used() -> None:
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline().strip() == "held"
-        during = detected().gpus[0]
+        answers = []
+        for _ in range(10):
+            before, found, after = (
+                torch_says()[0]["free"],
+                detected().gpus[0].memory_free_bytes,
+                torch_says()[0]["free"],
+            )
+            if min(before, after) <= found < max(before, after) + 2 * 2**30:  # who asks CUDA takes memory itself
+                return
+            answers.append((before, found, after))
     finally:
         holder.communicate("\n", timeout=240)
-    assert before.memory_free_bytes <= before.memory_total_bytes
-    taken = before.memory_free_bytes - during.memory_free_bytes
-    assert 4 * 2**30 <= taken < 6 * 2**30  # the tensor and a CUDA context
+    pytest.fail(f"free by CUDA, detected, by CUDA again: {answers}")
 
 
 def test_creates_no_cuda_context() -> None:

@@ -42,6 +42,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return result
 
 
+@pytest.mark.alone
 def test_tiny_layers_are_launch_bound(tmp_path: Path) -> None:
     """Many kernels of a few microseconds each."""
     sick = Job(

@@ -111,6 +111,7 @@ def test_a_starving_device_shows_as_data() -> None:
     assert found["forward"] < 0.003
 
 
+@pytest.mark.alone
 def test_the_phases_of_a_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[float] = []
     original = Trainer.run
