@@ -178,7 +178,7 @@ def test_channels_last_changes_the_format_and_not_the_values(tmp_path: Any) -> N
         )
         # The probe of the loss runs before a format is chosen.
         given = {"channels_last": wanted, "loss_weighting": "samples"}
-        result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", **given), quiet=True)
+        result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False, **given), quiet=True)
         assert result.last is not None
         assert models[0].formats == {wanted == "on"}
         losses[wanted] = result.last.loss

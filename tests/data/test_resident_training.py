@@ -133,7 +133,8 @@ def test_what_automatic_does(
 
 
 def test_it_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = train(make_job(VARIANT, data=make_data("tensors")), configure(output_dir=tmp_path, gpu_mode="cpu"))
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    result = train(make_job(VARIANT, data=make_data("tensors")), config)
     shown = " ".join(capsys.readouterr().out.split())
     assert "loader resident on cpu: 3.3 kB, gathered there" in shown
     assert "data_path: 'resident on cpu: 3.3 kB, gathered there'" in (result.folder / "plan.yaml").read_text()

@@ -103,7 +103,7 @@ def test_one_order_for_every_world_and_each_sample_once(kind, size, batch, world
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_workers_change_nothing(kind: str, world: int) -> None:
     alone = see(lambda: loaders(20, 6)[kind], 6)
     assert see(lambda: loaders(20, 6)[kind], 6, world=world, num_workers=2, tries=world == 2) == alone

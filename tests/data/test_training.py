@@ -1,7 +1,8 @@
 """Training on every shape of data: the same as on the map-style data set of the same items, stopped or not."""
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,32 +154,50 @@ def run_on(folder: str, kind: str, num_workers: int = 0, at_call: int = 0, **cha
         return None
 
 
+@pytest.fixture(scope="module")
+def map_style(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    trained = run(str(tmp_path_factory.mktemp("map")), VARIANT, data=Vectors(VARIANT), shuffle=False)
+    assert trained is not None
+    return trained
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """What a run on a kind of data comes to that is never stopped, in this process."""
+
+    @functools.cache
+    def trained_on(kind: str) -> Trained:
+        trained = run_on(str(tmp_path_factory.mktemp("whole")), kind)
+        assert trained is not None
+        return trained
+
+    return trained_on
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world", "num_workers"), [(1, 0), (2, 0), (3, 1)])
 def test_equal_to_the_map_style_run(
-    gloo_pool: GlooPool, tmp_path: Path, kind: str, world: int, num_workers: int
+    gloo_pool: GlooPool, map_style: Trained, tmp_path: Path, kind: str, world: int, num_workers: int
 ) -> None:
-    reference = run(str(tmp_path / "map"), VARIANT, data=Vectors(VARIANT), shuffle=False)
     trained = gloo_pool.run(run_on, str(tmp_path / "other"), kind, num_workers, world=world)[0]
-    assert reference is not None
-    assert trained.losses == pytest.approx(reference.losses, abs=1e-10)
+    assert trained.losses == pytest.approx(map_style.losses, abs=1e-10)
     assert [(row["epoch"], row["samples"]) for row in trained.rows] == [
-        (row["epoch"], row["samples"]) for row in reference.rows
+        (row["epoch"], row["samples"]) for row in map_style.rows
     ]
-    for key, value in reference.weights.items():
+    for key, value in map_style.weights.items():
         assert np.allclose(trained.weights[key], value, rtol=0, atol=1e-10), key
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "generator"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_bit_identical_after_a_stop(tmp_path: Path, kind: str, num_workers: int) -> None:
-    whole = run_on(str(tmp_path / "whole"), kind)
+def test_bit_identical_after_a_stop(
+    whole: Callable[[str], Trained], tmp_path: Path, kind: str, num_workers: int
+) -> None:
     assert run_on(str(tmp_path / "broken"), kind, num_workers, at_call=1 + 4 * 6 + 3) is None
     mended = run_on(str(tmp_path / "broken"), kind, num_workers)
-    assert whole is not None
     assert mended is not None
     assert mended.resumed_from == 3
-    assert_identical(mended, whole)
+    assert_identical(mended, whole(kind))
 
 
 @pytest.mark.parametrize("kind", ["batch sampler", "iterable", "iterable with state"])
@@ -216,7 +235,7 @@ def test_epochs_end_where_the_data_does(tmp_path: Path, kind: str) -> None:
         changes["global_batch"] = None
     job = make_job(VARIANT, data=make_data(kind), **changes)
     assert job.num_steps is None
-    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu"), quiet=True)
+    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False), quiet=True)
     assert (result.steps, result.finished) == (8, True)
     assert ends.seen == [(4, 1), (8, 2)]
     checkpoints = sorted(path.name for path in (tmp_path / "suite" / "checkpoints").iterdir())
@@ -226,7 +245,7 @@ def test_epochs_end_where_the_data_does(tmp_path: Path, kind: str) -> None:
 
 def test_what_was_taken_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = make_job(VARIANT, data=DataLoader(Stream(), 16), global_batch=None)
-    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu"))
+    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False))
     events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
     (notes,) = [event["notes"] for event in events if event["event"] == "data"]
     shown = " ".join(capsys.readouterr().out.split())
@@ -290,7 +309,7 @@ def test_an_iterable_without_items(tmp_path: Path, num_workers: int) -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
-    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=num_workers)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=num_workers, report=False)
     with pytest.raises(DrivetrainError, match="yields nothing to train on in epoch 0") as caught:
         train(make_job(VARIANT, data=Nothing()), config, quiet=True)
     assert caught.value.remedy == "check the path or the filter it was made with"
@@ -299,7 +318,7 @@ def test_an_iterable_without_items(tmp_path: Path, num_workers: int) -> None:
 
 def test_a_generator_that_ends_too_early_keeps_its_last_checkpoint(tmp_path: Path) -> None:
     """60 items are 4 steps; the job wants 12. Nothing of the 4 is lost."""
-    config = configure(output_dir=tmp_path, gpu_mode="cpu", checkpoint_every=2)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", checkpoint_every=2, report=False)
     with pytest.raises(DrivetrainError, match="can be read only once"):
         train(make_job(VARIANT, data=iter(list(Stream()))), config, quiet=True)
     assert (tmp_path / "suite" / "checkpoints" / "step-00000004").is_dir()
@@ -324,6 +343,6 @@ def test_a_validation_set_in_every_shape(tmp_path: Path) -> None:
     found = []
     for name, valid in {"map": vectors, "list": list(Stream()), "loader": DataLoader(vectors, 7)}.items():
         job = make_job(VARIANT, name=name, valid=valid)
-        result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu"), quiet=True)
+        result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False), quiet=True)
         found.append(result.metrics["valid_loss"])
     assert found == [found[0]] * 3

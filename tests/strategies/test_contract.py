@@ -4,6 +4,7 @@ The same losses and weights as a plain loop; stop, save, load, go on: the same b
 """
 
 import re
+import shutil
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,8 +126,8 @@ def test_stop_and_go_on(gloo_pool: GlooPool, tmp_path: Path, settings: dict[str,
 
     calls = 16 // world // MICRO_BATCH * (2 if strategy_facts(name).devices == "several" else 1)  # one per copy
     whole = train("whole", world)
-    for folder in ("same", "moved") if other != world else ("same",):
-        assert train(folder, world, 1 + 5 * calls + 1) is None, "it crashed in the sixth step"
+    assert train("same", world, 1 + 5 * calls + 1) is None, "it crashed in the sixth step"
+    shutil.copytree(tmp_path / "same", tmp_path / "moved")
     same = train("same", world)
     assert whole is not None
     assert same is not None
