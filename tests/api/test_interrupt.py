@@ -175,7 +175,8 @@ def sigterm_is_seen() -> Iterator[None]:
 
 
 def train(folder: Path) -> Path:
-    return dt.train(make_job(Variant(steps=3)), dt.configure(output_dir=folder, gpu_mode="cpu", num_workers=0)).folder
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", num_workers=0)
+    return dt.train(make_job(Variant(steps=3)), config).folder
 
 
 def drive(folder: Path) -> Path:

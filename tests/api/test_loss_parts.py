@@ -129,7 +129,8 @@ def make_job(**changes: Any) -> Job:
 
 
 def trained(folder: Path | str, job: Job, micro_batch: int | None = None, **values: Any) -> Result:
-    return train(job, configure(output_dir=folder, gpu_mode="cpu", batch_size=micro_batch, **values), quiet=True)
+    config = configure(output_dir=folder, gpu_mode="cpu", batch_size=micro_batch, report=False, **values)
+    return train(job, config, quiet=True)
 
 
 def plain_loop(
@@ -327,7 +328,7 @@ def test_weights_are_checked_with_the_job(weights: Any) -> None:
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     model, data = make_model(), make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=4, accumulation_steps=2)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=4, accumulation_steps=2, report=False)
     run = dt.drive(model, optimizer, data, name="own", max_steps=2, config=config, quiet=True)
     for batch in run:
         run.backward(per_sample(run.model, batch))

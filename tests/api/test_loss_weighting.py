@@ -338,7 +338,7 @@ def test_another_world_keeps_the_division_of_a_coupled_loss(gloo_pool: GlooPool,
 
 def test_validation_weights_alike(tmp_path: Path) -> None:
     job = job_of(cross_entropy, valid=Sentences(), max_steps=2)
-    result = train(job, configure(output_dir=tmp_path, batch_size=3, quiet=True))
+    result = train(job, configure(output_dir=tmp_path, batch_size=3, report=False, quiet=True))
     torch.manual_seed(SEED)
     model = job.model()  # type: ignore[operator]
     checkpoint = Checkpointer(result.folder / "checkpoints", World(), 1).latest()

@@ -24,9 +24,8 @@ SMALL = Variant(kind="transformer", steps=6, num_samples=40, global_batch=16, dr
 
 
 def weights(folder: Path, variant: Variant = SMALL, **settings: Any) -> dict[str, Any]:
-    result = train(
-        make_job(variant), configure(output_dir=folder, gpu_mode="cpu", batch_size=6, **settings), quiet=True
-    )
+    config = configure(output_dir=folder, gpu_mode="cpu", batch_size=6, report=False, **settings)
+    result = train(make_job(variant), config, quiet=True)
     return read(result.folder).weights
 
 
@@ -99,7 +98,7 @@ def test_an_operation_without_a_deterministic_kernel_is_an_error(tmp_path: Path)
 
     def trained(**values: Any) -> None:
         job = make_job(Variant(steps=2), loss=loss, name=f"irregular-{len(values)}")
-        train(job, configure(output_dir=tmp_path, gpu_mode="cpu", **values), quiet=True)
+        train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False, **values), quiet=True)
 
     trained()
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -137,7 +136,7 @@ def test_bf16_on_a_cpu_trains(tmp_path: Path) -> None:
     variant = Variant(dtype=torch.float32, steps=3)
     job = make_job(variant, loss=loss)
     given = {"precision": "bf16", "loss_weighting": "samples"}  # the probe of the loss runs in fp32
-    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", **given), quiet=True)
+    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", report=False, **given), quiet=True)
     assert set(seen) == {torch.bfloat16}
     assert result.last is not None
     assert not result.last.skipped

@@ -142,7 +142,7 @@ class StopOnRank:
 
 
 def run_with_a_stop(folder: str, rank: int) -> tuple[int, bool, int]:
-    config = configure(output_dir=folder, gpu_mode="cpu", loss_weighting="samples")  # calls are counted
+    config = configure(output_dir=folder, gpu_mode="cpu", loss_weighting="samples", report=False)  # calls are counted
     loss = StopOnRank(rank, 3)
     original = Trainer.run
 
@@ -237,7 +237,7 @@ DDP_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run_with_options(folder: str, name: str, micro_batch: int) -> Trained | None:
-    config = configure(output_dir=folder, gpu_mode="cpu", batch_size=micro_batch, **DDP_OPTIONS[name])
+    config = configure(output_dir=folder, gpu_mode="cpu", batch_size=micro_batch, report=False, **DDP_OPTIONS[name])
     result = train(
         make_job(Variant(steps=12), model=Sparse if name == "unused" else lambda: make_model(Variant())),
         config,

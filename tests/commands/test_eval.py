@@ -98,7 +98,7 @@ def test_from_python(tmp_path: Path) -> None:
         global_batch=10,
         epochs=2,
     )
-    config = configure(output_dir=tmp_path, gpu_mode="cpu")
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
     result = dt.train(job, config, quiet=True)
     assert dt.evaluate(job, result, config) == pytest.approx(dict(result.metrics), rel=1e-6)
     from dataclasses import replace

@@ -47,7 +47,7 @@ VARIANT = Variant(dtype=torch.float32, steps=6, num_samples=60, global_batch=20,
 
 
 def planned(folder: Path, job: Job | None = None, **settings: Any) -> Any:
-    config = configure(output_dir=folder, gpu_mode="cpu", num_workers=0)
+    config = configure(output_dir=folder, gpu_mode="cpu", num_workers=0, report=False)
     return plan(job or make_job(VARIANT), config, **settings)
 
 

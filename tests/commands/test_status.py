@@ -125,7 +125,7 @@ def test_a_real_run_that_was_killed(tmp_path: Path) -> None:
         "    return torch.nn.functional.cross_entropy(model(batch['x']), batch['y'])\n"
         "dt.train(dt.Job(name='mine', model=lambda: torch.nn.Linear(2, 2), data=data, loss=loss, max_steps=40,\n"
         "  optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, checkpoint_every=5),\n"
-        f"  dt.configure(output_dir={str(tmp_path / 'runs')!r}, gpu_mode='cpu', auto_optimize=False))\n"
+        f"  dt.configure(output_dir={str(tmp_path / 'runs')!r}, gpu_mode='cpu', report=False, auto_optimize=False))\n"
     )
     done = warm_python.run([str(script)])
     assert done.returncode == -signal.SIGKILL, done.stderr

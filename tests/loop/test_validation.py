@@ -44,7 +44,7 @@ METRICS = {"accuracy": correct, "squares": squares, "confidence": confidence}
 
 
 def trained(folder: Path | str, job: Job, micro_batch: int | None = None, **values: Any) -> Result:
-    given = {"loss_weighting": "samples", **values}  # loss functions here count their calls
+    given = {"loss_weighting": "samples", "report": False, **values}  # loss functions here count their calls
     return train(job, configure(output_dir=folder, gpu_mode="cpu", batch_size=micro_batch, **given), quiet=True)
 
 
@@ -360,9 +360,8 @@ def test_torchmetrics_objects(tmp_path: Path, gloo_pool: GlooPool) -> None:
     alone = run_torchmetrics(str(tmp_path / "one"))
     assert alone["valid_accuracy"] == pytest.approx(alone["valid_ours"], rel=1e-6)
     assert {"valid_each_0", "valid_each_3"} <= alone.keys()
-    for world in (2, 3):
-        for found in gloo_pool.run(run_torchmetrics, str(tmp_path / str(world)), world=world):
-            assert found == pytest.approx(alone, rel=1e-6)
+    for found in gloo_pool.run(run_torchmetrics, str(tmp_path / "two"), world=2):
+        assert found == pytest.approx(alone, rel=1e-6)
 
 
 def test_torchmetrics_that_differ_between_ranks(tmp_path: Path, gloo_pool: GlooPool) -> None:

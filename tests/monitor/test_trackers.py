@@ -171,7 +171,7 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
     settings = {"trackers": ["tensorboard", "wandb"], "log_every": 2, "monitor_gpu": False}
     job = make_job(name="suite", valid=make_data(16, seed=5))
-    train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, **settings), quiet=True)
+    train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, report=False, **settings), quiet=True)
     notes = [row["text"] for row in rows(tmp_path, "events") if row["event"] == "note"]
     assert any("not logged in" in text and "wandb sync" in text for text in notes), notes
     (kept,) = (tmp_path / "suite" / "wandb").glob("offline-run-*/run-*.wandb")

@@ -53,5 +53,5 @@ def test_by_its_entry_point(module: str, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_as_an_object(module: str, tmp_path: Path) -> None:
     recipe = RECIPES.load(f"{module}:RECIPE")
-    result = dt.train(recipe.job(dt.configure(output_dir=tmp_path, gpu_mode="cpu", quiet=True)))
+    result = dt.train(recipe.job(dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False, quiet=True)))
     assert result.steps == 8

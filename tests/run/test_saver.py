@@ -357,7 +357,7 @@ def run_from_instance(folder: str) -> Trained | None:
 def test_from_another_run_and_from_the_command_line(tmp_path: Path) -> None:
     first = run(str(tmp_path / "first"), BASE)
     assert first is not None
-    given = {"init_from": tmp_path / "first" / "suite", "loss_weighting": "samples"}
+    given = {"init_from": tmp_path / "first" / "suite", "loss_weighting": "samples", "report": False}
     config = configure(output_dir=tmp_path / "second", gpu_mode="cpu", **given)
     seen: list[dict[str, Tensor]] = []
 
@@ -396,7 +396,7 @@ def test_a_loop_of_ones_own_starts_with_them_too(tmp_path: Path) -> None:
     weights = make_model(BASE).state_dict()
     save_file(weights, tmp_path / "w.safetensors")
     model = make_model(BASE)
-    config = configure(output_dir=tmp_path, gpu_mode="cpu", init_from=tmp_path / "w.safetensors")
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False, init_from=tmp_path / "w.safetensors")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     own = drive(model, optimizer, Vectors(BASE), name="suite", global_batch=16, max_steps=1, config=config, quiet=True)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
