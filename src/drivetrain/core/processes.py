@@ -116,11 +116,15 @@ class OrphanGuard:
 
     def __init__(self) -> None:
         heard, self._say = os.pipe()
+        ready, closed_when_ready = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._say)
-            _keep_watch(heard)
+            _keep_watch(heard, closed_when_ready)
         os.close(heard)
+        os.close(closed_when_ready)
+        os.read(ready, 1)  # until then it could be killed together with the supervisor
+        os.close(ready)
 
     def add(self, group: int) -> None:
         """Watch over a process group."""
@@ -141,11 +145,12 @@ class OrphanGuard:
             os.write(self._say, line.encode())
 
 
-def _keep_watch(heard: int) -> NoReturn:
+def _keep_watch(heard: int, closed_when_ready: int) -> NoReturn:
     try:
         os.setsid()  # neither a terminal's Ctrl-C nor a kill of the supervisor's group reaches it
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
+        os.close(closed_when_ready)
         os.closerange(0, heard)
         os.closerange(heard + 1, 4096)  # a terminal or pipe of the supervisor's must not stay open for its sake
         groups: set[int] = set()
