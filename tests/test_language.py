@@ -1,6 +1,9 @@
 """Docstrings are sentences about what they document, and pages and messages use plain words."""
 
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 
 from benchmarks.structure import SOURCE, without_subject
 
@@ -27,10 +30,12 @@ def test_no_page_or_message_has_quaint_words() -> None:
     assert found == []
 
 
-# The pages are in American English. Code and what programs print are left as they are: some of it is a key on the disk.
+# Pages, docstrings and comments are in American English. Code and what programs print are left as they are: some of it
+# is a key on the disk.
 BRITISH = re.compile(
-    r"\b(behaviour|colours?|favour|neighbours?|learnt|licence|labelled|modelled|cancelled"
-    r"|(?:normal|special|initial|organ|reorgan|util|optim|serial|recogn|summar|minim|maxim|general)is(?:e[ds]?|ing|ation)"
+    r"\b(behaviours?|colours?|favour|neighbour(?:s|ing)?|learnt|licence|labelled|modelled|centre[ds]?"
+    r"|(?:normal|special|initial|organ|reorgan|util|optim|serial|recogn|summar|minim|maxim|general|synchron|quant|final)"
+    r"is(?:e[drs]?|ing|ation)"
     r")\b",
     re.IGNORECASE,
 )
@@ -44,5 +49,23 @@ def test_pages_are_in_american_english() -> None:
         f"{page.relative_to(root)}: {match[0]}"
         for page in pages
         for match in BRITISH.finditer(CODE.sub("", page.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+def prose_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments and docstrings of a module, each with its line."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and token.string.startswith('"""')
+        if token.type == tokenize.COMMENT or is_docstring:
+            yield token.start[0], token.string
+
+
+def test_docstrings_and_comments_are_in_american_english() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}: {match[0]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in prose_of(path.read_text(encoding="utf-8"))
+        for match in BRITISH.finditer(CODE.sub("", text))
     ]
     assert found == []

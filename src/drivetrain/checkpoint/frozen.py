@@ -132,7 +132,7 @@ def _sum_piece(words: Tensor, piece: _Piece, products: Tensor, factors: Tensor, 
     """Write the sum of each block of the piece into `sums`, from `at` on; return where the next ones belong.
 
     Products of 32 bits are added two at a time, as numbers of 64: those at places 2n and 2n + 1. A product whose
-    neighbour belongs to another part of the tensor has a zero beside it.
+    neighbor belongs to another part of the tensor has a zero beside it.
     """
     length, num_blocks = piece.stop - piece.start, _num_blocks(piece)
     width, before = length // num_blocks, piece.place % 2

@@ -10,7 +10,7 @@ contiguous slice, as equal as can be; each slice is cut into micro-steps of at m
 division is cut first and then distributed: any number of ranks sees the same micro-batches.) All ranks run equally many
 micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
 
-A model that normalises over a batch cannot train on one sample. For it no slice and no micro-step has less than `least`
+A model that normalizes over a batch cannot train on one sample. For it no slice and no micro-step has less than `least`
 samples, as long as the step has as many: a step that is too small for all ranks goes to the first ones.
 """
 
@@ -39,7 +39,7 @@ def key_of(*parts: int) -> int:
 
 
 def mix(value: int) -> int:
-    """Return a 64-bit number of which every bit depends on every bit of the input (the finaliser of splitmix64)."""
+    """Return a 64-bit number of which every bit depends on every bit of the input (the finalizer of splitmix64)."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -340,7 +340,7 @@ class Trainer:
         total, count, stop, norm, skipped, named, logged = values
         supervision.step(step)
         self.stopped_early |= stop > 0
-        loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learnt
+        loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learned
         parts = None
         if named is not None:
             loss, parts = named[0].read(named[1], step - 1, count)

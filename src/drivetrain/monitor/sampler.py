@@ -134,7 +134,7 @@ class HostReader:
 
 
 def torch_memory(device: torch.device) -> Row:
-    """Return what this process holds on its GPU by torch's own count. Does not initialise CUDA."""
+    """Return what this process holds on its GPU by torch's own count. Does not initialize CUDA."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     stats: Mapping[str, int] = torch.cuda.memory_stats(device)

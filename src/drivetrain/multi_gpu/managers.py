@@ -136,7 +136,7 @@ class DistributedManager:
             static_graph=config.static_graph,
             gradient_as_bucket_view=config.enable_gradient_as_bucket_view,
         )
-        wrapped.broadcast_buffers = config.broadcast_buffers  # torch 2.13 deprecates the argument, not the behaviour
+        wrapped.broadcast_buffers = config.broadcast_buffers  # torch 2.13 deprecates the argument, not the behavior
         self.model = wrapped
         return wrapped
 

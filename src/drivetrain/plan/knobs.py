@@ -23,7 +23,7 @@ ASKED_FOR = "asked for"
 
 
 class StepWay(Value):
-    """The way in which the work of a step is done. It does not change what is learnt, rounding aside.
+    """The way in which the work of a step is done. It does not change what is learned, rounding aside.
 
     Each field has a row in `KNOBS`.
     """

@@ -96,7 +96,7 @@ class Weighting(Value):
     by: By = "samples"
     count: Count | None = None  # with `tokens`: what the loss is a mean over
     others: tuple[Other, ...] = ()  # what explains the loss as well on the samples seen so far
-    holds_division: str = ""  # why the micro-batch is part of what is learnt; empty if it may be tuned
+    holds_division: str = ""  # why the micro-batch is part of what is learned; empty if it may be tuned
     reason: str = ""
 
     def weigh(self, result: Any, batch: Any) -> Any:
@@ -178,7 +178,7 @@ def weighting_of(
         counts: the counts that explain it, the likeliest first.
         totals: what each of them counts in the batch that was measured.
         num_samples: how many samples that batch has.
-        couples: why the model couples the samples of a batch (batch normalisation), if it does.
+        couples: why the model couples the samples of a batch (batch normalization), if it does.
     """
     if finding.kind == "samples":
         return Weighting(

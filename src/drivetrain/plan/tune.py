@@ -1,7 +1,7 @@
 """Improves a plan by rule to the fastest that was measured: which ways of running a step to try, and which to keep.
 
 It only decides. `measure` runs a way on the user's own model and returns what it took; nothing here knows devices or
-models, so every decision can be tested with made-up measurements. Throughput is maximised, at the job's exact global
+models, so every decision can be tested with made-up measurements. Throughput is maximized, at the job's exact global
 batch: a way divides the same work differently, and nothing else.
 """
 
@@ -56,7 +56,7 @@ class Scope(Value):
     memory_limit_bytes: float
     counts_memory: bool = True  # false on a CPU
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or recorded
-    largest_micro_batch: str = ""  # why the largest that fits is taken, however fast: it is part of what is learnt
+    largest_micro_batch: str = ""  # why the largest that fits is taken, however fast: it is part of what is learned
     others: dict[str, Others] = Field(default_factory=dict)  # what to try, by field of a way
     compile_cost_seconds: float = 15.0  # expected, before it was measured
     compile_share: float = 0.12  # of the remaining time, that compiling may cost without being sure to gain
@@ -237,7 +237,7 @@ class _Search:
             if measured.out_of_memory:
                 return False
             if measured.problem:
-                return True  # batch normalisation, for one, cannot take one sample: then nothing is forecast
+                return True  # batch normalization, for one, cannot take one sample: then nothing is forecast
             self._limit_budget(measured)
             if not measured.peak_bytes:
                 return True  # memory is not counted here

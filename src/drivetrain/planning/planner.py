@@ -131,7 +131,7 @@ def _resumed(run: Session, model: nn.Module, checkpoint: Checkpoint, way: StepWa
 
 
 def _with_division_kept(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> PlannedRun:
-    """Keep the checkpoint's micro-batch in another world or on another machine if it affects what is learnt."""
+    """Keep the checkpoint's micro-batch in another world or on another machine if it affects what is learned."""
     held = run.weighting.holds_division
     if not held or "micro_batch" in run.pinned():
         return planned

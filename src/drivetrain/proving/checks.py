@@ -336,7 +336,7 @@ class _Proof:
                 where = f"sample {min(odd)} in step {start + step + 1}"
                 return Classification(Kind.DATA_ORDER, "trainer", where, "other samples than without the interruption")
         if self._facts.depends_on_division:
-            return None  # how a batch is divided is part of what is learnt, and it was divided differently
+            return None  # how a batch is divided is part of what is learned, and it was divided differently
         found = weight_difference(resumed.main.weights, self._truth(case, samples), self._floor)
         if found is None:
             return None
@@ -447,6 +447,6 @@ def _kills(case: Case, extent: Extent) -> list[Kill]:
         Kill(draw(first, last), "saving", draw(0, 6)),
         Kill(draw(1, 2), "after_step"),
     ]
-    if extent.kill_in_save:  # of two neighbouring operations, one finds a file half written where there is such a time
+    if extent.kill_in_save:  # of two neighboring operations, one finds a file half written where there is such a time
         found = [Kill(first, "saving", number) for number in range(2, 2 + extent.num_kills)]
     return found[: extent.num_kills]

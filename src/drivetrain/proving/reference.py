@@ -122,7 +122,7 @@ class ReferenceFacts:
 
     @property
     def depends_on_division(self) -> bool:
-        """Whether the division of a batch is part of what is learnt, with this job and any trainer."""
+        """Whether the division of a batch is part of what is learned, with this job and any trainer."""
         return self.loss_kind in ("coupled", "uncounted")
 
 

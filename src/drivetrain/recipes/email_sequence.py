@@ -126,7 +126,7 @@ def _emails(config: Config, size: EmailSize) -> tuple[Emails, Emails, tuple[str,
 
 
 def read_emails(path: Path, text_column: str, label_column: str, labels: tuple[str, ...]) -> Emails:
-    """Reads texts and the numbers of their labels from a table. Rows that cannot be learnt from are an error."""
+    """Reads texts and the numbers of their labels from a table. Rows that cannot be learned from are an error."""
     bad = BadInput()
     found = []
     for row in read_table(path, (text_column, label_column), bad):
@@ -159,7 +159,7 @@ def vocabulary_of(texts: list[str], most: int) -> list[str]:
 
 
 def encode(emails: Emails, words: list[str], length: int) -> TensorDataset:
-    """Returns numbers of words, padded to `length` so that no email depends on its neighbours, and labels."""
+    """Returns numbers of words, padded to `length` so that no email depends on its neighbors, and labels."""
     numbers = {word: number for number, word in enumerate(words, start=2)}
     table = torch.full((len(emails), length), PADDING)
     for row, (text, _) in zip(table, emails, strict=True):

@@ -85,7 +85,7 @@ def label_of(scores: Tensor, first: Tensor, second: Tensor, within: float) -> Te
 def generate(count: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Returns images of a disc, the true score of each (how large the disc is), and its rating: the score with noise.
 
-    Colours, place, background and pixels vary and say nothing.
+    Colors, place, background and pixels vary and say nothing.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -12,7 +12,7 @@ from drivetrain.report.run_data import Row, RunData
 # In inches: what a line of labels needs, how high a picture may be for it, and how wide is the right one of two.
 _LINE, _LEAST_HEIGHT, _MOST_HEIGHT, _HALF_WIDTH = 0.15, 3.2, 12.0, 5.2
 _GONE = "#b5485d"
-# What happened to an expert: marker, colour, and what it does to their number.
+# What happened to an expert: marker, color, and what it does to their number.
 _MARKS: Mapping[str, tuple[str, str, int]] = {
     "grown": ("^", OTHER, 1),
     "split": ("D", TRAIN, 1),

@@ -19,10 +19,10 @@ Point = tuple[float, float]
 _TIES = ("similarity", "co-activation", "parent", "split")
 _OUTER = 1.0
 _SEARCHED = 24  # experts; the chain alone has to do for more
-_TINTS = ["#dbe7f4", "#8fb3d9", "#2f6db5", "#163f73"]  # of specialisation, from all concepts alike to one
+_TINTS = ["#dbe7f4", "#8fb3d9", "#2f6db5", "#163f73"]  # of specialization, from all concepts alike to one
 _DORMANT, _CONCEPT, _FILL = "#b5485d", "#f3ead7", "#b98d3c"
 _DORMANT_SHARE = 0.1  # of the run so far without a token
-# Colour, dashes, how far the line bends aside (two of one pair must not lie on each other), what it says.
+# Color, dashes, how far the line bends aside (two of one pair must not lie on each other), what it says.
 _LINES: Mapping[Relation, tuple[str, Any, float, str]] = {
     "co-activation": ("#d9822b", "-", 0.22, "chosen together"),
     "similarity": ("#3a9679", "-", -0.22, "similar"),
@@ -57,7 +57,7 @@ def layout(graph: KnowledgeGraph) -> GraphLayout:
 
 
 def _in_a_ring(graph: KnowledgeGraph) -> list[int]:
-    """Order experts so that neighbours are tied: a chain of the strongest ties, then pairs swap while it helps."""
+    """Order experts so that neighbors are tied: a chain of the strongest ties, then pairs swap while it helps."""
     ties = _ties(graph)
     left = list(graph.experts)
     ring: list[int] = []
@@ -166,7 +166,7 @@ def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
 
 
 def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "") -> bytes:
-    """Draw a graph. Size: all tokens. Colour: specialisation. Red border: long without a token. Line width: weight."""
+    """Draw a graph. Size: all tokens. Color: specialization. Red border: long without a token. Line width: weight."""
     plan = layout(graph)
     with canvas(11.5, 8.2) as drawn:
         axis = drawn.figure.add_axes((0.0, 0.01, 0.73, 0.9))
@@ -237,7 +237,7 @@ def _frame(axis: Any, plan: GraphLayout) -> None:
 
 
 def _radii(graph: KnowledgeGraph, plan: GraphLayout) -> dict[int, float]:
-    """Return radii by the square root of tokens, so that areas are proportional; neighbours never touch."""
+    """Return radii by the square root of tokens, so that areas are proportional; neighbors never touch."""
     experts = graph.experts
     room = plan.inner * math.sin(math.pi / max(len(experts), 2)) * 0.8
     largest = min(0.125, room)
@@ -316,7 +316,7 @@ def _draw_concept(axis: Any, concept: str, plan: GraphLayout) -> None:
 
 
 def _draw_legend(side: Any, relations: set[Relation], has_dormant: bool) -> None:
-    """Draw the legend, from top to bottom: lines, sizes, colours."""
+    """Draw the legend, from top to bottom: lines, sizes, colors."""
     from matplotlib.lines import Line2D
 
     side.set_xlim(0, 1)

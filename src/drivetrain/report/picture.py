@@ -220,7 +220,7 @@ def _smoothed(values: Any, window: int) -> Any:
 
 
 def _thinned(steps: Any, values: Any) -> tuple[Any, Any]:
-    """Return few enough points to draw: means of neighbours."""
+    """Return few enough points to draw: means of neighbors."""
     size = -(-len(steps) // _MOST_POINTS)
     if size < 2:
         return steps, values

@@ -1,4 +1,4 @@
-"""Summarises a run in words, and on one self-contained page, report.html: text, pictures, events."""
+"""Summarizes a run in words, and on one self-contained page, report.html: text, pictures, events."""
 
 import base64
 import html

@@ -147,7 +147,7 @@ def assemble(
     counts_flops: bool = False,
     is_own_loop: bool = False,
 ) -> RunParts:
-    """Put the parts together and try them on one batch; nothing is learnt from it.
+    """Put the parts together and try them on one batch; nothing is learned from it.
 
     Args:
         run: The run, following the way that the parts are for.

@@ -145,7 +145,7 @@ def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch off, and restore afterwards, what changes the sum of a batch's parts without being part of the loss."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     dropout = [module.dropout for module in recurrent]
-    # Whether a mean over tokens is one has nothing to do with batch normalisation, which is known by its type.
+    # Whether a mean over tokens is one has nothing to do with batch normalization, which is known by its type.
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
     with ExitStack() as stack:
         stack.enter_context(numerics(Precision("fp32", device.type), deterministic=False, cudnn_benchmark=False))

@@ -139,7 +139,7 @@ def _line(
 ) -> MemoryModel:
     peaks: list[Peak] = []
     most = min(at_most, MOST_SAMPLES)
-    size: int | None = min(2, most)  # one sample alone is refused by batch normalisation
+    size: int | None = min(2, most)  # one sample alone is refused by batch normalization
     while size is not None:
         peaks.append(Peak(size, held.total + steps(size, change).peak_bytes))
         # Nothing is held that could run out: the limit only says how far it is worth to look.

@@ -134,7 +134,7 @@ def called_loss_of(run: Session) -> LossFunction | None:
 
 
 def couples_samples(model: nn.Module) -> bool:
-    """Return whether samples of a batch influence each other: then the micro-batch decides what is learnt."""
+    """Return whether samples of a batch influence each other: then the micro-batch decides what is learned."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
@@ -338,7 +338,7 @@ def _differing(
 ) -> dict[str, list[str]]:
     """Return the mixtures that have another shape there, with the names of the tensors in question.
 
-    None of their weights are taken: which experts are active, and what these have learnt, only make sense together.
+    None of their weights are taken: which experts are active, and what these have learned, only make sense together.
     """
     found = {
         layer: [

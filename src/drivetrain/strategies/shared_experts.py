@@ -28,7 +28,7 @@ _Facts = tuple[Tensor, Tensor, Tensor | None]  # of a layer: its load, its mask,
 
 
 class _Run(NamedTuple):
-    """Neighbouring slots that this rank holds: where they begin, in the whole and here, and how many."""
+    """Neighboring slots that this rank holds: where they begin, in the whole and here, and how many."""
 
     slot: int
     row: int

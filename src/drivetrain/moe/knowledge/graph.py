@@ -280,7 +280,7 @@ class KnowledgeGraph:
         return fsum(weight for other, _, weight in self._ties(node) if isinstance(other, int))
 
     def _specialise(self) -> None:
-        """Set each expert's specialisation: 1 − entropy of its fractions of all concepts ÷ that of equal ones.
+        """Set each expert's specialization: 1 − entropy of its fractions of all concepts ÷ that of equal ones.
 
         It stays as it is where nothing was seen.
         """

@@ -26,11 +26,11 @@ from drivetrain.moe.layer.mixture import MixtureOfExperts, mixtures_in, route
 from drivetrain.moe.layer.placement import share_together
 
 DIMENSIONS = 16
-MEMORY = 0.9  # how much of a centre stays at each look
+MEMORY = 0.9  # how much of a center stays at each look
 FAR = 6.0  # times the usual square distance: new
 NEW_SHARE = 0.1  # the least fraction of a look's tokens for a new cluster
 FORGOTTEN_SHARE = 0.005  # of tokens, over looks: the cluster goes
-_ROUNDS = 8  # of looking for the first centres
+_ROUNDS = 8  # of looking for the first centers
 TOGETHER_MEMORY = 0.9  # how much of the shares by which experts are placed stays at each look
 FOLDER = "knowledge"
 
@@ -43,7 +43,7 @@ class Clusters:
     most: int = 16
     numbers: list[int] = field(default_factory=list)
     centres: list[list[float]] = field(default_factory=list)
-    spreads: list[float] = field(default_factory=list)  # mean square distance from the centre
+    spreads: list[float] = field(default_factory=list)  # mean square distance from the center
     shares: list[float] = field(default_factory=list)  # of tokens, over looks
     next_number: int = 0
 
@@ -69,7 +69,7 @@ class Clusters:
         return torch.where(is_new, -1, nearest), names
 
     def _begin(self, points: Tensor, world: World) -> None:
-        """Place the first centres by rank 0's tokens: far apart at first, then each the mean of its nearest tokens."""
+        """Place the first centers by rank 0's tokens: far apart at first, then each the mean of its nearest tokens."""
         centres = world.agree(_first_centres(points, self.first).tolist() if world.is_main else None)
         for centre in centres:
             self._add(centre, 0.0)

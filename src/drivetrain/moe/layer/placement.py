@@ -101,7 +101,7 @@ def share_together(placement: Sequence[int], together: Tensor) -> float:
 def _by_cost(costs: Sequence[float], capabilities: Sequence[float]) -> Placement:
     """Assign the most expensive first, each to the rank that would be done soonest; free slots are spread evenly.
 
-    Where all cost the same and all ranks are equal, each rank gets a block of neighbours: fewer parts to save.
+    Where all cost the same and all ranks are equal, each rank gets a block of neighbors: fewer parts to save.
     """
     num_ranks = len(capabilities)
     if len(set(costs)) <= 1 and len(set(capabilities)) == 1:

@@ -43,7 +43,7 @@ class Router(nn.Module):
         if scores not in ("softmax", "sigmoid"):
             raise DrivetrainError(f"scores is {scores!r}", remedy="'softmax' or 'sigmoid'")
         self.k, self.scores, self.noise = k, scores, noise
-        # The normalised weight of a single expert is always 1: the router would never learn.
+        # The normalized weight of a single expert is always 1: the router would never learn.
         self.normalize = k > 1 if normalize is None else normalize
         self.weight = nn.Parameter(torch.empty(num_slots, num_inputs))
         bound = num_inputs**-0.5

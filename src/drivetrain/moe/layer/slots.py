@@ -266,7 +266,7 @@ class Surgery:
         return self.slots.grow(parent, noise=noise, seed=seed)
 
     def settle(self, slot: int, parent: int, centre: Tensor) -> None:
-        """Give a grown expert the centre of its inputs, and the spread of its parent's."""
+        """Give a grown expert the center of its inputs, and the spread of its parent's."""
         self._layer.centroids[slot] = centre.to(self._layer.centroids)
         self._layer.spreads[slot] = self._layer.spreads[parent]
 

@@ -217,7 +217,7 @@ class _Look:
         if not math.isfinite(loss):
             return  # nothing was counted: that is neither high nor low
         if story.loss is None or story.first_loss is None or story.lowest_loss is None:
-            story.loss = story.first_loss = story.lowest_loss = loss  # no look is high before something was learnt
+            story.loss = story.first_loss = story.lowest_loss = loss  # no look is high before something was learned
             return
         story.loss = LOSS_MEMORY * story.loss + (1 - LOSS_MEMORY) * loss
         story.lowest_loss = lowest = min(story.lowest_loss, story.loss)

@@ -1,4 +1,4 @@
-"""One sleep of a model with mixtures of experts: replay, specialise, merge, prune, reorganise.
+"""One sleep of a model with mixtures of experts: replay, specialize, merge, prune, reorganize.
 
 Every change is checked, and undone if the loss rises: on the validation set, where there is one, else on remembered
 samples that are never replayed. Those were trained on, and say little about the effect of a sleep on samples that the
@@ -45,7 +45,7 @@ class SleepRules:
     idle_share: Annotated[float, Number()] = 0.1  # of an even share of the reservoir's tokens: less is idle
     # of an even share: an expert with more that serves many classes is split
     busy_share: Annotated[float, Number()] = 1.25
-    # specialisation from which on an expert is not split: 1 serves one class, 0 all alike
+    # specialization from which on an expert is not split: 1 serves one class, 0 all alike
     focus: Annotated[float, Number()] = 0.6
     min_experts: Annotated[int, Whole(0)] = 2
     max_experts: Annotated[int | None, Whole(1, or_none=True)] = None  # None: as many as there are slots
@@ -65,7 +65,7 @@ class SleepRules:
 class Stage:
     """The result of one stage of a sleep."""
 
-    what: str  # replay, specialise, merge, prune, split
+    what: str  # replay, specialize, merge, prune, split
     kept: bool
     loss: tuple[float, float]  # that it was checked on, before and after
     words: str
@@ -118,7 +118,7 @@ class Night:
         return self.stages
 
     def specialisation(self) -> float:
-        """Return how much experts specialise in one class, over all layers: 1 is one class each, 0 a uniform mix."""
+        """Return how much experts specialize in one class, over all layers: 1 is one class each, 0 a uniform mix."""
         found = [_focus(self._table(layer, self._looked()[name]).sum(2)) for name, layer in self._layers.items()]
         weights = [float(load.sum()) for _, load in found]
         focused = sum(float((focus * load).sum()) for focus, load in found)
@@ -284,7 +284,7 @@ class Night:
 
     @torch.no_grad()
     def _lean(self, layer: MixtureOfExperts, parent: int, child: int, centres: Tensor) -> None:
-        """Tilt the router so that logits of parent and child differ by 1 either way at the centres of the halves."""
+        """Tilt the router so that logits of parent and child differ by 1 either way at the centers of the halves."""
         wanted = torch.tensor([-0.5, 0.5], dtype=torch.float64)
         direction = (torch.linalg.pinv(centres) @ wanted).to(layer.router.weight)
         tensors = [layer.router.weight.data, self._context.experts.companions(layer.router.weight).get("average")]

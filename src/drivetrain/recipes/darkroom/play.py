@@ -1,4 +1,4 @@
-"""Plays with frozen weights: whatever is learnt in play is learnt from the context alone."""
+"""Plays with frozen weights: whatever is learned in play is learned from the context alone."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Scores what is learnt in context on held-out goals, beside random actions, the source and the optimum."""
+"""Scores what is learned in context on held-out goals, beside random actions, the source and the optimum."""
 
 import json
 from dataclasses import asdict, dataclass, fields

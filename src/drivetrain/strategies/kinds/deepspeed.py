@@ -279,7 +279,7 @@ class DeepSpeedStrategy:
 
 
 def _load(world: World) -> Any:
-    """Import the package and initialise it over the existing process group."""
+    """Import the package and initialize it over the existing process group."""
     refuse_without_package("deepspeed", SPEC)
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # or it takes what it finds
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
