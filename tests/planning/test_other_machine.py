@@ -203,6 +203,24 @@ def test_the_line_is_the_peak_of_a_step_that_is_followed() -> None:
     assert needs.block_bytes == WEIGHTS // NUM_BLOCKS
 
 
+@pytest.mark.parametrize(
+    ("length", "flags", "num_samples"),
+    [
+        ({"epochs": 3}, {}, 3 * 256),
+        ({"epochs": 3}, {"max_steps": 5}, 256 + 200),  # steps of 100, 100, 56, 100, 100
+        ({"epochs": 3}, {"max_steps": 1000}, 3 * 256),
+        ({"epochs": 3}, {"epochs": 7}, 7 * 256),
+        ({"max_steps": 1000}, {}, 333 * 256 + 100),
+        ({"max_steps": 1000}, {"max_steps": 2}, 200),
+    ],
+)
+def test_the_forecast_is_for_as_many_samples_as_asked_for(
+    length: dict[str, int], flags: dict[str, int], num_samples: int
+) -> None:
+    job = make_job(**{"max_steps": None, "global_batch": 100, **length})
+    assert planned(1, 80, job, **flags).forecast.num_samples == num_samples
+
+
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
     script = tmp_path / "mine.py"
     script.write_text(

@@ -104,8 +104,13 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
 
 def _samples_of(job: Job, global_batch: int) -> int | None:
     """Return how many samples the whole job trains on; None if that is not known."""
-    by_epochs = None if job.epochs is None or job.num_samples is None else job.epochs * job.num_samples
-    by_steps = None if job.max_steps is None else job.max_steps * global_batch
+    if job.num_samples is None:
+        return None
+    by_epochs = None if job.epochs is None else job.epochs * job.num_samples
+    by_steps = None
+    if job.max_steps is not None:
+        num_epochs, num_steps = divmod(job.max_steps, -(-job.num_samples // global_batch))
+        by_steps = num_epochs * job.num_samples + num_steps * global_batch  # an epoch's last step may be smaller
     return min((each for each in (by_epochs, by_steps) if each is not None), default=None)
 
 
