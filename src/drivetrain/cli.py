@@ -14,7 +14,7 @@ from types import ModuleType
 
 from drivetrain import __version__
 from drivetrain.commands.command import COMMANDS, options_of
-from drivetrain.config import SETTINGS, from_yaml, nearest, resolve
+from drivetrain.config import SETTINGS, as_launched, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.hardware import detect
@@ -74,7 +74,7 @@ def dispatch(words: list[str]) -> int:
     problems = [*parsed.problems, *parser.missing_positionals(parsed)]
     from_file, more = from_yaml(parsed.config_file) if parsed.config_file is not None else ([], [])
     machine = cache(detect)
-    resolved = resolve([from_file, parsed.given], [*problems, *more], machine)
+    resolved = resolve([from_file, as_launched(parsed.given, os.environ)], [*problems, *more], machine)
     for notice in filter(None, (*resolved.notes, parser.passed_on(parsed))):
         print(f"drivetrain: {notice}", file=sys.stderr, flush=True)
     run: Callable[..., int | None] = module.run

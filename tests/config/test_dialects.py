@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.config import configure, from_yaml, resolve
+from drivetrain.config import FOREIGN, Given, as_launched, configure, from_yaml, resolve
 from drivetrain.config.dialects import DIALECTS, Meaning
 from drivetrain.config.settings import BY_DOTTED
 from drivetrain.core.errors import ConfigError
@@ -187,6 +187,13 @@ def test_deepspeeds_options_are_left_out_with_another_strategy(others: dict[str,
     assert config.distributed.strategy == ("ddp" if others else "auto")
     assert any("deepspeed.stage: 2 is left out: the strategy is" in note for note in config.notes), config.notes
     assert "memory.activations" in config.foreign
+
+
+def test_workers_know_which_flags_stem_from_the_file() -> None:
+    flags = [Given("memory.activations", "recompute", "--memory.activations", "command line"),
+             Given("batch.size", "4", "--batch.size", "command line")]  # fmt: skip
+    for environ, foreign in (({FOREIGN: "memory.activations,precision.dtype"}, {"memory.activations"}), ({}, set())):
+        assert resolve([as_launched(flags, environ)]).config.foreign == foreign
 
 
 def test_flags_go_before_the_file(tmp_path: Path) -> None:

@@ -228,8 +228,9 @@ def test_every_setting_for_recipes_has_a_reader() -> None:
 
 
 def test_a_file_may_hold_what_is_for_others(tmp_path: Path, capsys) -> None:
-    """Also where its values reach workers as flags."""
-    (tmp_path / "shared.yaml").write_text("data:\n  path: book.txt\n")
+    """Also where its values reach workers as flags: digits has no blocks, which another trainer's file may not know."""
+    theirs = "training:\n  gradient_checkpointing: true\n"
+    (tmp_path / "shared.yaml").write_text(f"data:\n  path: book.txt\n{theirs}")
     flags = ["--config", str(tmp_path / "shared.yaml"), "--max-steps", "2", "--cpu", "--num-processes", "2"]
     assert train(tmp_path / "two", "digits", *flags) == 0
     assert len(losses(tmp_path / "two" / "digits")) == 2

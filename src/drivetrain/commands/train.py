@@ -120,7 +120,13 @@ def started(
     script = Path(target) if target.endswith(".py") else None
     every_word = ("command", command, target, *_flags(resolved), *words)
     return start(
-        every_word, script, options, hardware, config.run.output_dir, skip_preflight=config.distributed.skip_preflight
+        every_word,
+        script,
+        options,
+        hardware,
+        config.run.output_dir,
+        skip_preflight=config.distributed.skip_preflight,
+        foreign=config.foreign,
     )
 
 

@@ -2,10 +2,22 @@
 
 from drivetrain.config.resolve import Resolved, configure, from_yaml, resolve, value_problem
 from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest
-from drivetrain.config.settings import BY_NAME, SECTIONS, SETTINGS, Given, Setting, nearest, normal, settings_of
+from drivetrain.config.settings import (
+    BY_NAME,
+    FOREIGN,
+    SECTIONS,
+    SETTINGS,
+    Given,
+    Setting,
+    as_launched,
+    nearest,
+    normal,
+    settings_of,
+)
 
 __all__ = [
     "BY_NAME",
+    "FOREIGN",
     "SECTIONS",
     "SETTINGS",
     "Allowed",
@@ -16,6 +28,7 @@ __all__ = [
     "Resolved",
     "Rest",
     "Setting",
+    "as_launched",
     "configure",
     "from_yaml",
     "nearest",

@@ -2,8 +2,8 @@
 
 import difflib
 import types
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,6 +13,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from drivetrain.config.schema import Allowed, Choices, Config, Flag, Planned, Positional, Rest, Switch
+
+FOREIGN = "DRIVETRAIN_FOREIGN"  # the dotted names of a worker's flags that stem from another trainer's file
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class Given:
     note: str = ""  # what a line of another trainer's file became
     needs_gpu: bool = False  # left out where no GPU is used
     is_foreign: bool = False  # of a file that was written for another trainer
+
+
+def as_launched(given: Sequence[Given], environ: Mapping[str, str]) -> list[Given]:
+    """Mark the flags that the launcher made of lines of another trainer's file; a worker does not read that file."""
+    names = environ.get(FOREIGN, "").split(",")
+    return [replace(each, is_foreign=True) if each.name in names else each for each in given]
 
 
 def normal(name: str) -> str:

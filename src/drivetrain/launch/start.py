@@ -8,8 +8,10 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
+from drivetrain.config import FOREIGN
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.processes import OrphanGuard, StopWish, hearing
@@ -192,12 +194,19 @@ def start(
     output_dir: Path,
     *,
     skip_preflight: bool,
+    foreign: Collection[str] = (),
 ) -> int:
-    """Run `words` in every worker until they end; the exit code is the job's."""
+    """Run `words` in every worker until they end; the exit code is the job's.
+
+    `foreign` are the fields among the words that a file for another trainer set.
+    """
     if script is not None:
         check_script(script)
     layout = make_layout(options, hardware)
-    task = WorkerTask(words, {SKIP_PREFLIGHT: "1"} if skip_preflight else {})
+    environment = {SKIP_PREFLIGHT: "1"} if skip_preflight else {}
+    if foreign:
+        environment[FOREIGN] = ",".join(sorted(foreign))
+    task = WorkerTask(words, environment)
     code = {**code_version("" if script is None else str(script)), "arguments": " ".join(words[1:])}
     if layout.node_rank == 0 and os.environ.get("DRIVETRAIN_LAUNCHED"):
         raise DrivetrainError(
