@@ -21,6 +21,7 @@ ROWS = [(row["there"].strip(), row["here"]) for row in ROW.finditer(PAGE)]
 SHORT = ("drivetrain check", "drivetrain train image-pairs --max_steps 2")
 WRITES_FILES = "python examples/gpu_training_example.py --experts 2 --epochs 2"
 TRAINS = ("train", "benchmark", "plan")
+LONGEST_SECONDS = 580  # less than pytest's own limit, so that the command's output is shown
 LAUNCHERS = ("torchrun", "accelerate", "tensorboard")
 FILES = {  # of each recipe, what its guide writes
     "digits-moe": GPU_CONFIG,
@@ -86,11 +87,11 @@ def run(here: str, folder: Path) -> None:
     if words[0].endswith(".sh"):
         path = f"{Path(sys.executable).parent}:{environment['PATH']}"
         done = subprocess.run(
-            ["sh", *words], capture_output=True, text=True, timeout=280, cwd=folder, env=environment | {"PATH": path},
-            check=False,
+            ["sh", *words], capture_output=True, text=True, timeout=LONGEST_SECONDS, cwd=folder,
+            env=environment | {"PATH": path}, check=False,
         )  # fmt: skip
     else:
-        done = warm_python.run(words, timeout=280, cwd=folder, env=environment)
+        done = warm_python.run(words, timeout=LONGEST_SECONDS, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     if here == WRITES_FILES:
         written = {re.sub(r"\d+", "*", path.name) for path in (folder / "gpu_training").iterdir()}
