@@ -31,16 +31,18 @@ class PartTotals(NamedTuple):
 
 
 class LoggedTotals(NamedTuple):
-    """Sums and counts of the values that a step logged, in one tensor of float64: all sums, then all counts."""
+    """Sums of the values that a step logged, on the device, and their counts."""
 
-    values: Tensor
+    values: Tensor  # all sums; behind them all counts, where the host does not know these
     names: Sequence[str]
+    factor: float = 1.0  # of the sums
+    counts: Sequence[float] | None = None
 
     def read(self, values: Sequence[float]) -> dict[str, float]:
         """Return the mean of each, given the values on the host; nan for one without an item."""
-        counts = values[len(self.names) :]
+        counts = values[len(self.names) :] if self.counts is None else self.counts
         return {
-            name: total / count if count else math.nan
+            name: total * self.factor / count if count else math.nan
             for name, total, count in zip(self.names, values, counts, strict=False)
         }
 
@@ -78,7 +80,7 @@ class StepOutcome(NamedTuple):
         """Pack its tensors into one of float64: `parts` in order, then named loss parts, then logged values."""
         # Only tensors: copying a host number to the device, to read it back, would make the host wait.
         on_device = [part.double() for part in self.parts() if isinstance(part, Tensor)]
-        others = [totals.values for totals in (self.named, self.logged) if totals is not None]
+        others = [totals.values.double() for totals in (self.named, self.logged) if totals is not None]
         if others:
             return torch.cat([torch.stack(on_device), *others]) if on_device else torch.cat(others)
         return torch.stack(on_device) if len(on_device) > 1 else on_device[0].reshape(1)
