@@ -11,17 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
-from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import untouched
 from drivetrain.core.precision import numerics
-from drivetrain.core.state import TensorSource, local_part, read_for
 from drivetrain.core.value import Value
 from drivetrain.core.world import synchronize
 from drivetrain.data.batch import MicroBatch, to_device
@@ -35,7 +31,7 @@ from drivetrain.plan.plan import Plan
 from drivetrain.planning.batch_size import settle_global_batch, with_micro_batch
 from drivetrain.planning.description import described
 from drivetrain.planning.planner import OnProbe, measured
-from drivetrain.run import Result, Session, Which, checkpoint_of
+from drivetrain.run import Result, Session, Which, checkpoint_of, load_whole
 from drivetrain.run.assemble import RunParts, assemble, make_loader, make_stepper, make_validator
 from drivetrain.run.loss_weighting import recorded_weighting, settle_weighting
 from drivetrain.run.memory import peak_meter
@@ -251,31 +247,11 @@ def evaluate(
             session.loss_parts.step = max(0, checkpoint.step - 1)  # whose weights the loss had
             model, _, called = callable_model(session)
             source = checkpoint if session.experts is None else session.experts.seen(checkpoint)
-            _load(model, plainly_named(source, model.state_dict()), checkpoint.path)
+            load_whole(model, source, checkpoint.path)
             return make_validator(session, session.way.micro_batch).measure(model, called)
     finally:
         session.close_loaders()
         session.close()
-
-
-def _load(model: nn.Module, checkpoint: TensorSource, path: Path) -> None:
-    """The model's own weights; the averaged ones where an average was kept, since those were validated."""
-    keys: dict[str, Any] = dict(checkpoint.keys)
-    state = model.state_dict()
-    missing = sorted(name for name in state if f"model/{name}" not in keys)
-    others = sorted(
-        name for name in state if f"model/{name}" in keys and keys[f"model/{name}"].shape != tuple(state[name].shape)
-    )
-    if missing or others:
-        raise DrivetrainError(
-            f"{path} holds another model: {', '.join((missing + others)[:5])} "
-            f"{'is not there' if missing else 'has another shape'}",
-            remedy="evaluate it with the job that trained it",
-        )
-    with torch.no_grad():
-        for name, target in state.items():
-            key = f"ema/{name}" if f"ema/{name}" in keys else f"model/{name}"
-            local_part(target).copy_(read_for(target, checkpoint, key))
 
 
 def plan(job: Job, config: Config | None = None, *, measure: bool = False, on_probe: OnProbe | None = None) -> Plan:

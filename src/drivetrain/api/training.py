@@ -35,6 +35,7 @@ from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
+    Best,
     CheckpointSaver,
     Result,
     Session,
@@ -43,6 +44,7 @@ from drivetrain.run import (
     checkpoint_of,
     configured,
     done_instead,
+    folder_of,
     note_end,
     num_trained,
     open_recorder,
@@ -137,8 +139,7 @@ def export(
         'line.pt'
     """
     checkpoint = checkpoint_of(run, which)
-    folder = run.folder if isinstance(run, Result) else Path(run)
-    target = Path(path) if path is not None else folder / "model.safetensors"
+    target = Path(path) if path is not None else folder_of(run) / "model.safetensors"
     export_checkpoint(checkpoint, target, prefix="model/", instead="ema/" if average else "")
     return target
 
@@ -358,8 +359,15 @@ class _Loop:
             self._run.compilation(),
             self._run.world.is_main,
             metrics=validation.latest if validation else {},
-            best_step=validation.best_step if validation else None,
+            best=self._best(),
+            job=self._run.job,
         )
+
+    def _best(self) -> Best | None:
+        validation = self._validation
+        if validation is None or validation.best_step is None:
+            return None
+        return Best(validation.best_value, validation.best_step, self._run.job.best.metric)
 
     def _state(self) -> State:
         """Return what a checkpoint holds of this rank."""

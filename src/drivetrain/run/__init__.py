@@ -13,21 +13,26 @@ from drivetrain.run.recorder import (
     tell_sharding,
     tell_strategy,
 )
-from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, Result, State, Which, checkpoint_of
+from drivetrain.run.result import Best, Result, Which, best_or_last, checkpoint_of, folder_of, load_whole
+from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State
 from drivetrain.run.session import SOURCE, Session
 
 __all__ = [
     "CHECKPOINTS",
     "SOURCE",
+    "Best",
     "CheckpointSaver",
     "Result",
     "Session",
     "State",
     "Which",
+    "best_or_last",
     "checkpoint_of",
     "configured",
     "done_instead",
+    "folder_of",
     "last_one_finished",
+    "load_whole",
     "note_end",
     "num_trained",
     "open_recorder",

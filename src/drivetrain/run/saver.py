@@ -1,20 +1,16 @@
-"""Saves the checkpoints of a run, deciding when each is begun and when it counts; the result of a run finds them."""
+"""Saves the checkpoints of a run, deciding when each is begun and when it counts."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, CheckpointError, Shard
-from drivetrain.checkpoint.files import step_name
-from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import supervision
 from drivetrain.core.processes import SetAside
-from drivetrain.core.records import StepRecord
 from drivetrain.core.world import World
 from drivetrain.monitor.recorder import NoRunRecorder
 
@@ -23,7 +19,6 @@ LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough
 
 State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
 CHECKPOINTS = "checkpoints"
-Which = Literal["last", "best"]
 
 
 class CheckpointSaver:
@@ -153,58 +148,3 @@ class CheckpointSaver:
             for step in self._pins - {best}:
                 self._checkpointer.unpin(step)
             self._pins &= {best}
-
-
-@dataclass(frozen=True)
-class Result:
-    """Holds where a run's files are, and how it ended.
-
-    Args:
-        folder: The run folder.
-        steps: Optimizer steps done over the whole life of the run.
-        resumed_from: The step that this call went on from; 0 for a new run.
-        finished: False if the run was asked to stop before the job's end.
-        last: The record of the last step; None if there was nothing left to do.
-        compilation: What torch.compile did, in words.
-        is_main: Whether this is the process that writes the run's files.
-        metrics: The metrics of the last validation.
-        best_step: The step that validated best; None without a validation.
-
-    Example:
-        >>> result = dt.train(job, quiet=True)
-        >>> result.steps, result.finished
-        (2, True)
-    """
-
-    folder: Path
-    steps: int  # optimizer steps done over the whole life of the run
-    resumed_from: int  # the step this call went on from; 0 for a new run
-    finished: bool  # false if it was asked to stop before the job's end
-    last: StepRecord | None  # None if there was nothing left to do
-    compilation: str = "not asked for"
-    is_main: bool = True
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last validation
-    best_step: int | None = None
-
-
-def checkpoint_of(run: Path | str | Result, which: Which) -> Checkpoint:
-    """Return the newest checkpoint of a run, or the best one. Changes nothing, so a run may go on at the same time."""
-    if which not in get_args(Which):
-        raise ConfigError(
-            [Problem("which", f"got {which!r}", allowed=" or ".join(map(repr, get_args(Which))), remedy="which='last'")]
-        )
-    folder = run.folder if isinstance(run, Result) else Path(run)
-    if not (folder / CHECKPOINTS).is_dir():
-        raise DrivetrainError(f"{folder} holds no checkpoints", remedy="give the folder of a run, such as runs/digits")
-    newest = Checkpoint.latest_in(folder / CHECKPOINTS)
-    if newest is None:
-        raise DrivetrainError(f"{folder} holds no checkpoint that is whole", remedy="train on under the same name")
-    if which == "last":
-        return newest
-    step = (newest.meta.get("validation") or {}).get("best_step")
-    if step is None:
-        raise DrivetrainError(
-            f"{folder} holds a run that was never validated, so none of it is known to be best",
-            remedy="give the job a validation set, or take the last instead of the best",
-        )
-    return newest if step == newest.step else Checkpoint.open(newest.path.with_name(step_name(step)))
