@@ -3,11 +3,11 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFu
 from drivetrain.core.optimizers import closure_error, needs_closure, use_fused
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.data.external_order import is_iterator
+from drivetrain.data.held_out import metric_names, sets_of
 from drivetrain.data.source import Source, source_of
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]
@@ -126,6 +127,10 @@ class EarlyStopping:
     mode: Mode = "auto"
 
 
+AimKind = TypeVar("AimKind", Aim, EarlyStopping)
+_SET_KINDS = {"valid": "validation"}
+
+
 OTHER_NAMES = {
     "dataset": "data",
     "train_data": "data",
@@ -195,7 +200,8 @@ class Job:
         collate: Makes a batch of a list of items.
         shuffle: Whether to draw samples in a new order in each epoch.
         valid: The validation set, like `data`, but not something that can only be iterated. It is read in its own
-            order, whatever a `DataLoader` says.
+            order, whatever a `DataLoader` says. Or several sets by name, as in `{"clean": dataset, "noisy": other}`:
+            metrics are then called `valid_clean_loss`, and `valid_loss` is that of the first set.
         valid_every: Steps between validations. Default: at the end of each epoch.
         valid_batch: Samples per device in each forward of a validation. Default: the micro-batch.
         metrics: By name: functions of (output, batch) that return a mean, a `LossSum` or an entry per item; or
@@ -288,6 +294,11 @@ class Job:
     def source(self) -> Source:
         """The source of samples that the job's data amounts to."""
         return source_of(self.data)
+
+    @cached_property
+    def valid_sets(self) -> dict[str, Source]:
+        """The validation sets by name; a single one has no name, and without validation there is none."""
+        return {} if self.valid is None else sets_of(self.valid)
 
     @property
     def num_samples(self) -> int | None:
@@ -484,7 +495,7 @@ class Job:
         """
         if self.valid is None or any(isinstance(metric, MetricObject) for metric in self.metrics.values()):
             return  # how many values a metric object has, and their names, is known when it was computed once
-        known = ["valid_loss", *(f"valid_{name}" for name in (*self.metrics, *of_loss))]
+        known = metric_names(self.valid_sets, ("loss", *self.metrics, *of_loss), "valid_")
         problems = [
             Problem(
                 f"Job.{name}",
@@ -499,17 +510,30 @@ class Job:
         if problems:
             raise ConfigError(problems)
 
-    def _valid_set_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        kind = type(self.valid).__name__
+    def settled(self, aim: AimKind) -> AimKind:
+        """Return an aim with its better direction settled by the metric's own name, without that of its set."""
+        of = next((of for of in self.valid_sets if of and aim.metric.startswith(f"valid_{of}_")), None)
+        name = aim.metric if of is None else aim.metric.removeprefix(f"valid_{of}_")
+        return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
+
+    def _set_problems(self, name: str, problem: Callable[..., Problem]) -> Iterable[Problem]:
         try:
-            source = source_of(self.valid)
+            sets: dict[str, Source] = getattr(self, f"{name}_sets")
         except DrivetrainError as error:
-            yield problem("valid", kind, error.message, error.remedy)
+            yield problem(name, type(getattr(self, name)).__name__, error.message, error.remedy)
             return
-        if source.is_iterable:
-            yield problem("valid", kind, f"{kind} has no length or no items", "give a map-style data set, or a list")
-        elif len(source.dataset) == 0:
-            yield problem("valid", 0, "the validation set is empty", "check the path or the filter it was made with")
+        for of, source in sets.items():
+            kind, where = type(source.dataset).__name__, f"{name}[{of!r}]" if of else name
+            if source.is_iterable:
+                yield problem(where, kind, f"{kind} has no length or no items", "give a map-style data set, or a list")
+            elif len(source.dataset) == 0:
+                message = f"the {_SET_KINDS[name]} set is empty"
+                yield problem(where, 0, message, "check the path or the filter it was made with")
+        if isinstance(self.metrics, Mapping):
+            over_sets = {f"{of}_{metric}" for of in sets if of for metric in ("loss", *self.metrics)}
+            for metric in over_sets & set(self.metrics):
+                message = f"{metric!r} is also the name of a metric over one of the {_SET_KINDS[name]} sets"
+                yield problem("metrics", metric, message, "choose another name for the metric or the set")
 
     def _data_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         try:
@@ -561,7 +585,7 @@ class Job:
                         name, getattr(self, name), "there is no validation set", "give valid=…, or leave it out"
                     )
         else:
-            yield from self._valid_set_problems(problem)
+            yield from self._set_problems("valid", problem)
         wrong_kinds = list(self._validation_kinds(problem))
         if wrong_kinds:
             yield from wrong_kinds

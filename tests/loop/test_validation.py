@@ -450,3 +450,92 @@ def test_a_loss_sum_as_a_metric(tmp_path: Path) -> None:
     metrics = {"share": lambda output, batch: LossSum(correct(output, batch).sum(), batch[1].numel())}
     result = trained(tmp_path, make_job(FLOAT64, valid=valid_set(), metrics={**metrics, **METRICS}), 3)
     assert result.metrics["valid_share"] == result.metrics["valid_accuracy"]
+
+
+def two_sets() -> dict[str, Any]:
+    """A set that is `valid_set()`, and one with other samples in columns."""
+    data = valid_set()
+    return {"clean": data, "noisy": {"0": data.inputs[:7] * -2, "1": data.labels[:7]}}
+
+
+def loss_of_either(model: nn.Module, batch: Any) -> Tensor:
+    inputs, labels = batch.values() if isinstance(batch, dict) else batch
+    return functional.cross_entropy(model(inputs), labels)
+
+
+def correct_of_either(output: Tensor, batch: Any) -> Tensor:
+    return output.argmax(1) == (batch["1"] if isinstance(batch, dict) else batch[1])
+
+
+def run_two_sets(folder: str, micro_batch: int | None = None) -> tuple[dict[str, float], int | None]:
+    job = make_job(
+        FLOAT64,
+        loss=loss_of_either,
+        valid=two_sets(),
+        metrics={"accuracy": correct_of_either},
+        valid_every=2,
+        best=Aim("valid_noisy_accuracy"),
+        early_stopping=EarlyStopping(100, metric="valid_noisy_loss"),
+        keep_last=9,
+    )
+    result = trained(folder, job, micro_batch, report=False)
+    return dict(result.metrics), result.best_step
+
+
+def test_several_sets_by_name(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    found, best_step = run_two_sets(str(tmp_path / "one"), 3)
+    model = Mlp(0.0).double()
+    folder = tmp_path / "one" / "suite"
+    model.load_state_dict(weights_at(folder, 10))
+    noisy = two_sets()["noisy"]
+    with torch.no_grad():
+        output = model(noisy["0"])
+    clean = by_hand(weights_at(folder, 10))
+    expected = {
+        "valid_loss": clean["valid_loss"],
+        "valid_accuracy": clean["valid_accuracy"],
+        "valid_clean_loss": clean["valid_loss"],
+        "valid_clean_accuracy": clean["valid_accuracy"],
+        "valid_noisy_loss": float(functional.cross_entropy(output, noisy["1"])),
+        "valid_noisy_accuracy": float((output.argmax(1) == noisy["1"]).double().mean()),
+    }
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert found["valid_noisy_loss"] != pytest.approx(found["valid_clean_loss"])
+    best = max(rows(folder), key=lambda row: (row["valid_noisy_accuracy"], -row["step"]))
+    assert best_step == best["step"]
+    for together in gloo_pool.run(run_two_sets, str(tmp_path / "two"), 2, world=2):
+        assert together[0] == pytest.approx(found, rel=1e-9)
+        assert together[1] == best_step
+
+
+def test_the_name_of_a_set_does_not_turn_a_metric_around() -> None:
+    job = make_job(FLOAT64, valid={"accents": valid_set(), "other": valid_set()}, metrics={"accuracy": correct})
+    assert job.settled(Aim("valid_accents_loss")).mode == "min"
+    assert job.settled(Aim("valid_accents_accuracy")).mode == "max"
+    assert job.settled(Aim("valid_accents_accuracy", "min")).mode == "min"
+    assert job.settled(Aim("valid_accuracy")).mode == "max"
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ({"clean": valid_set(), "noisy": torch.zeros(3)}, "columns of one data set, or data sets by name"),
+        ({"inputs": [[1.0], [2.0]], "labels": [0, 1]}, "'inputs' is a list of list: is it a column"),
+        ({"clean": valid_set(), "noisy": []}, r"Job.valid\['noisy'\] .*: the validation set is empty"),
+        ({"clean": valid_set(), "noisy": iter([])}, "has no length or no items"),
+        ({"clean": valid_set(), "noisy": "noisy.csv"}, "'noisy': expected a Dataset, got str"),
+        ({"clean set": valid_set()}, "'clean set' cannot be the name of a data set"),
+        ({"loss": valid_set()}, "'loss' cannot be the name"),
+    ],
+)
+def test_sets_that_cannot_be_told(sets: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_job(FLOAT64, valid=sets)
+
+
+def test_a_metric_with_the_name_of_a_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'noisy_loss' is also the name of a metric over one of the validation sets"):
+        make_job(FLOAT64, valid={"clean": valid_set(), "noisy": valid_set()}, metrics={"noisy_loss": squares})
+    job = make_job(FLOAT64, valid={"clean": valid_set()}, best=Aim("valid_noisy_loss"))
+    with pytest.raises(ConfigError, match="valid_loss, valid_clean_loss"):
+        trained(tmp_path, job)

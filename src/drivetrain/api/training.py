@@ -386,8 +386,14 @@ class _Loop:
         if job.valid is None:
             return None
         validator = make_validator(self._run, self._loader.division.micro_batch)
+        stopping = None if job.early_stopping is None else job.settled(job.early_stopping)
         return Validation(
-            validator, job.validate_every, job.best, job.early_stopping, self._parts.average, self._report_validation
+            validator,
+            job.validate_every,
+            job.settled(job.best),
+            stopping,
+            self._parts.average,
+            self._report_validation,
         )
 
     def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:

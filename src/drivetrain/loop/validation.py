@@ -1,7 +1,8 @@
 """Validation: the loss and the metrics over held-out samples, each counted once, on all ranks together.
 
-The set is divided like a single large step: every rank takes a slice, without padding or duplicates. It is a hook:
-afterwards all ranks know the same numbers, and so agree on which checkpoint is best and when to stop.
+There may be several sets, by name. Each is divided like a single large step: every rank takes a slice, without padding
+or duplicates. It is a hook: afterwards all ranks know the same numbers, and so agree on which checkpoint is best and
+when to stop.
 """
 
 import math
@@ -35,18 +36,18 @@ _PART = "loss_"  # before the name of a part of the loss
 
 
 class Validator:
-    """Runs a model over the validation set. `measure` is collective."""
+    """Runs a model over the validation sets. `measure` is collective."""
 
     def __init__(
         self,
         job: Job,
-        loader: Loader,
+        loaders: Mapping[str, Loader],  # by the name of the set
         precision: Precision,
         world: World,
         loss: LossFunction | None = None,
         loss_parts: LossParts | None = None,
     ) -> None:
-        self._job, self._loader, self._precision, self._world = job, loader, precision, world
+        self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
         self._loss = loss or job.loss
         self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
         self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
@@ -58,14 +59,26 @@ class Validator:
         }
 
     def measure(self, model: nn.Module, called: Callable[..., Any] | None = None) -> dict[str, float]:
-        """Return loss and metrics over the whole set, the same on every rank.
+        """Return loss and metrics over each whole set, the same on every rank.
 
+        Of a set with a name they are called `valid_NAME_loss`; those of the first set are called `valid_loss`, too.
         `called` is the model, perhaps compiled.
         """
+        by_set = {
+            name: self._measure_set(loader, model, model if called is None else called)
+            for name, loader in self._loaders.items()
+        }
+        first = next(iter(by_set.values()))
+        values = {f"{PREFIX}{name}": value for name, value in first.items()}
+        for of, found in by_set.items():
+            values |= {f"{PREFIX}{of}_{name}": value for name, value in found.items()} if of else {}
+        return values
+
+    def _measure_set(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
         counted: dict[str, Counted | None] = {}
         failure: Exception | None = None
         try:
-            counted = self._count(model, model if called is None else called)
+            counted = self._count(loader, model, called)
         except Exception as error:
             failure = error
             if any(map(is_distributed, model.parameters())):
@@ -88,7 +101,7 @@ class Validator:
             values = self._with_total(values, parts)
         for name, found in self._objects.items():
             values |= flattened(name, self._computed(name, found))
-        return {f"{PREFIX}{name}": value for name, value in values.items()}
+        return values
 
     def _with_total(self, values: dict[str, float], parts: Sequence[str]) -> dict[str, float]:
         """Add the parts' weighted sum as the loss. A part without items in the set is left out."""
@@ -97,13 +110,13 @@ class Validator:
         total = sum(value * weight for value, weight in found if not math.isnan(value))
         return {"loss": total} | {name: value for name, value in values.items() if name != "loss"}
 
-    def _count(self, model: nn.Module, called: Any) -> dict[str, Counted | None]:
+    def _count(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, Counted | None]:
         tallies = {name: Tally(name) for name in ("loss", *self._functions)}
         for found in self._objects.values():
             found.reset()
         seed_all(key_of(self._job.seed, _VALIDATION))
         with evaluating(model), torch.no_grad(), _recording(called) as outputs:
-            for micro in self._micro_batches():
+            for micro in _micro_batches(loader):
                 outputs.clear()
                 with collecting() as logged, self._precision.around_forward() or nullcontext():
                     loss = self._loss(called, micro.batch)
@@ -120,10 +133,6 @@ class Validator:
                         self._add_metrics(tallies, self._output(outputs), micro)
                     self._add_logged(tallies, logged, micro.num_samples)
         return {name: tally.read() for name, tally in tallies.items()}
-
-    def _micro_batches(self) -> Iterator[MicroBatch]:
-        for _, micro_batches in self._loader.batches(0, 1):
-            yield from micro_batches
 
     def _add_logged(self, tallies: dict[str, Tally], logged: LoggedValues, num_samples: int) -> None:
         """Add what the loss or a metric logged. A metric of the same name goes before it."""
@@ -279,6 +288,11 @@ def _or_none(value: float) -> float | None:
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _micro_batches(loader: Loader) -> Iterator[MicroBatch]:
+    for _, micro_batches in loader.batches(0, 1):
+        yield from micro_batches
 
 
 def _in_words(error: Exception | None) -> str:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from drivetrain.checkpoint.staging import has_room
-from drivetrain.data.source import source_of
 from drivetrain.loop import why_not_here
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
@@ -162,7 +161,7 @@ def _validation_seconds(run: Session, tuned: Tuned | None) -> float | None:
     measured = tuned.chosen if eager is None or eager.problem else eager
     if measured is None or measured.problem:
         return None
-    samples = -(-len(source_of(job.valid).dataset) // run.world.size)
+    samples = sum(-(-len(source.dataset) // run.world.size) for source in job.valid_sets.values())
     num_validations = -(-job.num_steps // every)  # the end is always validated
     return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
 

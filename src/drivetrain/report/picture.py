@@ -120,6 +120,9 @@ def _draw_loss(axis: Any, data: RunData) -> None:
     if "valid_loss" in data.metric_names:
         where, values = data.metric("valid_loss")
         axis.plot(where, values, color=VALID, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+    for number, name in enumerate(data.set_losses[:_MOST_LOSS_PARTS]):
+        label = name.removeprefix("valid_").removesuffix("_loss").replace("_", " ")
+        axis.plot(*data.metric(name), color=MANY[3 + number], linewidth=1.3, marker="o", markersize=2.5, label=label)
     _draw_parts(axis, data)
     if losses.min() > 0 and losses.max() > 8 * losses.min():
         axis.set_yscale("log")
@@ -141,7 +144,7 @@ def _draw_parts(axis: Any, data: RunData) -> None:
 def _draw_metrics(axis: Any, data: RunData) -> None:
     """Draw the validation metrics besides the loss; the throughput where there are none."""
     axis.set_xlabel("step")
-    losses = {"valid_loss", *(f"valid_{name}" for name in data.part_names)}
+    losses = {"valid_loss", *data.set_losses, *(f"valid_{name}" for name in data.part_names)}
     shown_beside = {*data.logged_names, *(f"valid_{name}" for name in data.logged_names)}
     names = [name for name in data.metric_names if name not in losses | shown_beside][:_MOST_METRICS]
     if not names:

@@ -88,6 +88,12 @@ class RunData:
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     @property
+    def set_losses(self) -> list[str]:
+        """The losses over validation sets that have names, and other metrics called a loss: `valid_NAME_loss`."""
+        found = [name for name in self.metric_names if name.startswith("valid_") and name.endswith("_loss")]
+        return [name for name in found if name != "valid_loss" and not name.startswith("valid_loss_")]
+
+    @property
     def part_names(self) -> list[str]:
         """The named parts of the loss, as `steps.jsonl` has them: `loss_NAME`."""
         return list(dict.fromkeys(name for row in self.steps for name in row if name.startswith("loss_")))

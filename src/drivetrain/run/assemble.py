@@ -87,13 +87,17 @@ def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, s
 
 
 def make_validator(run: Session, micro_batch: int) -> Validator:
-    """Make the validator of the job's validation set, in batches of the job's validation size or the given one."""
-    valid = source_of(run.job.valid).dataset
+    """Make the validator of the job's validation sets, in batches of the job's validation size or the given one."""
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
-    whole = Division(len(valid), len(valid), micro_batch, run.world.size)
-    loader = make_loader(run, whole, valid, shuffle=False)
-    return Validator(run.job, loader, run.precision, run.world, run.weighted(run.job.loss), run.loss_parts)
+    loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in run.job.valid_sets.items()}
+    return Validator(run.job, loaders, run.precision, run.world, run.weighted(run.job.loss), run.loss_parts)
+
+
+def whole_set_loader(run: Session, source: Source, micro_batch: int) -> Loader:
+    """Make a loader of a whole data set in its own order, as one step: each sample once, over all ranks."""
+    length = len(source.dataset)
+    return make_loader(run, Division(length, length, micro_batch, run.world.size), source.dataset, shuffle=False)
 
 
 def _num_workers(run: Session, source: Source) -> int:

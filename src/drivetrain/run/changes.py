@@ -24,7 +24,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import RunFolder, as_row
 from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import KeyedItems
-from drivetrain.data.source import Glance, Source, are_steady, difference, glance, source_of
+from drivetrain.data.source import Glance, Source, are_steady, difference, glance
 from drivetrain.job import Constant, Job, WarmupCosine
 from drivetrain.run.session import Session
 
@@ -110,8 +110,7 @@ class Fingerprint:
 
     def _samples(self, job: Job) -> Iterator[tuple[str, Any]]:
         sources: dict[str, Source] = {"training": job.source}
-        if job.valid is not None:
-            sources["validation"] = source_of(job.valid)
+        sources |= {f"validation {name}".strip(): source for name, source in job.valid_sets.items()}
         for name, source in sources.items():
             if not source.is_keyed:
                 self.not_covered.append(f"the {name} data: it is read in an order of its own")

@@ -21,7 +21,7 @@ from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.run_folder import is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Columns
-from drivetrain.data.source import source_of
+from drivetrain.data.source import Source
 from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Settings
 from drivetrain.plan.rules import choose_strategy
@@ -250,7 +250,8 @@ def debugged(job: Job, config: Config, num_devices: int) -> Job:
     else:
         cut = "the data has an order of its own and is not cut; only the number of steps is limited"
     if job.valid is not None:
-        changes["valid"] = _first(source_of(job.valid).dataset, DEBUG_SAMPLES)
+        cut_sets = {name: Source(_first(it.dataset, DEBUG_SAMPLES)) for name, it in job.valid_sets.items()}
+        changes["valid"] = cut_sets[""].dataset if "" in cut_sets else cut_sets
     if not (budget.epochs or budget.max_steps):
         changes["epochs"] = None if job.epochs is None else 1
         is_open = length is None or job.epochs is None

@@ -24,7 +24,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import GIB
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import KeyedItems
-from drivetrain.data.source import READING_SECONDS, Glance, are_steady, difference, glance, source_of
+from drivetrain.data.source import READING_SECONDS, Glance, are_steady, difference, glance
 from drivetrain.hardware import Hardware
 from drivetrain.job import Job
 
@@ -57,8 +57,7 @@ def run_preflight(job: Job, config: Config, hardware: Hardware, world: World, sc
     if not is_wanted(config, world):
         return None
     sources = {"training": job.source}
-    if job.valid is not None:
-        sources["validation"] = source_of(job.valid)
+    sources |= {f"validation {name}".strip(): source for name, source in job.valid_sets.items()}
     data = {name: KeyedItems(source.dataset, job.seed) for name, source in sources.items() if not source.is_iterable}
     return preflight(world, config, hardware, job.identity(), script, config.distributed.timeout_seconds, data)
 
