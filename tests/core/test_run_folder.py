@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import JsonLines, RunFolder, read_job, read_rows
+from drivetrain.core.run_folder import Extension, JsonLines, RunFolder, read_extensions, read_job, read_rows
 
-JOB = {"seed": 1, "global_batch": 8}
+JOB = {"seed": 1, "global_batch": 8, "num_steps": 10}
+
+
+def with_a_step(folder: RunFolder) -> RunFolder:
+    folder.write("steps.jsonl", '{"step": 1}\n')
+    folder.close()
+    return folder
 
 
 def test_an_unfinished_run_of_the_same_job_is_continued(tmp_path: Path) -> None:
@@ -33,11 +39,102 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_job_is_refused_with_the_difference(tmp_path: Path) -> None:
-    RunFolder.claim(tmp_path, "mine", JOB).close()
+    with_a_step(RunFolder.claim(tmp_path, "mine", JOB))
     with pytest.raises(DrivetrainError, match="seed is 2 now and was 1") as caught:
         RunFolder.claim(tmp_path, "mine", {**JOB, "seed": 2})
     assert "--name" in caught.value.remedy
     assert RunFolder.claim(tmp_path, "mine", JOB).is_resumed  # and the lock was let go
+
+
+def test_a_folder_without_a_step_is_no_run(tmp_path: Path) -> None:
+    first = RunFolder.claim(tmp_path, "mine", JOB)
+    for name in ("events.jsonl", "crash.json", "memory.json", "notes.txt", "certificate.json"):
+        first.write(name, "of the first")
+    first.close()
+    RunFolder.claim(tmp_path, "mine", {**JOB, "global_batch": 4}).close()  # of the same job, measured anew
+    assert (first.path / "memory.json").exists()
+    other = RunFolder.claim(tmp_path, "mine", {**JOB, "seed": 2})
+    assert other.path == first.path
+    assert not other.is_resumed
+    assert read_job(other.path)["seed"] == 2
+    kept = sorted(path.name for path in other.path.iterdir())
+    assert kept == [".lock", "certificate.json", "job.yaml", "notes.txt"]
+
+
+def test_a_checkpoint_alone_is_a_run(tmp_path: Path) -> None:
+    first = RunFolder.claim(tmp_path, "mine", JOB)
+    (first.path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    first.close()
+    with pytest.raises(DrivetrainError, match="unfinished run of another job"):
+        RunFolder.claim(tmp_path, "mine", {**JOB, "seed": 2})
+
+
+def test_fresh_moves_a_run_aside(tmp_path: Path) -> None:
+    for number in (1, 2):
+        old = with_a_step(RunFolder.claim(tmp_path, "mine", {**JOB, "seed": number}))
+        new = RunFolder.claim(tmp_path, "mine", {**JOB, "seed": number + 1}, fresh=True)
+        assert new.path == old.path
+        assert new.moved_to == tmp_path / f"mine.old-{number}"
+        assert read_job(new.moved_to)["seed"] == number
+        assert (new.moved_to / "steps.jsonl").exists()
+        assert not (new.path / "steps.jsonl").exists()
+        new.close()
+    assert RunFolder.claim(tmp_path, "mine", JOB, fresh=True).moved_to is None  # there was no step in it
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("work")
+    with pytest.raises(DrivetrainError, match="is not a run of drivetrain"):
+        RunFolder.claim(tmp_path, "other", JOB, fresh=True)
+
+
+LONGER = {**JOB, "num_steps": 20}
+
+
+def test_a_finished_run_is_extended(tmp_path: Path) -> None:
+    first = with_a_step(RunFolder.claim(tmp_path, "mine", JOB))
+    first.finish({"steps": 10})
+    folder = RunFolder.claim(tmp_path, "mine", LONGER, extend=True)
+    assert folder.path == first.path
+    assert folder.extension == Extension(10, 20, 10)
+    assert read_job(folder.path) == JOB  # until the run is known to go on
+    folder.keep_extension()
+    folder.close()
+    assert read_job(folder.path) == LONGER
+    assert read_extensions(folder.path) == [Extension(10, 20, 10)]
+    for extend in (True, False):  # the same command again, and without the flag
+        again = RunFolder.claim(tmp_path, "mine", LONGER, extend=extend)
+        assert again.path == first.path
+        assert again.extension is None
+        again.close()
+    longest = RunFolder.claim(tmp_path, "mine", {**JOB, "num_steps": 30}, extend=True)  # while it is unfinished
+    longest.keep_extension()
+    assert read_extensions(first.path) == [Extension(10, 20, 10), Extension(20, 30, None)]
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({**LONGER, "seed": 2}, "only makes a run longer: seed is 2 now and was 1"),
+        ({**JOB, "num_steps": 5}, "it has 10 steps already"),
+        (JOB, "it has 10 steps already"),
+    ],
+)
+def test_what_is_no_extension_is_refused_and_changes_nothing(tmp_path: Path, job: dict, words: str) -> None:
+    first = with_a_step(RunFolder.claim(tmp_path, "mine", JOB))
+    first.finish({"steps": 10})
+    before = {path.name: path.read_bytes() for path in first.path.iterdir()}
+    with pytest.raises(DrivetrainError, match=words):
+        RunFolder.claim(tmp_path, "mine", job, extend=True)
+    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
+    with pytest.raises(DrivetrainError, match="no run to extend"):
+        RunFolder.claim(tmp_path, "another", LONGER, extend=True)
+    assert not (tmp_path / "another").exists()
+
+
+def test_a_longer_job_is_told_of_extend(tmp_path: Path) -> None:
+    with_a_step(RunFolder.claim(tmp_path, "mine", JOB))
+    with pytest.raises(DrivetrainError, match="num_steps is 20 now and was 10") as caught:
+        RunFolder.claim(tmp_path, "mine", LONGER)
+    assert "--extend" in caught.value.remedy
 
 
 def _try_to_claim(folder: Path, answer) -> None:

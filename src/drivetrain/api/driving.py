@@ -59,6 +59,7 @@ from drivetrain.run import (
     open_recorder,
     tell_batch_size,
     tell_changes,
+    tell_extension,
     tell_notes,
     tell_plain_optimizer,
     tell_sharding,
@@ -94,6 +95,8 @@ def drive(
     keep_last: int = 3,
     config: Config | None = None,
     quiet: bool = False,
+    fresh: bool = False,
+    extend: bool = False,
 ) -> "Drive":
     """Return a run to iterate over. An interrupted run of the same job under the same name is continued, exactly.
 
@@ -120,6 +123,8 @@ def drive(
         keep_last: How many checkpoints to keep.
         config: How to run it, from `configure`. Default: the command line's, else the defaults.
         quiet: Whether to print nothing but errors.
+        fresh: Whether to begin anew where a run has this name; that one is moved aside, to `NAME.old-1`.
+        extend: Whether to go on with the run of this name, finished or not, to a longer end.
 
     Returns:
         The run: iterate over it once, and call its `backward` and `step` for each batch.
@@ -153,7 +158,7 @@ def drive(
         keep_last=keep_last,
     )
     done_instead(job)
-    session = Session.join(job, config, quiet=quiet)
+    session = Session.join(job, config, quiet=quiet, fresh=fresh or None, extend=extend)
     with ExitStack() as stack:
         stack.callback(session.close)
         _refuse(session)
@@ -195,6 +200,7 @@ class Drive:
         self._recorder = stack.enter_context(open_recorder(session, opened.folder, self._loader, self.resumed_from))
         if world.size == 1:
             self._watch.note = self._note
+        tell_extension(session, opened.folder, parts.optimizer, self.resumed_from, self._recorder)
         keep_fingerprint(session, opened.folder)
         _tell(session, opened, self.resumed_from, self._recorder)
         beside = session.config.checkpoint.async_save

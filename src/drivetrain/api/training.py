@@ -51,6 +51,7 @@ from drivetrain.run import (
     tell_batch_size,
     tell_capture,
     tell_changes,
+    tell_extension,
     tell_notes,
     tell_plain_optimizer,
     tell_repeatable,
@@ -85,7 +86,9 @@ from drivetrain.run.model_factory import build_model, prepare_model
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
 
-def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Result:
+def train(
+    job: Job, config: Config | None = None, *, quiet: bool = False, fresh: bool = False, extend: bool = False
+) -> Result:
     """Train a job to its end. An interrupted run of the same job under the same name is continued, exactly.
 
     If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch.
@@ -94,6 +97,9 @@ def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Res
         job: What to train.
         config: How to run it, from `configure`. Default: the command line's, else the defaults.
         quiet: Whether to print nothing but errors.
+        fresh: Whether to begin anew where a run has this name; that one is moved aside, to `NAME.old-1`.
+        extend: Whether to go on with the run of this name, finished or not, to the job's `epochs` or `max_steps`,
+            which are more than it had.
 
     Returns:
         Where the run's files are, and how it ended.
@@ -103,8 +109,10 @@ def train(job: Job, config: Config | None = None, *, quiet: bool = False) -> Res
         True
     """
     done_instead(job)
+    moves_aside = True if fresh else None
     while True:
-        run = _Run.join(job, config, quiet=quiet)
+        run = _Run.join(job, config, quiet=quiet, fresh=moves_aside, extend=extend)
+        moves_aside = False  # once is enough: what is there from now on is this run
         try:
             return run.train()
         except Exception as error:
@@ -256,6 +264,7 @@ class _Run(Session):
         recorder: RunRecorder | NoRunRecorder,
     ) -> None:
         """Report what the run found out and decided."""
+        tell_extension(self, start.folder, parts.optimizer, resumed_from, recorder)
         keep_fingerprint(self, start.folder)
         tell_changes(start.changes, resumed_from, recorder)
         tell_notes(loader, recorder)
@@ -291,6 +300,8 @@ class _Loop:
         self._validation = self._make_validation()
         if self._validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
             self._validation.load_state_dict(checkpoint.meta["validation"])
+            if run.extensions and run.extensions[-1].finished_at == checkpoint.step:
+                self._validation.go_on()
         self._saver = CheckpointSaver(
             start.checkpointer,
             run.world,

@@ -146,6 +146,12 @@ _NOT_REPEATED = "the fastest convolution of the moment is not the same every tim
 
 _BETWEEN_VALUES: tuple[_Rule[_Case], ...] = (
     _Rule(
+        "checkpoint.fresh",
+        lambda case: case.config.checkpoint.fresh and case.config.checkpoint.extends,
+        lambda case: "begins anew, but a run is to be extended",
+        remedy="drop --fresh, or --extend and --extend-schedule",
+    ),
+    _Rule(
         "precision.dtype",
         lambda case: _needs_gpu(case) and case.cpu,
         lambda case: f"{case.config.precision.dtype} needs a GPU, but {case.cpu} asks for the CPU",

@@ -344,6 +344,23 @@ class CheckpointSection(Section):
         description="weights that a new run starts with: a .safetensors file, the folder of a run, or one of its "
         "checkpoints (auto: the job's own)",
     )
+    fresh: Annotated[bool, Flag("fresh")] = Field(
+        False, description="begin anew: move a run that has this name aside, to NAME.old-1; nothing is deleted"
+    )
+    extend: Annotated[bool, Flag("extend")] = Field(
+        False, description="go on with the run of this name, finished or not, to the longer --epochs or --max-steps"
+    )
+    extend_schedule: Annotated[Literal["floor", "stretch", "rewarm"] | None, Flag("extend-schedule")] = Field(
+        None,
+        description="--extend, for a schedule that depends on the number of steps: floor keeps the rate at which it "
+        "ended, stretch follows that of the longer job, rewarm begins it again for the steps that are added (auto: "
+        "refused)",
+    )
+
+    @property
+    def extends(self) -> bool:
+        """Whether a run is to be made longer."""
+        return self.extend or self.extend_schedule is not None
 
 
 def _known_strategy(name: str) -> str:

@@ -212,6 +212,13 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
         ) from None
 
 
+def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher started this command before: after a failure, or because SLURM requeued the job."""
+    return any(
+        environ.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
+
+
 CHANNEL = "DRIVETRAIN_REPORT_FD"
 _LEAST_SECONDS = 0.2  # between two reports of steps: one costs more than a short step's bookkeeping
 

@@ -5,7 +5,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,10 @@ from drivetrain.core.errors import DrivetrainError
 
 LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
-_JOB, _LOCK, _FINISHED = "job.yaml", ".lock", "finished.json"
+_JOB, _LOCK, _FINISHED, _STEPS = "job.yaml", ".lock", "finished.json", "steps.jsonl"
+_OF_A_START = ("events.jsonl", "crash.json", "memory.json")  # left by a start that did no step; not for another job
+_LENGTH = ("num_steps", "epochs")  # what an extension changes of a job
+_HISTORY = "extensions"  # in job.yaml: how a run came to be longer than it was begun
 CERTIFICATE = "certificate.json"  # of `drivetrain prove`; it may be there before the run
 
 
@@ -32,20 +36,49 @@ def problem_with_name(name: object) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Extension:
+    """How a run was made longer."""
+
+    before: int | None  # its number of steps until then; None: not known beforehand
+    after: int | None
+    finished_at: int | None = None  # the step at which it had ended; None: it had not
+    schedule: str = ""  # how the learning rate goes on: floor, stretch or rewarm; empty: as if begun longer
+
+
 class RunFolder:
     """`output_dir/name`, locked for as long as the object lives."""
 
     def __init__(self, path: Path, lock: int, is_resumed: bool) -> None:
         self.path = path
         self.is_resumed = is_resumed
+        self.moved_to: Path | None = None  # where the run is now that had this name, with `fresh`
+        self.extension: Extension | None = None  # that this start makes, and `keep_extension` records
+        self._identity: Mapping[str, Any] = {}
         self._lock = lock
 
     @classmethod
-    def claim(cls, output_dir: Path, name: str, identity: Mapping[str, Any]) -> "RunFolder":
+    def claim(
+        cls,
+        output_dir: Path,
+        name: str,
+        identity: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        extend: bool = False,
+    ) -> "RunFolder":
         """Lock and return a new folder, or the one that holds an unfinished run of the same job.
 
         Where a finished run has the name, the next free one of `name-2`, `name-3`, … is taken. Another job's unfinished
-        run is left as it is, and so is a run that another process is working on.
+        run is left as it is, and so is a run that another process is working on. A folder in which no step was done is
+        no run: any job may take it.
+
+        Args:
+            output_dir: The folder of all runs.
+            name: The name of this one.
+            identity: What must be equal for a run to be continued.
+            fresh: Whether to move a run that has this name aside.
+            extend: Whether to continue the run of this name, finished or not, with a job that is longer.
         """
         problem = problem_with_name(name)
         if problem:
@@ -54,12 +87,16 @@ class RunFolder:
             )
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            number = 1
-            while True:
-                path = output_dir / (name if number == 1 else f"{name}-{number}")
-                if not (path / _FINISHED).exists():
-                    return cls._claim(path, identity)
+            path, number = output_dir / name, 1
+            if extend:
+                return cls._claim(path, identity, extend=True)
+            moved_to = _move_aside(path) if fresh else None
+            while is_finished(path):
                 number += 1
+                path = output_dir / f"{name}-{number}"
+            folder = cls._claim(path, identity)
+            folder.moved_to = moved_to
+            return folder
         except OSError as error:
             raise DrivetrainError(
                 f"the run folder cannot be made below {output_dir}: {error.strerror}",
@@ -67,7 +104,12 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def _claim(cls, path: Path, identity: Mapping[str, Any]) -> "RunFolder":
+    def _claim(cls, path: Path, identity: Mapping[str, Any], *, extend: bool = False) -> "RunFolder":
+        if extend and not has_steps(path):
+            raise DrivetrainError(
+                f"there is no run to extend in {path}",
+                remedy="give the --name and --output-dir of the run; or leave --extend out to begin one",
+            )
         if (
             path.exists()
             and not (path / _JOB).exists()
@@ -78,34 +120,79 @@ class RunFolder:
                 remedy="choose another --name or --output-dir",
             )
         path.mkdir(exist_ok=True)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        folder = cls(path, _lock(path), is_resumed=(path / _JOB).exists())
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with this process, and not inherited by its workers
-        except OSError:
-            os.close(lock)
-            raise DrivetrainError(
-                f"{path} is in use by another run", remedy="wait for it, stop it, or choose another --name"
-            ) from None
-        folder = cls(path, lock, is_resumed=(path / _JOB).exists())
-        if folder.is_resumed:
-            folder._check_same(identity)
-        else:
-            folder.write(_JOB, yaml.safe_dump(dict(identity), sort_keys=False))
+            if extend:
+                folder._check_extends(identity)
+            elif has_steps(path):
+                folder._check_same(identity)
+            else:
+                folder._begin(identity)
+        except BaseException:
+            folder.close()
+            raise
         return folder
 
+    def _begin(self, identity: Mapping[str, Any]) -> None:
+        """Make this the folder of a job, where no step was done. What the last start left stays if the job was it."""
+        try:
+            changed = {key for key, *_ in differences(identity, read_job(self.path))}
+        except DrivetrainError:  # damaged, and of no use to anybody
+            changed = {_JOB}
+        if not changed and self.is_resumed:
+            return
+        # Where only the batch was measured anew, what the last start learned of the memory still holds.
+        for name in _OF_A_START if self.is_resumed and changed - {"global_batch", "num_steps"} else ():
+            (self.path / name).unlink(missing_ok=True)
+        self.is_resumed = False
+        self.write(_JOB, yaml.safe_dump(dict(identity), sort_keys=False))
+
     def _check_same(self, identity: Mapping[str, Any]) -> None:
-        recorded = read_job(self.path)
-        differences = [
-            f"{key} is {identity.get(key)!r} now and was {recorded.get(key)!r}"
-            for key in sorted({*identity, *recorded})
-            if json.loads(json.dumps(identity.get(key))) != recorded.get(key)
-        ]
-        if differences:
-            self.close()
+        changed = differences(identity, read_job(self.path))
+        if changed:
+            remedy = "choose another --name, use the same settings to go on with that run, or --fresh to move it aside"
+            if all(key in _LENGTH for key, *_ in changed):
+                remedy = f"--extend goes on with it to the new length; or {remedy}"
             raise DrivetrainError(
-                f"{self.path} holds an unfinished run of another job: {'; '.join(differences)}",
-                remedy="choose another --name, or use the same settings to go on with that run",
+                f"{self.path} holds an unfinished run of another job: {_in_words(changed)}", remedy=remedy
             )
+
+    def _check_extends(self, identity: Mapping[str, Any]) -> None:
+        """Find out how much longer the job is than the run; raise if it differs in anything else."""
+        recorded = read_job(self.path)
+        changed = differences(identity, recorded)
+        others = [it for it in changed if it[0] not in _LENGTH]
+        if others:
+            raise DrivetrainError(
+                f"{self.path} is a run of another job, and --extend only makes a run longer: {_in_words(others)}",
+                remedy="use the settings it was trained with, or another --name for a new run",
+            )
+        is_shorter = any(now is not None and was is not None and now < was for _, now, was in changed)
+        if is_shorter or (not changed and is_finished(self.path)):
+            length = f"{recorded['num_steps']} steps" if recorded.get("num_steps") else f"{recorded['epochs']} epochs"
+            raise DrivetrainError(
+                f"{self.path} is not made longer by this job: it has {length} already",
+                remedy="ask for more with --epochs or --max-steps, which count from the beginning of the run",
+            )
+        if changed:
+            self._identity = identity
+            self.extension = Extension(recorded.get("num_steps"), identity.get("num_steps"), self._steps_finished())
+
+    def _steps_finished(self) -> int | None:
+        try:
+            return int(json.loads((self.path / _FINISHED).read_text(encoding="utf-8"))["steps"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def keep_extension(self) -> None:
+        """Record the extension, once the run is known to go on: the folder holds an unfinished run from now on."""
+        if self.extension is None:
+            return
+        history = [asdict(it) for it in (*read_extensions(self.path), self.extension)]
+        # In this order: a crash in between leaves an unfinished run that is not yet longer.
+        (self.path / _FINISHED).unlink(missing_ok=True)
+        self.write(_JOB, yaml.safe_dump({**self._identity, _HISTORY: history}, sort_keys=False))
+        self.extension = None
 
     def write(self, name: str, content: str | bytes) -> Path:
         """Write a file atomically: a crash leaves either the whole new file or the old one."""
@@ -152,19 +239,71 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def read_job(path: Path) -> dict[str, Any]:
-    """Return the identity of the job whose run a folder holds; empty where there is none."""
+def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:
+    """Return the identity of the job whose run a folder holds, with its extensions if asked; empty if there is none."""
     try:
         found = read_yaml(path / _JOB)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DrivetrainError(f"{path / _JOB} cannot be read: {error}", remedy="choose another --name") from None
-    return found if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    return found if history else {key: value for key, value in found.items() if key != _HISTORY}
+
+
+def read_extensions(path: Path) -> list[Extension]:
+    """Return how the run in a folder was made longer, the first time first."""
+    return [Extension(**it) for it in read_job(path, history=True).get(_HISTORY, [])]
+
+
+def differences(identity: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the values of a job that are not those recorded: the name of each, and what it is now and was."""
+    now = json.loads(json.dumps(identity))
+    return [
+        (key, now.get(key), recorded.get(key)) for key in sorted({*now, *recorded}) if now.get(key) != recorded.get(key)
+    ]
+
+
+def _in_words(changed: Sequence[tuple[str, Any, Any]]) -> str:
+    return "; ".join(f"{key} is {now!r} now and was {was!r}" for key, now, was in changed)
 
 
 def is_finished(path: Path) -> bool:
     return (path / _FINISHED).exists()
+
+
+def has_steps(path: Path) -> bool:
+    """Return whether the folder holds a run: a step of it was recorded or saved."""
+    steps = path / _STEPS
+    return (steps.exists() and steps.stat().st_size > 0) or any((path / "checkpoints").glob("step-*"))
+
+
+def _lock(path: Path) -> int:
+    """Lock a run folder for this process."""
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with this process, and not inherited by its workers
+    except OSError:
+        os.close(lock)
+        raise DrivetrainError(
+            f"{path} is in use by another run", remedy="wait for it, stop it, or choose another --name"
+        ) from None
+    return lock
+
+
+def _move_aside(path: Path) -> Path | None:
+    """Rename the folder of a run to the first free one of `name.old-1`, `name.old-2`, …; None if it holds no run."""
+    if not (path / _JOB).exists() or not has_steps(path):
+        return None
+    lock = _lock(path)
+    try:
+        number = 1
+        while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+            number += 1
+        path.rename(aside)
+        return aside
+    finally:
+        os.close(lock)
 
 
 class Record(Protocol):

@@ -234,6 +234,12 @@ class Validation:
         with self._average.in_place() if self._average else nullcontext():
             return self._validator.measure(model)
 
+    def go_on(self) -> None:
+        """Forget that the run was stopped: it was asked to go on, and patience begins anew."""
+        self.stopped_because = ""
+        if self._patience is not None:
+            self._patience.begin_anew()
+
     def state_dict(self) -> Mapping[str, Any]:
         return {
             "best_step": self.best_step,
@@ -266,6 +272,9 @@ class _Patience:
         else:
             self._waited += 1
         return self._waited >= self._wanted.patience
+
+    def begin_anew(self) -> None:
+        self._waited = 0
 
     def words(self) -> str:
         return (

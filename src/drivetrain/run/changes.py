@@ -26,6 +26,7 @@ from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.source import Glance, Source, are_steady, difference, glance
 from drivetrain.job import Constant, Job, WarmupCosine
+from drivetrain.run.extending import ExtendedSchedule
 from drivetrain.run.session import Session
 
 FILE = "fingerprint.json"
@@ -87,7 +88,7 @@ class Fingerprint:
 
     def _functions(self, job: Job) -> Iterator[tuple[str, str]]:
         things: dict[str, Any] = {"loss function": job.loss, "optimizer function": job.optimizer}
-        if not isinstance(job.schedule, (WarmupCosine, Constant)):  # these are compared by their settings
+        if not isinstance(job.schedule, (WarmupCosine, Constant, ExtendedSchedule)):  # compared by their settings
             things["schedule"] = job.schedule
         if job.count is not None:
             things["count function"] = job.count
@@ -183,4 +184,5 @@ def changes_since_start(run: Session, model: nn.Module, folder: RunFolder | None
 def keep_fingerprint(run: Session, folder: RunFolder | None) -> None:
     """Record the job as it is now, once its checkpoint was loaded: a job that cannot go on leaves no trace."""
     if folder is not None:
+        folder.keep_extension()
         folder.write(FILE, run.fingerprint)

@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
-from drivetrain.core.run_folder import is_finished, read_job
+from drivetrain.core.run_folder import has_steps, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Columns
 from drivetrain.data.source import Source
@@ -138,7 +138,7 @@ def settled_job(
     Returns:
         The job, and whether the samples of a step are by rule: neither given, asked for, nor recorded.
     """
-    recorded = None if is_finished(folder) else read_job(folder).get("global_batch")
+    recorded = read_job(folder).get("global_batch") if _goes_on(folder, config) else None
     is_asked = config.batch_asked.is_set or config.plan_pins.global_batch is not None
     by_rule = bool(world.agree(job.global_batch is None and not recorded and not is_asked))
     global_batch = job.global_batch or world.agree(
@@ -158,6 +158,12 @@ def settled_job(
     refuse_other_batch(config, job.global_batch or 0)
     _refuse_small_product(config, job.global_batch or 0, num_devices)
     return job, by_rule
+
+
+def _goes_on(folder: Path, config: Config) -> bool:
+    """Return whether this start continues the run in a folder, if it is of the same job."""
+    checkpoint = config.checkpoint
+    return has_steps(folder) and not checkpoint.fresh and (checkpoint.extends or not is_finished(folder))
 
 
 def _refuse_small_product(config: Config, global_batch: int, num_devices: int) -> None:

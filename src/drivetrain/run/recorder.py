@@ -16,6 +16,7 @@ from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import NoRunRecorder, RunFacts, RunPlan, RunRecorder
+from drivetrain.run.extending import ExtendedSchedule
 from drivetrain.run.session import Session
 
 
@@ -107,6 +108,22 @@ def tell_changes(changes: Sequence[str], step: int, recorder: RunRecorder | NoRu
             f"  changed    since step {step} was saved: {escape('; '.join(changes))}. The run goes on as it is now; "
             "--strict would refuse"
         )
+
+
+def tell_extension(
+    run: Session, folder: RunFolder | None, optimizer: Optimizer, resumed_from: int, recorder: NoRunRecorder
+) -> None:
+    """Report that this start makes the run longer, and what the learning rate does there."""
+    new, schedule = None if folder is None else folder.extension, run.job.schedule
+    if new is None:
+        return
+    words = "to more epochs" if new.after is None else f"from {new.before} to {new.after} steps"
+    if isinstance(schedule, ExtendedSchedule):
+        base = optimizer.param_groups[0]["initial_lr"]
+        before, after = (base * factor for factor in schedule.at_seam(resumed_from))
+        words += f" by {new.schedule}: learning rate {before:.3g} in step {resumed_from}, {after:.3g} in the next"
+    recorder.event("extended", words=words, **asdict(new))
+    recorder.say(f"  extended   {escape(words)}")
 
 
 def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:

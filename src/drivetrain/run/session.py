@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.launchers import supervision
+from drivetrain.core.launchers import is_restart, supervision
 from drivetrain.core.log import notice
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
-from drivetrain.core.run_folder import RunFolder, read_job
+from drivetrain.core.run_folder import Extension, RunFolder, has_steps, read_extensions, read_job
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import Draws
@@ -40,6 +40,7 @@ from drivetrain.run.command_context import (
     target_of_run,
     unused_gpus,
 )
+from drivetrain.run.extending import extended, settle_extension
 from drivetrain.run.job_settings import debugged, given_strategy, refuse_strategy, settled_job
 from drivetrain.run.preflight import Preflight, run_preflight
 from drivetrain.run.residency import Residency
@@ -68,6 +69,7 @@ class Session:
     """One run on one rank: who takes part, where, on what, by which plan. `join` makes it, the caller closes it."""
 
     path: Path  # of the run's folder, once it is claimed
+    extensions: tuple[Extension, ...] = ()  # that made the run longer, once the folder is claimed
     strategy: str  # its name, once it is chosen
     preflight: Preflight | None = None  # what it found, where there was one
     strategy_choice: Choice[str]  # with its reason; by the number of processes until the model is made
@@ -80,11 +82,21 @@ class Session:
     description: Description | None = None  # what the strategy adds to the record, once it is made
 
     @classmethod
-    def join(cls, job: Job, config: Config | None, *, quiet: bool) -> Self:
-        """Find the devices and join the world, which the caller closes."""
+    def join(
+        cls, job: Job, config: Config | None, *, quiet: bool, fresh: bool | None = None, extend: bool = False
+    ) -> Self:
+        """Find the devices and join the world, which the caller closes.
+
+        Args:
+            job: What to train.
+            config: How to run it; None: as the command line says.
+            quiet: Whether to print nothing.
+            fresh: Whether to move a run of this name aside; None: as the configuration says.
+            extend: Whether to make a run of this name longer, besides what the configuration says.
+        """
         refuse_while_importing()
         count_run()
-        config = config or given_on_command_line() or Config()
+        config = _of_this_start(config or given_on_command_line() or Config(), fresh=fresh, extend=extend)
         place = World.detect()
         config, notes = obey_launcher(config, place)
         hardware = detect(config.run.output_dir)
@@ -192,21 +204,37 @@ class Session:
         """Claim the folder on rank 0; the problems it finds are raised on all ranks."""
         folder: RunFolder | None = None
 
-        def claim() -> str:
+        def claim() -> dict[str, Any]:
             nonlocal folder
             # A checkpoint brings its own experts, whatever number is asked for.
             experts = {} if self.config.moe.experts is None else {"experts": self.config.moe.experts}
-            identity = self.job.identity() | experts
+            identity, output_dir = self.job.identity() | experts, self.config.run.output_dir
             if self.job.source.sizes_vary:  # what a step was taken to need is not what it is
-                recorded = read_job(self.config.run.output_dir / self.name)
+                recorded = read_job(output_dir / self.name) if has_steps(output_dir / self.name) else {}
                 identity |= {"global_batch": recorded.get("global_batch", self.job.global_batch)}
-            folder = RunFolder.claim(self.config.run.output_dir, self.name, identity)
+            start = self.config.checkpoint
+            folder = RunFolder.claim(output_dir, self.name, identity, fresh=start.fresh, extend=start.extends)
+            if folder.moved_to is not None and not self.quiet:
+                notice(f"the run that was {folder.path} is {folder.moved_to} now")
+            extensions = read_extensions(folder.path)
+            if folder.extension is not None:
+                try:
+                    new = settle_extension(
+                        self.job, extensions, folder.extension, self.config.checkpoint.extend_schedule
+                    )
+                except DrivetrainError:
+                    folder.close()
+                    raise
+                folder.extension = new
+                extensions.append(new)
             folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
-            return str(folder.path.absolute())
+            return {"path": str(folder.path.absolute()), "extensions": [asdict(it) for it in extensions]}
 
-        path = self.world.main_does(claim)
-        self.path = Path(path)
-        supervision.run(path)
+        claimed = self.world.main_does(claim)
+        self.path = Path(claimed["path"])
+        self.extensions = tuple(Extension(**it) for it in claimed["extensions"])
+        self.job = extended(self.job, self.extensions)
+        supervision.run(claimed["path"])
         return folder
 
     def compilation(self) -> str:
@@ -393,6 +421,19 @@ class Session:
             )
         for hook, state in zip(hooks, states, strict=True):
             hook.load_state_dict(state)
+
+
+def _of_this_start(config: Config, *, fresh: bool | None, extend: bool) -> Config:
+    """Return the configuration with what Python asked for. A restart of the same command goes on with its own run."""
+    fresh = config.checkpoint.fresh if fresh is None else fresh
+    start = config.checkpoint.model_copy(update={"fresh": fresh, "extend": config.checkpoint.extend or extend})
+    if start.fresh and start.extends:
+        raise DrivetrainError(
+            "a run cannot be extended and begun anew at once", remedy="drop fresh, or extend and extend_schedule"
+        )
+    if is_restart():
+        start = start.model_copy(update={"fresh": False})
+    return config.model_copy(update={"checkpoint": start})
 
 
 class Switches(TypedDict):
