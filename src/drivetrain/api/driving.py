@@ -59,6 +59,7 @@ from drivetrain.run import (
     open_recorder,
     tell_batch_size,
     tell_changes,
+    tell_end,
     tell_extension,
     tell_notes,
     tell_plain_optimizer,
@@ -427,6 +428,7 @@ class Drive:
             with written_first(self._recorder.say):
                 for problem in write_report(self.folder):
                     self._recorder.say(problem)
+        tell_end(self._session, self.steps, None, self.last, self._recorder)
 
     def _handed_out(self) -> Iterator[Any]:
         for place, micro_batches in self._trainer.steps():

@@ -51,6 +51,7 @@ from drivetrain.run import (
     tell_batch_size,
     tell_capture,
     tell_changes,
+    tell_end,
     tell_extension,
     tell_notes,
     tell_plain_optimizer,
@@ -241,7 +242,9 @@ class _Run(Session):
                 for problem in write_report(self.path):
                     recorder.say(problem)
         start.checkpointer.close()
-        return loop.result(resumed_from)
+        result = loop.result(resumed_from)
+        tell_end(self, result.steps, result.best, result.last, recorder)
+        return result
 
     def _data(self, start: _Start) -> tuple[Loader, MicroBatch]:
         """Open the data and read the first batch, on which the weighting of the loss may depend."""

@@ -51,6 +51,15 @@ def format_seconds(seconds: float) -> str:
     return f"{format_digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{format_digits(seconds)} s"
 
 
+def format_duration(seconds: float) -> str:
+    """Format how long something took: `12.3 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return format_seconds(seconds)
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
 def parse_seconds(text: str) -> str:
     """Return the number in a duration in seconds, such as `60s` or `60`. The caller checks that it is one."""
     return text.removesuffix("s")

@@ -1,6 +1,7 @@
 """Opens the recorder of a run that is set up: it writes on the main process, and does nothing on the others."""
 
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
@@ -10,13 +11,16 @@ from torch.optim import Optimizer
 
 from drivetrain.core.launchers import supervision
 from drivetrain.core.optimizers import tell_plain_steps
+from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.value import format_count, format_duration
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import NoRunRecorder, RunFacts, RunPlan, RunRecorder
 from drivetrain.run.extending import ExtendedSchedule
+from drivetrain.run.result import Best
 from drivetrain.run.session import Session
 
 
@@ -124,6 +128,26 @@ def tell_extension(
         words += f" by {new.schedule}: learning rate {before:.3g} in step {resumed_from}, {after:.3g} in the next"
     recorder.event("extended", words=words, **asdict(new))
     recorder.say(f"  extended   {escape(words)}")
+
+
+def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | None, recorder: NoRunRecorder) -> None:
+    """Sum the run up on the terminal: its best value, how long it took, and where its report is.
+
+    Args:
+        run: The run.
+        steps: How many were done, over its whole life.
+        best: The best validation, where there was one.
+        last: The last step of this start.
+        recorder: Prints the lines.
+    """
+    if best is not None:
+        recorder.say(f"  best       {escape(best.metric)} {best.value:.6g} at step {best.step}")
+    elif last is not None:
+        recorder.say(f"  last       loss {last.loss:.6g} at step {last.step}")
+    recorder.say(f"  took       {format_duration(time.monotonic() - run.began)}, {format_count(steps, 'step')} in all")
+    report = run.path / "report.html"
+    if report.exists() and run.config.watch.report:
+        recorder.say(f"  report     {escape(str(report))}")
 
 
 def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:

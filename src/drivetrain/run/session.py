@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -135,6 +136,7 @@ class Session:
         quiet: bool,
     ) -> None:
         self.config, self.hardware, self.world, self.quiet = config, hardware, world, quiet
+        self.began = time.monotonic()
         refuse_strategy(config, world, devices)
         asked = config.distributed.strategy
         self.strategy_choice = given_strategy(asked, world.size)
