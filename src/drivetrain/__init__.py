@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.api.driving import drive as drive
     from drivetrain.api.measuring import benchmark_performance as benchmark_performance
     from drivetrain.api.measuring import evaluate as evaluate
+    from drivetrain.api.predicting import predict as predict
     from drivetrain.api.training import export as export
     from drivetrain.api.training import train as train
     from drivetrain.config import Config as Config
@@ -66,6 +67,7 @@ _HOME = {
     "setup_distributed_environment": "drivetrain.launch.python_api",
     "get_free_port": "drivetrain.launch.layout",
     "evaluate": "drivetrain.api.measuring",
+    "predict": "drivetrain.api.predicting",
     "benchmark_performance": "drivetrain.api.measuring",
     "train": "drivetrain.api.training",
     "drive": "drivetrain.api.driving",

@@ -8,9 +8,11 @@ run. `plan` says what would be done with a job here and why, by rule or by measu
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -215,27 +217,67 @@ def _moved(micro: MicroBatch, session: Session) -> MicroBatch:
 
 
 def evaluate(
-    job: Job, run: Path | str | Result, config: Config | None = None, *, which: Which = "last"
+    job: Job | Result,
+    run: Path | str | Result | None = None,
+    config: Config | None = None,
+    *,
+    data: Any = None,
+    which: Which = "last",
 ) -> dict[str, float]:
-    """Compute loss and metrics of a run's checkpoint on the job's validation set.
+    """Compute loss and metrics of a run's checkpoint on the job's validation set, or on other data.
 
     Changes nothing in the run folder, so the run may go on beside it. Under a launcher processes share the work.
 
     Args:
-        job: The job that the run trained; its `valid` is what is evaluated.
+        job: The job that the run trained; or what `train` returned, which is job and run in one.
         run: The run's folder, or what `train` returned.
         config: How to run it, from `configure`.
+        data: What to evaluate on, like `Job.valid`: a data set, or several by name. Default: the job's `valid`.
         which: `last`, the newest checkpoint, or `best`, the one that validated best.
 
     Returns:
-        The values by name: `valid_loss`, and `valid_…` for each metric.
+        The values by name: `valid_loss`, and `valid_…` for each metric. They are the same names on any data.
 
     Example:
-        >>> dt.evaluate(job, "runs/line")  # doctest: +SKIP
-        {'valid_loss': 0.02}
+        >>> inputs = torch.linspace(1, 2, 8).unsqueeze(1)
+        >>> values = dt.evaluate(dt.train(job, quiet=True), data=list(zip(inputs, 2 * inputs + 1)))
+        >>> list(values)
+        ['valid_loss']
     """
+    job, run = job_and_run(job, run)
+    if data is not None:
+        job = replace(job, valid=data)
     if job.valid is None:
-        raise DrivetrainError("the job has no validation set", remedy="give it one: Job(valid=…)")
+        raise DrivetrainError("the job has no validation set", remedy="give one: data=…, or Job(valid=…)")
+    with loaded_model(job, run, config, which) as (session, model, called):
+        return make_validator(session, session.way.micro_batch).measure(model, called)
+
+
+def job_and_run(job: Job | Result | None, run: Path | str | Result | None) -> tuple[Job, Path | str | Result]:
+    """Return a job and its run, of which a result is both."""
+    if isinstance(job, Result):
+        if run is None:
+            run = job
+        job = job.job
+    elif job is None and isinstance(run, Result):
+        job = run.job
+    if run is None:
+        raise DrivetrainError(
+            "no run is given", remedy='give its folder, as in "runs/digits", or what dt.train returned'
+        )
+    if not isinstance(job, Job):
+        raise DrivetrainError(
+            f"expected a Job, got {type(job).__name__}: the folder of a run does not have the model and the loss",
+            remedy="give the job that was trained: dt.evaluate(job, run), dt.predict(run, data, job=job)",
+        )
+    return job, run
+
+
+@contextmanager
+def loaded_model(
+    job: Job, run: Path | str | Result, config: Config | None, which: Which
+) -> Iterator[tuple[Session, nn.Module, Callable[..., Any] | None]]:
+    """Join as a run does, and load its weights. Yields the session, the model, and what to call if it is compiled."""
     checkpoint = checkpoint_of(run, which)
     session = Session.join(job, config, quiet=True)
     try:
@@ -248,7 +290,7 @@ def evaluate(
             model, _, called = callable_model(session)
             source = checkpoint if session.experts is None else session.experts.seen(checkpoint)
             load_whole(model, source, checkpoint.path)
-            return make_validator(session, session.way.micro_batch).measure(model, called)
+            yield session, model, called
     finally:
         session.close_loaders()
         session.close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def train(
         run = _Run.join(job, config, quiet=quiet, fresh=moves_aside, extend=extend)
         moves_aside = False  # once is enough: what is there from now on is this run
         try:
-            return run.train()
+            return replace(run.train(), job=job)
         except Exception as error:
             if not is_out_of_memory(error) or not run.can_try_again(error):
                 raise
@@ -374,7 +374,6 @@ class _Loop:
             self._run.world.is_main,
             metrics=validation.latest if validation else {},
             best=self._best(),
-            job=self._run.job,
         )
 
     def _best(self) -> Best | None:

@@ -84,7 +84,7 @@ class Validator:
             if any(map(is_distributed, model.parameters())):
                 raise  # the others wait inside the model's forward, and not for words: they end with this rank
         own = ("loss", *self._functions)
-        told = self._world.gather([_in_words(failure), [name for name in counted if name not in own]])
+        told = self._world.gather([error_in_words(failure), [name for name in counted if name not in own]])
         failures = [words for words, _ in told]
         if failure is not None:
             raise failure
@@ -114,9 +114,9 @@ class Validator:
         tallies = {name: Tally(name) for name in ("loss", *self._functions)}
         for found in self._objects.values():
             found.reset()
-        seed_all(key_of(self._job.seed, _VALIDATION))
-        with evaluating(model), torch.no_grad(), _recording(called) as outputs:
-            for micro in _micro_batches(loader):
+        seed_validation(self._job.seed)
+        with evaluating(model), torch.no_grad(), recording_outputs(called) as outputs:
+            for micro in micro_batches(loader):
                 outputs.clear()
                 with collecting() as logged, self._precision.around_forward() or nullcontext():
                     loss = self._loss(called, micro.batch)
@@ -299,12 +299,19 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _micro_batches(loader: Loader) -> Iterator[MicroBatch]:
+def seed_validation(seed: int) -> None:
+    """Seed what a model draws at random outside of training: the same every time."""
+    seed_all(key_of(seed, _VALIDATION))
+
+
+def micro_batches(loader: Loader) -> Iterator[MicroBatch]:
+    """Yield this rank's batches of a whole data set; one of weight 0 only keeps it in step with the others."""
     for _, micro_batches in loader.batches(0, 1):
         yield from micro_batches
 
 
-def _in_words(error: Exception | None) -> str:
+def error_in_words(error: Exception | None) -> str:
+    """Return what went wrong, to tell other ranks; empty if nothing did."""
     if error is None:
         return ""
     return error.message if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
@@ -334,7 +341,7 @@ def _target(batch: Any) -> Any:
 
 
 @contextmanager
-def _recording(called: Any) -> Iterator[list[Any]]:
+def recording_outputs(called: Any) -> Iterator[list[Any]]:
     """Collect the model's outputs while the loss function computes them, so that metrics need no second forward."""
     outputs: list[Any] = []
     if not isinstance(called, nn.Module):
