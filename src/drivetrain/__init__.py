@@ -27,15 +27,21 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import every as every
     from drivetrain.core.logged import log as log
     from drivetrain.core.metrics import LossSum as LossSum
+    from drivetrain.core.schedules import Constant as Constant
+    from drivetrain.core.schedules import MultiStep as MultiStep
+    from drivetrain.core.schedules import OneCycle as OneCycle
+    from drivetrain.core.schedules import OnPlateau as OnPlateau
+    from drivetrain.core.schedules import StepDecay as StepDecay
+    from drivetrain.core.schedules import WarmupCosine as WarmupCosine
+    from drivetrain.core.schedules import WarmupLinear as WarmupLinear
+    from drivetrain.core.schedules import WarmupStableDecay as WarmupStableDecay
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
     from drivetrain.hardware import detect as detect
     from drivetrain.job import Aim as Aim
-    from drivetrain.job import Constant as Constant
     from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
-    from drivetrain.job import WarmupCosine as WarmupCosine
     from drivetrain.launch.layout import get_free_port as get_free_port
     from drivetrain.launch.python_api import launch_distributed_training as launch_distributed_training
     from drivetrain.launch.python_api import setup_distributed_environment as setup_distributed_environment
@@ -52,10 +58,16 @@ _HOME = {
     "assert_on_device": "drivetrain.hardware",
     "detect": "drivetrain.hardware",
     "Job": "drivetrain.job",
-    "WarmupCosine": "drivetrain.job",
     "Aim": "drivetrain.job",
     "EarlyStopping": "drivetrain.job",
-    "Constant": "drivetrain.job",
+    "WarmupCosine": "drivetrain.core.schedules",
+    "WarmupLinear": "drivetrain.core.schedules",
+    "Constant": "drivetrain.core.schedules",
+    "StepDecay": "drivetrain.core.schedules",
+    "MultiStep": "drivetrain.core.schedules",
+    "OneCycle": "drivetrain.core.schedules",
+    "WarmupStableDecay": "drivetrain.core.schedules",
+    "OnPlateau": "drivetrain.core.schedules",
     "LossSum": "drivetrain.core.metrics",
     "log": "drivetrain.core.logged",
     "Hook": "drivetrain.core.hook",

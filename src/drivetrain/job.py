@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from drivetrain.core.arguments import call_problem, returned, suggesting_keywords
@@ -19,6 +20,7 @@ from drivetrain.core.hook import PERIODS, Hook, is_period
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import closure_error, needs_closure, use_fused
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
+from drivetrain.core.schedules import Constant, FactorSchedule, OnPlateau, Schedule
 from drivetrain.data.external_order import is_iterator
 from drivetrain.data.held_out import metric_names, sets_of
 from drivetrain.data.source import Source, source_of
@@ -26,50 +28,6 @@ from drivetrain.data.source import Source, source_of
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]
 ParameterGroups = Iterable[dict[str, Any]]
 
-
-@dataclass(frozen=True)
-class WarmupCosine:
-    """A learning-rate factor: up over `warmup_steps`, then down along a cosine to `floor` at the job's last step.
-
-    Args:
-        warmup_steps: Steps over which the factor rises to 1.
-        floor: The factor at the last step.
-
-    Example:
-        >>> dt.WarmupCosine(warmup_steps=10).factor(4, num_steps=100)
-        0.5
-    """
-
-    warmup_steps: int = 0
-    floor: float = 0.0
-
-    def factor(self, step: int, num_steps: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        span = max(1, num_steps - self.warmup_steps)
-        way = min(1.0, (step - self.warmup_steps) / span)
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * way))
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A constant factor: the learning rate as the optimizer has it, after `warmup_steps`.
-
-    Args:
-        warmup_steps: Steps over which the factor rises to 1.
-
-    Example:
-        >>> dt.Constant(warmup_steps=10).factor(50, num_steps=100)
-        1.0
-    """
-
-    warmup_steps: int = 0
-
-    def factor(self, step: int, num_steps: int) -> float:
-        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-
-
-Schedule = WarmupCosine | Constant | Callable[[int], float]
 
 Mode = Literal["auto", "min", "max"]
 _MORE_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "psnr", "score")
@@ -127,7 +85,7 @@ class EarlyStopping:
     mode: Mode = "auto"
 
 
-AimKind = TypeVar("AimKind", Aim, EarlyStopping)
+AimKind = TypeVar("AimKind", Aim, EarlyStopping, OnPlateau)
 _SET_KINDS = {"valid": "validation"}
 
 
@@ -173,7 +131,8 @@ _NO_CALL = {
     "loss": "loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])",
     "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=…)",
     "collate": "collate=lambda items: …, which makes a batch of a list of items",
-    "schedule": "schedule=dt.WarmupCosine(warmup_steps=100), or a function of the step that returns a factor",
+    "schedule": "schedule=dt.WarmupCosine(warmup_steps=100), a function of the step that returns a factor, or one of "
+    "the optimizer that returns a torch scheduler: lambda optimizer: StepLR(optimizer, 30)",
 }
 
 
@@ -194,7 +153,10 @@ class Job:
         epochs: How often to go through the data.
         max_steps: How many optimizer steps to do at most.
         seed: Seed of weights, sample order and whatever a step draws at random.
-        schedule: The factor of the learning rate: `WarmupCosine`, `Constant`, or a function of the step.
+        schedule: The learning rate over the steps. As a factor of the optimizer's: `WarmupCosine`, `WarmupLinear`,
+            `Constant`, `StepDecay`, `MultiStep`, `OneCycle`, `WarmupStableDecay`, or a function of the step. By
+            validations: `OnPlateau`. Or a function of the optimizer that returns a torch scheduler, which is stepped
+            once per optimizer step.
         clip_norm: The gradient norm to clip to.
         weight_decay: Weight decay for weights of two dimensions and more; biases and norms get none.
         collate: Makes a batch of a list of items.
@@ -248,7 +210,7 @@ class Job:
     epochs: int | None = None
     max_steps: int | None = None
     seed: int = 0
-    schedule: Schedule = Constant()
+    schedule: Schedule = Constant()  # noqa: RUF009  (frozen)
     clip_norm: float | None = None
     weight_decay: float | None = None
     collate: Callable[[list[Any]], Any] = default_collate
@@ -333,8 +295,9 @@ class Job:
         return self.valid_every or "epoch"
 
     def lr_factor(self, step: int, num_steps: int | None) -> float:
-        schedule = self.schedule
-        if isinstance(schedule, (WarmupCosine, Constant)):
+        """Return the factor of the learning rate, for a schedule that is one: see `loop/rates.py` for the others."""
+        schedule: Any = self.schedule
+        if isinstance(schedule, FactorSchedule):
             return schedule.factor(step, num_steps or 0)  # 0 is never asked for: such a job is refused
         return float(schedule(step))
 
@@ -392,7 +355,7 @@ class Job:
             "weight_decay": self.weight_decay,
             "ema": self.ema,
             "init_from": None if self.init_from is None else str(self.init_from),
-            "schedule": repr(self.schedule) if isinstance(self.schedule, WarmupCosine | Constant) else "a function",
+            "schedule": repr(self.schedule) if isinstance(self.schedule, (FactorSchedule, OnPlateau)) else "a function",
         }
 
     def _problems(self) -> Iterable[Problem]:
@@ -425,6 +388,7 @@ class Job:
         yield from self._function_problems(problem)
         yield from self._part_problems(problem)
         yield from self._validation_problems(problem)
+        yield from self._schedule_problems(problem)
         yield from self._hook_problems(problem)
         for name, example, allowed, is_allowed in _NUMBERS:
             value = getattr(self, name)
@@ -433,7 +397,7 @@ class Job:
 
     def _function_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
         """Find functions that cannot be called as they will be."""
-        given_ready: dict[str, Any] = {"model": nn.Module, "schedule": (WarmupCosine, Constant)}
+        given_ready: dict[str, Any] = {"model": nn.Module, "schedule": (FactorSchedule, OnPlateau, LRScheduler)}
         called_with = {
             "model": (),
             "loss": ("model", "batch"),
@@ -488,7 +452,7 @@ class Job:
                 )
 
     def check_aims(self, of_loss: Iterable[str]) -> None:
-        """Raise if `best` or `early_stopping` names a metric that no validation measures.
+        """Raise if `best`, `early_stopping` or `schedule` names a metric that no validation measures.
 
         Args:
             of_loss: What the loss was seen to add to the metrics, in a trial: its named parts, and what it logs.
@@ -504,8 +468,8 @@ class Job:
                 allowed=", ".join(known),
                 remedy="name one of them",
             )
-            for name, aim in (("best", self.best), ("early_stopping", self.early_stopping))
-            if aim is not None and aim.metric not in known
+            for name, aim in (("best", self.best), ("early_stopping", self.early_stopping), ("schedule", self.schedule))
+            if isinstance(aim, (Aim, EarlyStopping, OnPlateau)) and aim.metric not in known
         ]
         if problems:
             raise ConfigError(problems)
@@ -515,6 +479,20 @@ class Job:
         of = next((of for of in self.valid_sets if of and aim.metric.startswith(f"valid_{of}_")), None)
         name = aim.metric if of is None else aim.metric.removeprefix(f"valid_{of}_")
         return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
+
+    def _schedule_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        schedule: Any = self.schedule
+        kind = type(schedule).__name__
+        if isinstance(schedule, LRScheduler):
+            yield problem(
+                "schedule",
+                kind,
+                f"this {kind} was made with another optimizer than the one that the job makes",
+                f"a function that gets the optimizer: schedule=lambda optimizer: {kind}(optimizer, …)",
+            )
+        elif isinstance(schedule, OnPlateau) and self.valid is None:
+            remedy = "give valid=…, or a schedule that needs no validation"
+            yield problem("schedule", kind, "OnPlateau looks at validations, and there is no validation set", remedy)
 
     def _set_problems(self, name: str, problem: Callable[..., Problem]) -> Iterable[Problem]:
         try:
@@ -569,10 +547,11 @@ class Job:
                 f"{type(source.dataset).__name__} can be read only once",
                 "epochs=1, or data whose __iter__ begins anew: a class with __iter__, not a generator",
             )
-        if source.steps_per_epoch(1) is None and self.max_steps is None and isinstance(self.schedule, WarmupCosine):
+        needs_end = isinstance(self.schedule, FactorSchedule) and self.schedule.needs_last_step
+        if source.steps_per_epoch(1) is None and self.max_steps is None and needs_end:
             yield problem(
                 "schedule",
-                "WarmupCosine",
+                type(self.schedule).__name__,
                 "it has to know the last step, and the number of steps in an epoch is not known beforehand",
                 "give max_steps, or schedule=Constant(warmup_steps=...)",
             )
@@ -600,7 +579,8 @@ class Job:
         stopping = self.early_stopping
         if stopping is not None and (stopping.patience < 1 or stopping.min_delta < 0):
             yield problem("early_stopping", stopping, f"got {stopping}", "patience from 1, min_delta from 0")
-        for name, aim in (("best", self.best), ("early_stopping", stopping)):
+        plateau = self.schedule if isinstance(self.schedule, OnPlateau) else None
+        for name, aim in (("best", self.best), ("early_stopping", stopping), ("schedule", plateau)):
             if aim is not None and not (isinstance(aim.metric, str) and aim.mode in ("auto", "min", "max")):
                 yield problem(name, aim, f"got {aim}", "a metric's name, and auto, min or max")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 import drivetrain as dt
 from drivetrain.config import configure
@@ -31,7 +32,9 @@ def trained(folder: Path, variant: Variant, settings: dict[str, Any] | None = No
 
 
 @pytest.mark.parametrize(
-    "schedule", [dt.Constant(warmup_steps=8), lambda step: 0.9**step], ids=["constant", "function"]
+    "schedule",
+    [dt.Constant(warmup_steps=8), lambda step: 0.9**step, lambda optimizer: StepLR(optimizer, 3, 0.5)],
+    ids=["constant", "function", "torch"],
 )
 def test_an_extended_run_is_the_one_begun_longer(tmp_path: Path, schedule: Any) -> None:
     whole = trained(tmp_path / "whole", LONG, schedule=schedule)

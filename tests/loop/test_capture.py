@@ -16,11 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import drivetrain as dt
 from drivetrain import DrivetrainError, LossSum
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.loop import CapturedStepper, capture, read_back, trainer
+from drivetrain.loop import CapturedStepper, capture, rates, read_back, trainer
 from drivetrain.loop.read_back import DeviceResultTable, TableRow, _Sent
 from drivetrain.moe import Balance, MixtureOfExperts
 from drivetrain.run import Session, assemble
@@ -40,7 +41,7 @@ class Captures:
         self.steppers: list[CapturedStepper] = []
         self.recorder: Callable[..., Any] = Rerun
         self.recorders: list[Any] = []
-        monkeypatch.setattr(trainer, "are_rounded", lambda optimizer: True)  # as on a GPU
+        monkeypatch.setattr(rates, "are_rounded", lambda optimizer: True)  # as on a GPU
         monkeypatch.setattr(Session, "why_not_captured", lambda run, *rest: "" if run.way.capture else "not asked for")
         monkeypatch.setattr(assemble, "CapturedStepper", self._make)
 
@@ -91,8 +92,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         (BASE, {"ema": 0.9}),
         (replace(BASE, kind="transformer", dropout=0.0, steps=14), {}),
         (replace(BASE, steps=14), {"settings": {"resident": "on"}}),
+        (replace(BASE, steps=14), {"schedule": lambda optimizer: StepLR(optimizer, 3, 0.5)}),
     ],
-    ids=["dropout, clipping, average, ragged epochs", "counted items", "resident data"],
+    ids=["dropout, clipping, average, ragged epochs", "counted items", "resident data", "a torch scheduler"],
 )
 def test_the_same_as_without(captures: Captures, tmp_path: Path, variant: Variant, changes: dict[str, Any]) -> None:
     plain = captures.run(tmp_path / "plain", variant, "off", **changes)
@@ -391,6 +393,13 @@ def test_a_bad_step_among_those_read_together(
     assert [row["step"] for row in rows(tmp_path)] == [*range(1, bad)]
     saved = [event["step"] for event in events(tmp_path) if event["event"] == "checkpoint"]
     assert saved == [25, 50]
+
+
+def test_a_scheduler_that_changes_betas_is_not_captured(captures: Captures, tmp_path: Path) -> None:
+    captures.run(tmp_path, schedule=lambda optimizer: OneCycleLR(optimizer, 0.01, total_steps=BASE.steps))
+    assert not captures.steppers
+    (told,) = [event for event in events(tmp_path) if event["event"] == "step not captured"]
+    assert told["words"] == "OneCycleLR changes betas, which a replay would not"
 
 
 def test_a_wish_to_stop_is_heard_at_once(captures: Captures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

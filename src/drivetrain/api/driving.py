@@ -37,13 +37,14 @@ from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.schedules import Constant, Schedule
 from drivetrain.core.state import Shard, local_part
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
-from drivetrain.job import OTHER_NAMES, Constant, Job, Schedule
+from drivetrain.job import OTHER_NAMES, Job
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
@@ -221,6 +222,7 @@ class Drive:
             session.path,
             self._saves,
             self._recorder,
+            rates=parts.rates,
             first_step=self.resumed_from,
             has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
             average=average,
@@ -476,8 +478,8 @@ class Drive:
         if self._rates is not None and self._rates != [group["lr"] for group in self._optimizer.param_groups]:
             raise DrivetrainError(
                 "the learning rate was changed by the loop: the schedule would undo it, and a resumed run not know it",
-                remedy="give dt.drive a schedule: WarmupCosine, or a function from the step to a factor of the "
-                "optimizer's rate",
+                remedy="give dt.drive a schedule: WarmupCosine, a function from the step to a factor of the "
+                "optimizer's rate, or one from the optimizer to a torch scheduler",
             )
 
     def _refuse_foreign_step(self, *_: Any) -> None:

@@ -327,6 +327,7 @@ class _Loop:
             run.path,
             self._saver,
             recorder,
+            rates=parts.rates,
             first_step=resumed_from,
             has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
             validation=self._validation,
@@ -407,6 +408,7 @@ class _Loop:
             stopping,
             self._parts.average,
             self._report_validation,
+            self._parts.rates.plateau,
         )
 
     def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:

@@ -27,12 +27,12 @@ from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
+from drivetrain.loop.rates import LearningRates
 from drivetrain.loop.read_back import InFlight, ReadStep
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
 from drivetrain.strategies.ema import Average
-from drivetrain.strategies.optimizer_state import are_rounded, rounded, set_rate
 
 
 class NormSchedule(Protocol):
@@ -104,6 +104,7 @@ class Trainer:
         saver: Saver,
         recorder: RunLog,
         *,
+        rates: LearningRates,
         first_step: int = 0,
         has_moved: bool = False,
         validation: Validation | None = None,
@@ -120,12 +121,13 @@ class Trainer:
             job: What is trained.
             world: The ranks that train it.
             model: The model, as hooks get it.
-            optimizer: Its optimizer, whose learning rates the loop sets.
+            optimizer: Its optimizer.
             stepper: Runs a step.
             loader: Yields the micro-batches of this rank.
             folder: The run's folder, for hooks.
             saver: Saves a checkpoint when one is due.
             recorder: Takes the events and lines of hooks.
+            rates: Sets the learning rates of the optimizer before each step.
             first_step: How many steps were done before.
             has_moved: Whether some step before was not skipped.
             validation: Validates when that is due, and at the end.
@@ -137,7 +139,7 @@ class Trainer:
             norms: Decides which steps compute their gradient norm, if nothing is clipped.
         """
         self._job, self._world, self._model, self._optimizer = job, world, model, optimizer
-        self._stepper, self._loader, self._folder = stepper, loader, folder
+        self._stepper, self._loader, self._folder, self._rates = stepper, loader, folder, rates
         self._saver, self._recorder, self._snapshot = saver, recorder, saver.snapshot
         self._first_step, self._validation, self._average = first_step, validation, average
         self._rehearsal, self._before_step, self._check_model = rehearsal, before_step, check_model
@@ -147,7 +149,6 @@ class Trainer:
         self._hooks = [(hook, hook.every) for hook in (*([validation] if validation else []), *job.hooks)]
         everies = [self._save_every, *(every for _, every in self._hooks)]
         self._everies = [every for every in everies if every != "epoch"]
-        self._rounds_rates = are_rounded(optimizer)
         self._in_flight = InFlight(world.device, stepper.clock)
         self._last_loss = math.nan  # of the record read last; before hooks that is the step just done
         self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step in flight
@@ -324,13 +325,10 @@ class Trainer:
         return place.step + 1 == self._job.max_steps or (place.ends_epoch and place.epoch + 1 == self._job.epochs)
 
     def _set_lr(self, step: int, num_steps: int | None) -> float:
-        factor = self._job.lr_factor(step, num_steps)
-        for group in self._optimizer.param_groups:
-            lr = group["initial_lr"] * factor
-            set_rate(group, rounded(lr) if self._rounds_rates else lr)
+        lr = self._rates.set(step, num_steps)
         if self._set_loss_weights is not None:
             self._set_loss_weights(step)
-        return float(lr)
+        return lr
 
     def _record(self, read: ReadStep) -> StepRecord:
         """Build the record of a step that was read back, and judge its loss."""
@@ -349,7 +347,9 @@ class Trainer:
         self._last_loss = loss if count else math.nan
         if not skipped:
             self.has_moved = True
-        lr = enqueued.rates[number]
+        lr, other_rates = enqueued.rates[number], self._rates.take_others(step - 1)
+        if other_rates is not None:
+            logged = {**(logged or {}), **other_rates}
         samples = place.num_samples
         return StepRecord(step, place.epoch, samples, loss, count, lr, norm, seconds, skipped > 0, parts, logged)
 

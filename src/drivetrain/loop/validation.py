@@ -26,6 +26,7 @@ from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Aim, EarlyStopping, Job
+from drivetrain.loop.rates import Plateau
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.loss_parts import LossParts
@@ -206,6 +207,7 @@ class Validation:
         early_stopping: EarlyStopping | None,
         average: Average | None,
         report: Callable[[StepContext, dict[str, float], float], None],
+        plateau: Plateau | None = None,
     ) -> None:
         self.every = every
         self.latest: dict[str, float] = {}
@@ -213,13 +215,14 @@ class Validation:
         self.best_value = math.nan
         self.stopped_because = ""
         self._validator, self._best, self._early_stopping = validator, best, early_stopping
-        self._average, self._report = average, report
+        self._average, self._report, self._plateau = average, report, plateau
         self._patience = _Patience(early_stopping) if early_stopping else None
 
     def __call__(self, context: StepContext) -> Verdict:
         began = time.perf_counter()
         self.latest = self.measure(context.model)
         self._report(context, self.latest, time.perf_counter() - began)
+        self._reduce_rates(context)
         value = _picked(self.latest, self._best)
         is_best = self._best.is_better(value, self.best_value)
         if is_best:
@@ -228,6 +231,13 @@ class Validation:
         if stop and self._patience is not None:
             self.stopped_because = self._patience.words()
         return Verdict(save=is_best or stop, stop=stop)
+
+    def _reduce_rates(self, context: StepContext) -> None:
+        """Have the schedule look at the result, where it is one that does; the next step has the rate that follows."""
+        words = self._plateau.observe(self.latest) if self._plateau is not None else ""
+        if words:
+            context.tell("learning rate", step=context.step, words=words)
+            context.say(f"  schedule   {words}")
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Measure as validation does, with the EMA weights where there are some, without recording the result."""
@@ -247,6 +257,7 @@ class Validation:
             "latest": {name: _or_none(value) for name, value in self.latest.items()},
             "stopped_because": self.stopped_because,
             "patience": self._patience.state_dict() if self._patience else None,
+            **({"plateau": self._plateau.state_dict()} if self._plateau is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -256,6 +267,8 @@ class Validation:
         self.stopped_because = state["stopped_because"]
         if self._patience and state["patience"]:
             self._patience.load_state_dict(state["patience"])
+        if self._plateau is not None and state.get("plateau"):
+            self._plateau.load_state_dict(state["plateau"])
 
 
 class _Patience:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from drivetrain.job import Constant, Job, WarmupCosine
+from drivetrain.core.schedules import FactorSchedule
+from drivetrain.job import Job
 from drivetrain.proving.loss import (
     KeyedDraws,
     dropout_off,
@@ -202,8 +203,8 @@ def parameter_groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def factor_at(job: Job, step: int, num_steps: int) -> float:
-    schedule = job.schedule
-    if isinstance(schedule, (WarmupCosine, Constant)):
+    schedule: Any = job.schedule
+    if isinstance(schedule, FactorSchedule):
         return schedule.factor(step, num_steps)
     return float(schedule(step))
 

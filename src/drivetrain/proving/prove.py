@@ -22,6 +22,7 @@ from drivetrain.core.hook import StepContext
 from drivetrain.core.isolation import is_counted
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
+from drivetrain.core.schedules import is_factor
 from drivetrain.job import Job
 from drivetrain.proving.case import Case, Subject, Trainer
 from drivetrain.proving.certificate import Certificate
@@ -190,6 +191,11 @@ def prove(
     if find_place().size > 1:
         raise DrivetrainError(
             "prove was started on several processes, and starts its own", remedy="start it once, without a launcher"
+        )
+    if not is_factor(job.schedule):
+        raise DrivetrainError(
+            "prove compares learning rates that are a factor of the step, and those of this schedule are not",
+            remedy="prove the job with another one: dataclasses.replace(job, schedule=dt.StepDecay(30))",
         )
     config = config or Config()
     if say is None:

@@ -19,7 +19,8 @@ from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.metrics import LossSum
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.core.schedules import WarmupCosine
+from drivetrain.job import Job
 from drivetrain.recipes import generated_xrays
 from drivetrain.recipes.chest_xray_data import BEST_GRADES, HEADS, XrayDataset, XraySet, read_questions
 from drivetrain.recipes.chest_xray_model import (

@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.core.schedules import WarmupCosine
+from drivetrain.job import Job
 from drivetrain.recipes.recipe import Recipe
 
 NUM_VALID = 360  # of 1,797: one fifth

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.core.schedules import WarmupCosine
+from drivetrain.job import Job
 from drivetrain.moe import (
     Balance,
     Knowledge,

@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.schedules import WarmupCosine
 from drivetrain.data.files import BadInput, read_table
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.job import Job
 from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.generated_emails import LABELS, bag_of_words_ceiling, ceiling, generate
 from drivetrain.recipes.recipe import Recipe

@@ -16,7 +16,8 @@ from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.run_folder import read_rows, read_yaml
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.core.schedules import WarmupCosine
+from drivetrain.job import Job
 from drivetrain.recipes.recipe import Recipe
 
 CONTEXT = 128

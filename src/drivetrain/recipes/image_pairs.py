@@ -18,7 +18,8 @@ from torch.nn import functional
 from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.core.schedules import WarmupCosine
+from drivetrain.job import Job
 from drivetrain.recipes import pair_data
 from drivetrain.recipes.facts import RecipeFacts, facts_of
 from drivetrain.recipes.lora import ATTENTION, add_lora, trained_part

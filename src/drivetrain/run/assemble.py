@@ -26,6 +26,7 @@ from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_dra
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable
+from drivetrain.loop.rates import LearningRates
 from drivetrain.loop.validation import Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock
 from drivetrain.monitor.profiler import count_apart, counted
@@ -125,6 +126,7 @@ class RunParts:
 
     model: nn.Module
     optimizer: Optimizer
+    rates: LearningRates
     average: Average | None  # the moving average of the weights
     strategy: Strategy
     given: StrategyParts  # what the strategy was prepared with
@@ -190,15 +192,17 @@ def assemble(
         step_log=run.step_log if loss_parts is None else StepLog(world),
     )
     draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
+    rates = LearningRates(job, optimizer)  # before a checkpoint is loaded: it begins with the settings as made
     why_not_captured = "the loop is the user's own"
     if not is_own_loop:
         given.step_log.settle()
-        why_not_captured = run.why_not_captured(optimizer, draws, division)
+        why_not_captured = run.why_not_captured(optimizer, draws, division) or rates.why_not_captured
         if not why_not_captured:
             make_capturable(optimizer)
     return RunParts(
         model=model,
         optimizer=optimizer,
+        rates=rates,
         average=average,
         strategy=strategy,
         given=given,

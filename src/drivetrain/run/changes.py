@@ -22,10 +22,11 @@ from drivetrain.core.code_fingerprint import (
 )
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import RunFolder, as_row
+from drivetrain.core.schedules import FactorSchedule, OnPlateau
 from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.source import Glance, Source, are_steady, difference, glance
-from drivetrain.job import Constant, Job, WarmupCosine
+from drivetrain.job import Job
 from drivetrain.run.extending import ExtendedSchedule
 from drivetrain.run.session import Session
 
@@ -88,7 +89,7 @@ class Fingerprint:
 
     def _functions(self, job: Job) -> Iterator[tuple[str, str]]:
         things: dict[str, Any] = {"loss function": job.loss, "optimizer function": job.optimizer}
-        if not isinstance(job.schedule, (WarmupCosine, Constant, ExtendedSchedule)):  # compared by their settings
+        if not isinstance(job.schedule, (FactorSchedule, OnPlateau, ExtendedSchedule)):  # compared by their settings
             things["schedule"] = job.schedule
         if job.count is not None:
             things["count function"] = job.count

@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import Extension
+from drivetrain.core.schedules import is_factor
 from drivetrain.job import Job
 
 WAYS = {
@@ -53,8 +54,8 @@ class ExtendedSchedule:
 def depends_on_length(job: Job, extension: Extension) -> bool:
     """Return whether the longer job has another learning rate in a step that the shorter one has, too."""
     before, after = extension.before, extension.after
-    if before is None or after is None:
-        return False
+    if before is None or after is None or not is_factor(job.schedule):
+        return False  # a torch scheduler is not told the number of steps, nor is a plateau
     return any(
         job.lr_factor(step, before) != job.lr_factor(step, after)
         for step in {*range(0, before, max(1, before // _MOST_COMPARED)), before - 1}

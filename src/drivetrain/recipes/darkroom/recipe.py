@@ -17,9 +17,10 @@ from drivetrain.api.training import Result, export
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.metrics import LossSum
+from drivetrain.core.schedules import WarmupCosine
 from drivetrain.hardware import detect
 from drivetrain.hardware.device import DeviceManager
-from drivetrain.job import Job, WarmupCosine
+from drivetrain.job import Job
 from drivetrain.recipes.darkroom.contexts import UNCOUNTED, Context
 from drivetrain.recipes.darkroom.environment import NUM_ACTIONS, Darkroom
 from drivetrain.recipes.darkroom.scores import PICTURE, SCORES, score, write_scores
