@@ -1,4 +1,4 @@
-"""ResNet-50 in plain torch: bottleneck blocks with the stride in the 3 × 3 convolution, batch normalisation."""
+"""ResNet-50 in plain torch: bottleneck blocks with the stride in the 3 × 3 convolution, batch normalization."""
 
 from typing import cast
 

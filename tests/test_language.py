@@ -34,7 +34,7 @@ def test_no_page_or_message_has_quaint_words() -> None:
 # is a key on the disk.
 BRITISH = re.compile(
     r"\b(behaviours?|colours?|favour|neighbour(?:s|ing)?|learnt|licence|labelled|modelled|centre[ds]?"
-    r"|(?:normal|special|initial|organ|reorgan|util|optim|serial|recogn|summar|minim|maxim|general|synchron|quant|final)"
+    r"|(?:normal|renormal|special|initial|organ|reorgan|util|optim|serial|recogn|summar|minim|maxim|general|synchron|quant|final)"
     r"is(?:e[drs]?|ing|ation)"
     r")\b",
     re.IGNORECASE,
@@ -53,15 +53,18 @@ def test_pages_are_in_american_english() -> None:
     assert found == []
 
 
+# Keys and values that are in files of existing runs.
+ON_DISK = ("buffers not synchronised", "specialisation")
+
+
 def prose_of(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the comments and docstrings of a module, each with its line."""
+    """Yield the comments, docstrings and other strings of a module, each with its line."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        is_docstring = token.type == tokenize.STRING and token.string.startswith('"""')
-        if token.type == tokenize.COMMENT or is_docstring:
+        if token.type in (tokenize.COMMENT, tokenize.STRING) and not any(kept in token.string for kept in ON_DISK):
             yield token.start[0], token.string
 
 
-def test_docstrings_and_comments_are_in_american_english() -> None:
+def test_the_source_is_in_american_english() -> None:
     found = [
         f"{path.relative_to(SOURCE)}:{line}: {match[0]}"
         for path in sorted(SOURCE.rglob("*.py"))

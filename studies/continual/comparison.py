@@ -202,7 +202,7 @@ def summary(study: Study, outcomes: Sequence[MethodOutcome]) -> dict[str, Any]:
         if not own:
             continue
         scores = [outcome.scores for outcome in own]
-        named = ("accuracy", "learnt", "forgetting", "backward_transfer", "retention")
+        named = ("accuracy", "learned", "forgetting", "backward_transfer", "retention")
         found[method] = {
             "seeds": len(own),
             **{name: mean_and_spread([getattr(one, name) for one in scores]) for name in named},

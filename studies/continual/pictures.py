@@ -103,7 +103,7 @@ def draw_over_tasks(study: Study, by_method: Mapping[str, Sequence[MethodOutcome
                 spread = values.std(0, ddof=1)
                 axis.fill_between(where, mean - spread, mean + spread, color=COLOURS[method], alpha=0.10, linewidth=0)
         axis.set_title("Mean accuracy on the tasks so far (%)")
-        axis.set_xlabel("tasks learnt")
+        axis.set_xlabel("tasks learned")
         axis.set_xticks(where)
         axis.set_ylim(0, 102)
         axis.legend(loc="lower left", fontsize=8.5, ncols=3)

@@ -1,4 +1,4 @@
-"""Handwritten digits, turned further task by task, learnt by a mixture that grows where inputs are new, and sleeps.
+"""Handwritten digits, turned further task by task, learned by a mixture that grows where inputs are new, and sleeps.
 
 `drivetrain continual` trains this and other methods side by side.
 """

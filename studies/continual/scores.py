@@ -8,7 +8,7 @@ from statistics import fmean
 @dataclass(frozen=True)
 class Scores:
     accuracy: float  # mean over all tasks, after the last
-    learnt: float  # mean over tasks of the accuracy right after each was trained on
+    learned: float  # mean over tasks of the accuracy right after each was trained on
     forgetting: float  # mean over all but the last: best since it was trained on, before the last task, less the end's
     backward_transfer: float  # mean over all but the last: the end's less that right after it was trained on
     retention: float  # mean over all but the last: the end's as a part of that best
@@ -22,7 +22,7 @@ def scores_of(matrix: Sequence[Sequence[float]]) -> Scores:
     ends = last[: len(bests)]
     return Scores(
         accuracy=fmean(last),
-        learnt=fmean(row[task] for task, row in enumerate(matrix)),
+        learned=fmean(row[task] for task, row in enumerate(matrix)),
         forgetting=_mean(best - end for best, end in zip(bests, ends, strict=True)),
         backward_transfer=_mean(end - matrix[task][task] for task, end in enumerate(ends)),
         retention=_mean((end / best if best else 1.0) for best, end in zip(bests, ends, strict=True)) if bests else 1.0,

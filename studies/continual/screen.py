@@ -72,7 +72,7 @@ class Screen:
         )
 
 
-_COLUMNS = ("accuracy", "±", "learnt", "forgot", "backward", "experts", "weights", "active", "samples", "s")
+_COLUMNS = ("accuracy", "±", "learned", "forgot", "backward", "experts", "weights", "active", "samples", "s")
 
 
 def table(summary: Mapping[str, Any], title: str) -> Table:
@@ -91,7 +91,7 @@ def row_of(found: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{100 * found['accuracy']['mean']:.1f}",
         f"{100 * found['accuracy']['spread']:.1f}" if found["seeds"] > 1 else "–",
-        f"{100 * found['learnt']['mean']:.1f}",
+        f"{100 * found['learned']['mean']:.1f}",
         f"{100 * found['forgetting']['mean']:.1f}",
         f"{100 * found['backward_transfer']['mean']:+.1f}",
         f"{found['experts']:.0f}" if found["experts"] else "–",
@@ -106,7 +106,7 @@ def legend(methods: Sequence[str]) -> Iterator[str]:
     width = max(map(len, methods))
     yield from (f"{method:<{width}}  {METHODS[method].about}" for method in methods)
     yield ""
-    yield "accuracy over all tasks after the last, in %; ± the standard deviation over seeds; learnt: right after each"
+    yield "accuracy over all tasks after the last, in %; ± the standard deviation over seeds; learned: right after each"
     yield "task; forgot: the best since, less the end; backward: the end less right after; weights when all experts are"
     yield "there, active those that a sample meets; samples that gradients were taken of, replayed ones too"
 

@@ -362,7 +362,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 def test_nan_in_the_first_batch(tmp_path: Path) -> None:
     data = TensorDataset(torch.full((20, 6), torch.nan), torch.zeros(20, dtype=torch.int64))
-    error = fails(tmp_path, "the loss of step 1 .* is nan: before anything was learnt", data=data)
+    error = fails(tmp_path, "the loss of step 1 .* is nan: before anything was learned", data=data)
     assert "first batch" in error.remedy
     assert not list((tmp_path / "suite" / "checkpoints").glob("step-*"))
     events = (tmp_path / "suite" / "events.jsonl").read_text()

@@ -137,7 +137,7 @@ HELD = {
     "contrastive": (Tagger, contrastive, "couples"),
     "auxiliary loss": (Tagger, with_auxiliary, "couples"),
     "mixes samples at random": (Tagger, shuffled, "could not be found out"),
-    "batch normalisation": (Normalised, cross_entropy, "batch normalisation"),
+    "batch normalization": (Normalised, cross_entropy, "batch normalization"),
 }
 
 
@@ -233,7 +233,7 @@ def test_the_division_is_kept_where_it_is_part_of_what_is_learnt(tmp_path: Path,
     assert why in found["events"]
     if name != "mixes samples at random":
         assert difference(found, job_of(loss, model=model)) < 1e-10
-    assert found["rule"]["by"] == ("tokens" if name == "batch normalisation" else "samples")
+    assert found["rule"]["by"] == ("tokens" if name == "batch normalization" else "samples")
 
 
 def test_padding_that_comes_late_is_looked_at_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

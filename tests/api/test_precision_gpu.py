@@ -62,8 +62,8 @@ def test_a_step_with_infinite_gradients_is_skipped_by_all_and_counted(
     for step in skipped:
         before, after = (weights_at(tmp_path / "suite", number) for number in (step - 1, step))
         assert all(torch.equal(before[key], after[key]) for key in before if not key.endswith("calls"))
-    learnt = next(step for step in range(2, 11) if step not in skipped)
-    before, after = (weights_at(tmp_path / "suite", number) for number in (learnt - 1, learnt))
+    learned = next(step for step in range(2, 11) if step not in skipped)
+    before, after = (weights_at(tmp_path / "suite", number) for number in (learned - 1, learned))
     assert not all(torch.equal(before[key], after[key]) for key in before)
     schedule = WarmupCosine(warmup_steps=5, floor=0.1)
     expected = [1e-2 * schedule.factor(step, 10) for step in range(10)]

@@ -132,9 +132,9 @@ def test_images_decode_or_are_reported(tmp_path: Path) -> None:
     assert image is not None
     assert image.dtype == torch.uint8
     assert torch.equal(image, torch.tensor([200, 0, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8))
-    grey = read_image(tmp_path / "red.png", 8, bad, mode="L")
-    assert grey is not None
-    assert grey.shape == (1, 8, 8)
+    gray = read_image(tmp_path / "red.png", 8, bad, mode="L")
+    assert gray is not None
+    assert gray.shape == (1, 8, 8)
     assert read_image(tmp_path / "torn.png", 8, bad, named_in=(table, 3)) is None
     assert read_image(tmp_path / "text.png", 8, bad) is None
     assert read_image(tmp_path / "gone.png", 8, bad, named_in=(table, 5)) is None

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.hardware import DeviceManager, Hardware, Note, assert_on_device, canonical_device
-from drivetrain.hardware.cuda_driver import read_utilisation
+from drivetrain.hardware.cuda_driver import read_utilization
 from tests.hardware_fixtures import load
 
 # ---- canonical devices
@@ -304,7 +304,7 @@ def test_utilisation_is_asked_by_uuid() -> None:
         nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: asked.append(uuid) or uuid)  # noqa: N815
         nvmlDeviceGetUtilizationRates = staticmethod(lambda _: SimpleNamespace(gpu=87, memory=40))  # noqa: N815
 
-    assert read_utilisation(gpu, Nvml) == (87.0, 40.0)
+    assert read_utilization(gpu, Nvml) == (87.0, 40.0)
     assert asked == [gpu.uuid.encode()]
     Nvml.nvmlDeviceGetUtilizationRates = staticmethod(lambda _: 1 / 0)
-    assert read_utilisation(gpu, Nvml) == (None, None)
+    assert read_utilization(gpu, Nvml) == (None, None)

@@ -283,7 +283,7 @@ def test_v2_takes_the_least_on_the_way_up(tmp_path: Path) -> None:
             "sys/fs/cgroup/user.slice/job/memory.stat": f"anon 5\ninactive_file {40 * MIB}",
             "sys/fs/cgroup/user.slice/memory.max": 2048 * MIB,
             "sys/fs/cgroup/user.slice/memory.current": 1900
-            * MIB,  # the neighbours are full: less is free than our limit
+            * MIB,  # the neighbors are full: less is free than our limit
         },
     )
     cpu, memory = cpu_limit(tmp_path), memory_limit(tmp_path)

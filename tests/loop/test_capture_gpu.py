@@ -287,7 +287,7 @@ def test_a_probe_of_a_captured_step() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     inputs, labels = torch.randn(32, 6, device=device), torch.randint(0, 4, (32,), device=device)
 
-    def learnt(captures: bool) -> tuple[list[Tensor], float]:
+    def learned(captures: bool) -> tuple[list[Tensor], float]:
         torch.manual_seed(0)
         model = Mlp(0.0).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -313,7 +313,7 @@ def test_a_probe_of_a_captured_step() -> None:
         torch.cuda.synchronize()
         return [parameter.detach().clone() for parameter in model.parameters()], loss
 
-    (plain, plain_loss), (captured, captured_loss) = learnt(False), learnt(True)
+    (plain, plain_loss), (captured, captured_loss) = learned(False), learned(True)
     assert plain_loss == captured_loss
     assert all(torch.equal(one, other) for one, other in zip(plain, captured, strict=True))
 

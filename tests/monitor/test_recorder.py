@@ -127,7 +127,7 @@ def test_the_banner_and_the_lines(tmp_path: Path, capsys: Any) -> None:
         ("loader", "in the training process"),
     ):
         assert f"  {label:<10} {words}" in text
-    assert "\x1b" not in text  # no bar and no colours where nobody looks
+    assert "\x1b" not in text  # no bar and no colors where nobody looks
     assert [line.split()[3] for line in text.splitlines() if line.startswith("epoch")] == ["10", "20"]
 
 

@@ -1,4 +1,4 @@
-"""`--auto-batch-size`: what is measured decides, and what is learnt stays."""
+"""`--auto-batch-size`: what is measured decides, and what is learned stays."""
 
 import json
 import math

@@ -190,7 +190,7 @@ def test_what_is_pinned_holds() -> None:
 def test_batch_normalisation_keeps_a_rank_s_share_together() -> None:
     plan = planned(2, 24, make_job(norm=True))
     assert plan.choices["batch.size"].value == 32
-    assert "part of what is learnt" in plan.choices["batch.size"].reason
+    assert "part of what is learned" in plan.choices["batch.size"].reason
 
 
 def test_the_line_is_the_peak_of_a_step_that_is_followed() -> None:

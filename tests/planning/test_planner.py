@@ -356,7 +356,7 @@ def test_where_samples_influence_each_other_their_number_is_left_alone(tmp_path:
     folder = run(tmp_path, make_job(variant, model=Normed))
     choice = plan_of(folder)["choices"]["batch.size"]
     assert choice["value"] == 20
-    assert "batch normalisation" in choice["why"]
+    assert "batch normalization" in choice["why"]
 
 
 def test_the_longest_samples_are_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""email-sequence: order is learnt where bag-of-words stays blind, the ceilings are right, bad input is refused."""
+"""email-sequence: order is learned where bag-of-words stays blind, the ceilings are right, bad input is refused."""
 
 import csv
 import itertools

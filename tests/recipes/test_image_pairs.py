@@ -70,10 +70,10 @@ def test_no_image_is_in_two_folds() -> None:
     assert torch.bincount(folds[:60]).tolist() == [12] * 5
     chosen = torch.randint(80, (300, 2), generator=torch.Generator().manual_seed(0))
     pairs = pair_data.Pairs(images, chosen[:, 0], chosen[:, 1], torch.zeros(300, dtype=torch.long))
-    learnt, held_out, left_out = pair_data.split(pairs, fold=2)
-    assert len(learnt) + len(held_out) + left_out == 300
+    learned, held_out, left_out = pair_data.split(pairs, fold=2)
+    assert len(learned) + len(held_out) + left_out == 300
     drawn = pair_data.draw_pairs(images, torch.cat([ratings, ratings[:20]]), 0.2, 2, (200, 50))
-    for one, other in ((learnt, held_out), drawn):
+    for one, other in ((learned, held_out), drawn):
         sides = [{bytes(images[n].numpy()) for n in (*side.first, *side.second)} for side in (one, other)]
         assert sides[0]
         assert sides[1]
@@ -182,10 +182,10 @@ def test_images_of_ones_own(tmp_path: Path, capsys) -> None:
     (tmp_path / "scores.jsonl").write_text(
         "".join(json.dumps({"image": f"{number}.png", "score": number / 4}) + "\n" for number in range(20))
     )
-    learnt, held_out, _ = pair_data.read_pairs(tmp_path / "scores.jsonl", 8, 0.2, 1, (50, 20))
-    assert (len(learnt), len(held_out)) == (50, 20)
-    assert learnt.images.shape == (20, 3, 8, 8)
-    assert set(learnt.labels.tolist()) <= {0, 1}  # all scores differ by more
+    learned, held_out, _ = pair_data.read_pairs(tmp_path / "scores.jsonl", 8, 0.2, 1, (50, 20))
+    assert (len(learned), len(held_out)) == (50, 20)
+    assert learned.images.shape == (20, 3, 8, 8)
+    assert set(learned.labels.tolist()) <= {0, 1}  # all scores differ by more
 
 
 def test_bad_pairs_are_listed_and_nothing_is_written(tmp_path: Path, capsys) -> None:

@@ -32,7 +32,7 @@ def train(target: str, *flags: str) -> int:
 def test_by_its_module(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{module}:RECIPE"
     assert train(target, "--max-steps", "3", "--seed", "4", "--size", "small") == 0
-    assert "the line is learnt" in capsys.readouterr().out
+    assert "the line is learned" in capsys.readouterr().out
     assert len(Path("runs/line/steps.jsonl").read_text().splitlines()) == 3
     assert json.loads(Path("runs/line/source.json").read_text())["target"] == target
     assert train(target, "--experts", "3") == 2

@@ -106,9 +106,9 @@ def test_skipped_steps_mfu_and_gpus(copied: Path) -> None:
 
 
 def test_the_picture(folder: Path) -> None:
-    width, height, colours = pixels(draw(RunData.read(folder)))
+    width, height, colors = pixels(draw(RunData.read(folder)))
     assert (width, height) == (1680, 552)
-    assert colours > 100
+    assert colors > 100
 
 
 def test_drawing_leaves_the_callers_matplotlib_alone(folder: Path) -> None:

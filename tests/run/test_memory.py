@@ -91,7 +91,7 @@ def test_the_cap_is_that_of_a_machine(tmp_path: Path) -> None:
 
 
 def test_what_this_process_cannot_make_anew_needs_another_start(tmp_path: Path) -> None:
-    """A model that was handed in has learnt some steps, and there is no checkpoint yet."""
+    """A model that was handed in has learned some steps, and there is no checkpoint yet."""
     losses, _ = plain_loop(VARIANT)
 
     def trained(loss: Hungry) -> Any:
@@ -120,7 +120,7 @@ def test_a_division_that_is_part_of_what_is_learnt_stays(tmp_path: Path) -> None
         return nn.functional.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
 
     loss = Hungry(8, 300, contrastive)
-    with pytest.raises(DrivetrainError, match="cannot be made smaller without changing what is learnt") as raised:
+    with pytest.raises(DrivetrainError, match="cannot be made smaller without changing what is learned") as raised:
         train(make_job(VARIANT, loss=loss), configure(output_dir=tmp_path, gpu_mode="cpu", report=False), quiet=True)
     assert "LossSum" in raised.value.remedy
 

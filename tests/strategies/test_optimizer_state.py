@@ -125,7 +125,7 @@ def test_rounding_is_that_of_float32(rate: float) -> None:
     assert rounded(rate) == float(np.float32(rate))
 
 
-def learnt(on_device: bool, make: Any) -> list[Tensor]:
+def learned(on_device: bool, make: Any) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     optimizer = make(model.parameters())
@@ -150,7 +150,7 @@ def learnt(on_device: bool, make: Any) -> list[Tensor]:
     ],
 )
 def test_the_same_steps_as_with_numbers(make: Any) -> None:
-    assert all(map(torch.equal, learnt(True, make), learnt(False, make)))
+    assert all(map(torch.equal, learned(True, make), learned(False, make)))
 
 
 def test_a_save_takes_the_value_that_the_host_knows() -> None:

@@ -26,7 +26,7 @@ from drivetrain.verify.probes import (
     storage,
     timing,
     training,
-    utilisation,
+    utilization,
 )
 from tests.verify.machines import gpu, machine
 
@@ -445,15 +445,15 @@ class TestTraining:
 
 class TestUtilisation:
     def test_busy_and_idle(self) -> None:
-        assert utilisation.judge_busyness({"GPU 0": 99.0, "GPU 1": 80.0}).status == "passed"
-        outcome = utilisation.judge_busyness({"GPU 0": 99.0, "GPU 1": 41.0})
+        assert utilization.judge_busyness({"GPU 0": 99.0, "GPU 1": 80.0}).status == "passed"
+        outcome = utilization.judge_busyness({"GPU 0": 99.0, "GPU 1": 41.0})
         assert outcome.status == "failed"
         assert "GPU 1 41 %" in outcome.detail
         assert "GPU 0" not in outcome.detail
         assert "nvidia-smi" in outcome.remedy
 
     def test_no_gpu(self, tmp_path: Path) -> None:
-        assert utilisation.probe(make_setup(tmp_path)).status == "not applicable"
+        assert utilization.probe(make_setup(tmp_path)).status == "not applicable"
 
 
 def test_a_failure_cannot_be_made_without_a_remedy() -> None:

@@ -239,7 +239,7 @@ class Drive:
         self._iterator: weakref.ref[Any] | None = None
         self._begun: Begun | None = None
         self._micro: MicroBatch | None = None  # of the current batch
-        self._is_learnt = self._is_stepped = self._is_stepping = self._is_inside = False
+        self._is_learned = self._is_stepped = self._is_stepping = self._is_inside = False
         self._rates: list[float] | None = None  # as the schedule set them
         self._logged: LoggedValues = {}  # with the current batch
         self._failure: Exception | None = None
@@ -300,7 +300,7 @@ class Drive:
         accumulated.
         """
         micro, begun = self._micro, self._begun
-        if micro is None or begun is None or self._is_learnt:
+        if micro is None or begun is None or self._is_learned:
             raise DrivetrainError(
                 "run.backward() was called twice for one batch, or outside the loop",
                 remedy="add losses together and call it once for each batch",
@@ -314,7 +314,7 @@ class Drive:
                 remedy="leave optimizer.zero_grad() out: gradients are cleared after they were used",
             )
         self._stepper.learn(loss, begun.place, micro)
-        self._is_learnt = True
+        self._is_learned = True
 
     def log(self, name: str, value: LoggedValue) -> None:
         """Log a value, as `dt.log` does in a loss.
@@ -342,7 +342,7 @@ class Drive:
             raise DrivetrainError(
                 "run.step() was called twice for one batch, or outside the loop", remedy="call it once for each batch"
             )
-        if not self._is_learnt:
+        if not self._is_learned:
             raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
         self._is_stepped = True
         collect_into(None)
@@ -442,7 +442,7 @@ class Drive:
             for micro in micro_batches:
                 batch = self._stepper.begin(place, micro)
                 self._micro = micro
-                self._is_learnt = self._is_stepped = False
+                self._is_learned = self._is_stepped = False
                 self._logged = {}
                 collect_into(self._logged)
                 self._enter_forward()
@@ -453,8 +453,8 @@ class Drive:
         self._micro = None
 
     def _check_body(self) -> None:
-        if not self._is_learnt or not self._is_stepped:
-            missing = "run.step()" if self._is_learnt else "run.backward(loss)"
+        if not self._is_learned or not self._is_stepped:
+            missing = "run.step()" if self._is_learned else "run.backward(loss)"
             raise DrivetrainError(
                 f"the loop went on to the next batch without {missing}",
                 remedy="call run.backward(loss) and run.step() for every batch; to leave one out, give backward "

@@ -200,7 +200,7 @@ def _problem_with(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return f"its items hold {type(leaf).__name__}, and only numbers can be gathered on a device"
     if type(leaf) is not Tensor or leaf.is_quantized:
-        return f"its items hold {'quantised tensors' if leaf.is_quantized else type(leaf).__name__}, not plain tensors"
+        return f"its items hold {'quantized tensors' if leaf.is_quantized else type(leaf).__name__}, not plain tensors"
     if leaf.layout is not torch.strided:
         return f"its items hold tensors of layout {str(leaf.layout).removeprefix('torch.')}"
     if leaf.requires_grad:

@@ -29,7 +29,7 @@ def load_nvml() -> Nvml | None:
     return pynvml
 
 
-def read_utilisation(gpu: Gpu, nvml: Nvml | None = None) -> tuple[float, float] | tuple[None, None]:
+def read_utilization(gpu: Gpu, nvml: Nvml | None = None) -> tuple[float, float] | tuple[None, None]:
     """Return the share of time, in percent, in which the GPU computed and in which it moved memory.
 
     Returns `(None, None)` where NVML is missing or does not answer for this GPU.

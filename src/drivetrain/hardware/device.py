@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import GIB, Value
-from drivetrain.hardware.cuda_driver import read_utilisation
+from drivetrain.hardware.cuda_driver import read_utilization
 from drivetrain.hardware.facts import Gpu, Hardware
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class DeviceManager:
         total = host.total_bytes if on_cpu else stats.total_bytes
         free = host.free_bytes if on_cpu else stats.free_bytes
         used = None if total is None or free is None else total - free
-        gpu_utilization, memory_utilization = (None, None) if gpu is None else read_utilisation(gpu)
+        gpu_utilization, memory_utilization = (None, None) if gpu is None else read_utilization(gpu)
         memory = {"total_memory": total, "free_memory": free, "used_memory": used}
         return {
             "device_type": wanted.type,
@@ -261,7 +261,7 @@ def assert_on_device(device: "str | torch.device", **things: Any) -> None:
     count = "1 tensor is" if len(misplaced) == 1 else f"{len(misplaced)} tensors are"
     remedy = f'move them with .to("{expected}") before the step'
     if any(line.endswith(" meta") for line in shown):
-        remedy += f'; on meta there is no data yet: module.to_empty(device="{expected}"), then initialise it'
+        remedy += f'; on meta there is no data yet: module.to_empty(device="{expected}"), then initialize it'
     raise DrivetrainError("\n    ".join([f"{count} not on {expected}:", *shown]), remedy=remedy)
 
 

@@ -372,7 +372,7 @@ class Trainer:
             where += f" (its part {', '.join(bad)})"
         if step == 1:
             return DrivetrainError(
-                f"{where}: before anything was learnt, so the data or the first weights are to blame",
+                f"{where}: before anything was learned, so the data or the first weights are to blame",
                 remedy="look for nan or infinite values in the first batch, and for a log or a division by zero in the "
                 "loss; --precision fp32 rules out an overflow",
             )

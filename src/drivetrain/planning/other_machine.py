@@ -154,7 +154,9 @@ def _laid_out(
     if couples_samples(model):
         whole = first_that_fits(needs, limit, num_gpus, share)
         if whole is not None and whole in allowed:
-            why = "a rank's whole share: samples of a batch influence each other, so its size is part of what is learnt"
+            why = (
+                "a rank's whole share: samples of a batch influence each other, so its size is part of what is learned"
+            )
             return whole, share, why
     for layout in allowed:
         largest = layout.largest(needs, limit, share)

@@ -310,7 +310,7 @@ def _coupled(where: str) -> Classification:
         "job",
         where,
         "samples of a batch act on each other (batch statistics, in-batch negatives): how a batch is divided is part "
-        "of what is learnt, and the trainer did with the parts what can be done",
+        "of what is learned, and the trainer did with the parts what can be done",
     )
 
 
@@ -444,10 +444,10 @@ def _subsets(
             for factor in (1.0, float(nominal), len(_samples_of(pieces))):
                 mixed = [factor * weight if keep else 0.0 for weight, keep in zip(weights, kept, strict=True)]
                 yield Kind.LOST_MICRO_BATCH, mixed, words
-            yield Kind.LOST_MICRO_BATCH, _renormalised(pieces, weights, kept), words
+            yield Kind.LOST_MICRO_BATCH, _renormalized(pieces, weights, kept), words
 
 
-def _renormalised(pieces: Sequence[ReferencePiece], weights: Sequence[float], kept: Sequence[bool]) -> list[float]:
+def _renormalized(pieces: Sequence[ReferencePiece], weights: Sequence[float], kept: Sequence[bool]) -> list[float]:
     """Return the weights of those that are kept, so that they add up to 1 in each part."""
     rest: dict[str, float] = {}
     for piece, weight, keep in zip(pieces, weights, kept, strict=True):

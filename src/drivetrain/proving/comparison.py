@@ -271,7 +271,7 @@ class Comparison:
     def _why_weights(self, case: Case, trace: Trace, name: str) -> Classification:
         divisions = [trace.division(step) for step in range(trace.num_steps)]
         if self._facts.depends_on_division and self._matches_parts(case, trace):
-            return Classification(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learnt")
+            return Classification(Kind.COUPLED, "job", name, "how a batch is divided is part of what is learned")
         for kind, bug, words in step_hypotheses(case, trace):
             simulated = self._simulated(case, divisions, bug)
             if weight_difference(trace.main.weights, simulated, self._floor) is None:

@@ -133,7 +133,7 @@ class HuggingFaceEncoder(nn.Module):
         self.register_buffer("deviation", torch.tensor(deviation).view(1, -1, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        pixels = (image.float() / 255 - self.mean) / self.deviation  # one grey channel becomes as many as these have
+        pixels = (image.float() / 255 - self.mean) / self.deviation  # one gray channel becomes as many as these have
         hidden: Tensor = self.model(pixel_values=pixels).last_hidden_state
         return hidden if hidden.dim() == 3 else hidden.flatten(2).transpose(1, 2)
 

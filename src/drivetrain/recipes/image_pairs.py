@@ -262,10 +262,10 @@ def show(result: Result) -> None:
     """Prints accuracy and consistency beside what can be reached; writes the weights, and what was trained of them."""
     facts, weights = facts_of(result.folder), load_file(export(result))
     if result.metrics:
-        print(f"\n{result.metrics['valid_accuracy']:.1%} of the held-out pairs are labelled correctly.")
+        print(f"\n{result.metrics['valid_accuracy']:.1%} of the held-out pairs are labeled correctly.")
         print(f"{result.metrics['valid_swap_consistency']:.1%} get the same answer in both orders.")
     if "ceiling" in facts:
-        print(f"At most {facts['ceiling']:.1%} can be expected to be labelled correctly: ratings have noise.")
+        print(f"At most {facts['ceiling']:.1%} can be expected to be labeled correctly: ratings have noise.")
     if any("lora_" in name for name in weights):
         save_file(trained_part(weights, BACKBONE), result.folder / ADAPTER)
         print(f"Adapter, projector and head are in {result.folder / ADAPTER}.")

@@ -104,7 +104,7 @@ def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int], least_g
     axis.set_xlabel("step")
     if len(steps) == 1:
         steps, shares = np.array([steps[0] - 1, steps[0]]), np.repeat(shares, 2, axis=1)
-    axis.stackplot(steps, shares, colors=[_colour(n) for n in numbers], edgecolor="white", linewidth=0.7, alpha=0.92)
+    axis.stackplot(steps, shares, colors=[_color(n) for n in numbers], edgecolor="white", linewidth=0.7, alpha=0.92)
     axis.set_xlim(steps[0], steps[-1])
     axis.set_ylim(0, 1)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -118,7 +118,7 @@ def _draw_shares(axis: Any, loads: Sequence[Row], nights: Sequence[int], least_g
             if any(abs(middle - other) < least_gap for other in written):
                 continue
             written.append(middle)
-            edge = {"xytext": (6, 0), "textcoords": "offset points", "color": _colour(number), "annotation_clip": False}
+            edge = {"xytext": (6, 0), "textcoords": "offset points", "color": _color(number), "annotation_clip": False}
             axis.annotate(f"{number}", (steps[-1], middle), **edge, **style)
         elif shares[place].max() > 0.06:
             where = int(shares[place].argmax())
@@ -147,15 +147,15 @@ def _draw_classes(axis: Any, serves: Mapping[str, Mapping[str, float]], step: in
     axis.spines["bottom"].set_visible(False)
     if table.size <= 200:
         for row, column in np.argwhere(table >= 0.005):
-            colour = "white" if table[row, column] > 0.55 * top else INK
-            axis.text(column, row, f"{table[row, column]:.0%}", ha="center", va="center", color=colour, fontsize=8.5)
+            color = "white" if table[row, column] > 0.55 * top else INK
+            axis.text(column, row, f"{table[row, column]:.0%}", ha="center", va="center", color=color, fontsize=8.5)
 
 
 def _draw_last(axis: Any, last: Row) -> None:
     numbers = sorted(last["loads"], key=int)
     values = [last["loads"][number] for number in numbers]
     axis.set_title(f"Tokens of step {last['step']:,}")
-    axis.bar(range(len(numbers)), values, color=[_colour(int(number)) for number in numbers], width=0.72)
+    axis.bar(range(len(numbers)), values, color=[_color(int(number)) for number in numbers], width=0.72)
     axis.axhline(sum(values) / max(len(values), 1), color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
     if len(numbers) <= 8:
         axis.set_xticks(range(len(numbers)), [f"expert {number}" for number in numbers])
@@ -180,9 +180,9 @@ def _draw_number(axis: Any, data: RunData, loads: Sequence[Row], events: Sequenc
     axis.step([*steps, last_step], [*counts, counts[-1]], where="post", color=INK, linewidth=1.8, zorder=2)
     axis.fill_between([*steps, last_step], [*counts, counts[-1]], step="post", color=TRAIN, alpha=0.08, linewidth=0)
     for what, points in placed.items():
-        marker, colour, _ = _MARKS[what]
+        marker, color, _ = _MARKS[what]
         style = {"s": 64, "edgecolor": "white", "linewidth": 1.0, "zorder": 3}
-        axis.scatter(*zip(*points, strict=True), marker=marker, color=colour, label=what, **style)
+        axis.scatter(*zip(*points, strict=True), marker=marker, color=color, label=what, **style)
     for row, count in zip(events, counts[1:], strict=True):
         beside = {"xytext": (-6, 7), "textcoords": "offset points", "ha": "right", "fontsize": 9, "color": INK}
         axis.annotate(f"{row['expert']}", (row["step"], count), **beside)
@@ -201,7 +201,7 @@ def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
     names = [name for name in nights[0]["before"] if name != "valid_loss"] or list(nights[0]["before"])
     shown = [night for night in nights if names and names[0] in night["before"]]
     if not shown:
-        axis.set_title("Specialisation after each sleep")
+        axis.set_title("Specialization after each sleep")
         axis.plot([n["step"] for n in nights], [n["specialisation"] for n in nights], color=OTHER, marker="o")
         axis.set_xlabel("step")
         return
@@ -211,10 +211,10 @@ def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
     for place, night in enumerate(shown):
         before, after = night["before"][name], night["after"][name]
         is_up = after >= before if name != "valid_loss" else after <= before
-        colour = FAINT if after == before else OTHER if is_up else _GONE
-        axis.plot([place, place], [before, after], color=colour, linewidth=3, solid_capstyle="round", zorder=2)
-        axis.scatter([place], [before], s=46, color="white", edgecolor=colour, linewidth=1.8, zorder=3)
-        axis.scatter([place], [after], s=56, color=colour, zorder=4)
+        color = FAINT if after == before else OTHER if is_up else _GONE
+        axis.plot([place, place], [before, after], color=color, linewidth=3, solid_capstyle="round", zorder=2)
+        axis.scatter([place], [before], s=46, color="white", edgecolor=color, linewidth=1.8, zorder=3)
+        axis.scatter([place], [after], s=56, color=color, zorder=4)
     if is_share:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     labels = [f"step {night['step']:,}\n{night['seconds']:.1f} s" for night in shown]
@@ -237,7 +237,7 @@ def _draw_places(axis: Any, data: RunData, last: Row, ranks: Sequence[int]) -> N
             if is_placed and len(ranks) > 1 and int(last["ranks"][number]) != rank:
                 continue
             width = last["loads"][number] / total
-            axis.barh(place, width, left=left, height=0.66, color=_colour(int(number)), edgecolor="white", linewidth=1)
+            axis.barh(place, width, left=left, height=0.66, color=_color(int(number)), edgecolor="white", linewidth=1)
             if width > 0.025:
                 style = {"color": "white", "fontweight": "bold", "ha": "center", "va": "center"}
                 axis.text(left + width / 2, place, number, **style)
@@ -301,5 +301,5 @@ def _device_of(data: RunData, rank: int) -> str:
     return device if int(data.plan.get("world_size", 1)) == 1 else f"rank {rank} ({device.split(':')[0]})"
 
 
-def _colour(number: int) -> str:
+def _color(number: int) -> str:
     return MANY[number % len(MANY)]

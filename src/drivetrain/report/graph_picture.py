@@ -264,7 +264,7 @@ def _shown(graph: KnowledgeGraph) -> list[Edge]:
 def _draw_edge(axis: Any, edge: Edge, plan: GraphLayout, radii: Mapping[int, float]) -> None:
     from matplotlib.patches import FancyArrowPatch
 
-    colour, dashes, bend, _ = _LINES[edge.relation]
+    color, dashes, bend, _ = _LINES[edge.relation]
     is_parent, is_served = edge.relation == "parent", edge.relation == "composition"
     begin, end = plan.places[edge.one], plan.places[edge.other]
     begin = _towards(begin, end, radii[int(edge.one)])
@@ -272,7 +272,7 @@ def _draw_edge(axis: Any, edge: Edge, plan: GraphLayout, radii: Mapping[int, flo
     axis.add_patch(
         FancyArrowPatch(
             begin, end, arrowstyle="-|>,head_length=6,head_width=3" if is_parent else "-",
-            connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0, color=colour, linestyle=dashes,
+            connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0, color=color, linestyle=dashes,
             linewidth=1.3 if is_parent else 0.8 + 4.2 * edge.weight,
             alpha=0.9 if is_parent else 0.45 + 0.5 * edge.weight, zorder=1 if is_served else 2, capstyle="round",
         )
@@ -288,9 +288,9 @@ def _draw_expert(
     fill = "#e9ecef" if is_dormant else _tint(specialisation)
     edge, width = (_DORMANT, 2.0) if is_dormant else ("white", 1.5)
     axis.add_patch(Circle(place, radius, facecolor=fill, edgecolor=edge, linewidth=width, zorder=4))
-    colour = "white" if specialisation > 0.45 and not is_dormant else INK
+    color = "white" if specialisation > 0.45 and not is_dormant else INK
     size = max(6.0, min(13.0, 130 * radius))
-    axis.text(*place, str(number), ha="center", va="center", color=colour, fontsize=size, fontweight="bold", zorder=5)
+    axis.text(*place, str(number), ha="center", va="center", color=color, fontsize=size, fontweight="bold", zorder=5)
 
 
 def _draw_concept(axis: Any, concept: str, plan: GraphLayout) -> None:
@@ -323,13 +323,13 @@ def _draw_legend(side: Any, relations: set[Relation], has_dormant: bool) -> None
     side.set_ylim(0, 1)
     y = 0.97
     side.text(0.0, y, "Ties", fontweight="bold", fontsize=11, va="center")
-    for relation, (colour, dashes, _, words) in _LINES.items():
+    for relation, (color, dashes, _, words) in _LINES.items():
         if relation not in relations:
             continue
         y -= 0.058
-        side.add_line(Line2D([0.0, 0.16], [y, y], color=colour, linestyle=dashes, linewidth=2.2))
+        side.add_line(Line2D([0.0, 0.16], [y, y], color=color, linestyle=dashes, linewidth=2.2))
         if relation == "parent":
-            side.plot([0.155], [y], marker=">", color=colour, markersize=6)
+            side.plot([0.155], [y], marker=">", color=color, markersize=6)
         side.text(0.21, y, words, va="center", fontsize=9.5)
     y -= 0.05
     side.text(0.0, y, "the wider, the stronger; weak ones are left out", va="center", fontsize=8.5, color=FAINT)

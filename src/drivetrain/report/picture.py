@@ -136,9 +136,9 @@ def _draw_parts(axis: Any, data: RunData) -> None:
         rows = [row for row in data.steps if row.get(name) is not None]
         steps, values = np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
         window = max(1, len(steps) // 25)
-        colour = MANY[3 + number]  # behind those of the other curves
+        color = MANY[3 + number]  # behind those of the other curves
         label = name.removeprefix("loss_").replace("_", " ")
-        axis.plot(*_thinned(steps, _smoothed(values, window)), color=colour, linewidth=1.1, linestyle="--", label=label)
+        axis.plot(*_thinned(steps, _smoothed(values, window)), color=color, linewidth=1.1, linestyle="--", label=label)
 
 
 def _draw_metrics(axis: Any, data: RunData) -> None:
@@ -159,10 +159,10 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
     one = names[0].removeprefix("valid_").replace("_", " ")
     axis.set_title(f"Validation {one}" if len(names) == 1 else "Validation")
     is_share = True
-    for name, colour in zip(names, (OTHER, VALID, TRAIN), strict=False):
+    for name, color in zip(names, (OTHER, VALID, TRAIN), strict=False):
         where, values = data.metric(name)
         is_share = is_share and all(0 <= value <= 1 for value in values)
-        axis.plot(where, values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=name.replace("_", " "))
+        axis.plot(where, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=name.replace("_", " "))
         axis.annotate(f"{values[-1]:.4g}", (where[-1], values[-1]), (0, 7), textcoords="offset points", ha="right")
     if len(names) > 1:
         axis.legend(loc="best")

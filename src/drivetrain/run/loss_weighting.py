@@ -38,7 +38,7 @@ MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for some that differ in what 
 SAMPLES_AT_ONCE, LOOK_AT_ALL_SECONDS = 4096, 1.0  # of data that is in memory
 MOST_WEIGHTS_ON_CPU = 100_000_000  # of a sharded model, which rank 0 has whole in host memory
 _PROBE_EPOCH = 2**48  # keys what items draw at random while they are looked at: an epoch that no run reaches
-BATCH_NORM = "batch normalisation couples the samples of a batch"
+BATCH_NORM = "batch normalization couples the samples of a batch"
 BEFORE = "the run was begun by a version that weighted every scalar loss by samples"
 
 
@@ -374,10 +374,10 @@ def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
         size = run.way.micro_batch
         most = max(1, -(-(job.global_batch or 0) // size))
         remedy = "dt.LossSum(sum, count), or Job.count for named parts, makes a loss independent of it"
-        if weighting.holds_division == BATCH_NORM:
-            remedy = "group or layer normalisation does not depend on it"
+        if weighting.holds_division.startswith("batch norm"):  # runs before have another spelling
+            remedy = "group or layer normalization does not depend on it"
         lines.append(
-            f"{weighting.holds_division}: what is learnt depends on the micro-batch, which stays at {size}; more "
+            f"{weighting.holds_division}: what is learned depends on the micro-batch, which stays at {size}; more "
             f"than {most} device{'s' if most > 1 else ''} would have to make it smaller ({remedy})"
         )
     if lines:

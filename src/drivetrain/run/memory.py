@@ -252,7 +252,7 @@ def lower_cap(run: Session, error: BaseException) -> None:
     if held:
         raise DrivetrainError(
             f"out of memory with micro-batches of {before} samples, which cannot be made smaller without changing what "
-            f"is learnt: {held}",
+            f"is learned: {held}",
             remedy=f"{_OTHER_WAYS_OUT}; or return a LossSum, if the loss is a sum over samples or tokens",
         ) from error
     if before <= len(run.devices):

@@ -83,7 +83,7 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if run.config.distributed.sync_batchnorm and run.world.size > 1:
         if run.world.device.type != "cuda":
-            raise DrivetrainError("synchronised batch norm needs GPUs", remedy="drop --sync-batchnorm")
+            raise DrivetrainError("synchronized batch norm needs GPUs", remedy="drop --sync-batchnorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     fixed = run.way.repeat != "off"
     if run.config.compile.only and run.way.compile_mode is not None:
@@ -226,7 +226,7 @@ def refuse_meta(model: nn.Module) -> None:
         raise DrivetrainError(
             f"{len(found)} of the model's {len(named)} tensors are on the meta device and have no values: "
             f"{', '.join(found[:3])}{more}",
-            remedy="build the model outside torch.device('meta'), or call model.to_empty(device='cpu') and initialise "
+            remedy="build the model outside torch.device('meta'), or call model.to_empty(device='cpu') and initialize "
             "or load every weight and buffer before the model function returns it",
         )
 

@@ -209,6 +209,6 @@ def _gpus(run: Session) -> tuple[Gpu | None, tuple[Gpu, ...], int]:
     indices = [device.index for device in run.devices if device.type == "cuda"]
     own = [gpu for index in indices for gpu in run.hardware.gpus if gpu.index == index]
     told = run.world.gather([socket.gethostname(), [gpu.model_dump(mode="json") for gpu in own]])
-    neighbours = [found for host, found in told if host == socket.gethostname()]
-    here = [Gpu.model_validate(facts) for found in neighbours for facts in found]
-    return own[0] if own else None, tuple({gpu.uuid: gpu for gpu in here}.values()), len(neighbours)
+    neighbors = [found for host, found in told if host == socket.gethostname()]
+    here = [Gpu.model_validate(facts) for found in neighbors for facts in found]
+    return own[0] if own else None, tuple({gpu.uuid: gpu for gpu in here}.values()), len(neighbors)

@@ -115,7 +115,7 @@ def test_an_expert_grown_for_the_loss_comes_from_the_busiest_and_says_why() -> N
     for loss in LEARNT[1:]:
         lowest = (lowest + loss) / 2  # it only falls
     assert grown["why"] == f"loss 1.2 has been above 2 × the lowest, {lowest:.3g}, for 2 looks"
-    assert layer.spreads[3] > 0, "it has learnt what its tokens are like from those it was given"
+    assert layer.spreads[3] > 0, "it has learned what its tokens are like from those it was given"
 
 
 def test_growth_for_the_loss_is_turned_off_with_infinity_and_obeys_the_cap() -> None:

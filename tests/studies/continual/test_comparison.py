@@ -34,7 +34,7 @@ class Listener:
 
 
 def images(num_samples: int) -> Images:
-    """Each class has its own bright pixel: to be learnt in a few steps."""
+    """Each class has its own bright pixel: to be learned in a few steps."""
     generator = torch.Generator().manual_seed(num_samples)
     labels = torch.arange(num_samples) % 4
     pixels = 0.2 * torch.rand(num_samples, 16, generator=generator)
@@ -76,7 +76,7 @@ def test_methods_are_trained_once_and_go_on_where_they_were(tmp_path: Path) -> N
     assert len(later.tasks) == 2
     for one in found:
         assert len(one.matrix) == 2
-        assert one.matrix[0][0] > 0.5, one.method  # it has learnt the first task
+        assert one.matrix[0][0] > 0.5, one.method  # it has learned the first task
     assert found[-1].experts[0][1] == 2
     document = json.loads((tmp_path / "continual.json").read_text())
     assert document["summary"].keys() == set(methods)

@@ -44,7 +44,7 @@ def test_fisher(chunk: int) -> None:
 
 
 def test_it_is_not_the_gradient_of_the_labels() -> None:
-    """The Fisher of labels that are taken as given is another thing: it vanishes where all labels are learnt."""
+    """The Fisher of labels that are taken as given is another thing: it vanishes where all labels are learned."""
     model, tokens = network(), inputs(6, 2)
     labels = model(tokens).argmax(1)
     total = torch.zeros_like(next(model.parameters()))

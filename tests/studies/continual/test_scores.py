@@ -18,7 +18,7 @@ MATRIX = [
 def test_by_hand() -> None:
     found = scores_of(MATRIX)
     assert found.accuracy == pytest.approx((0.60 + 0.70 + 0.85) / 3)
-    assert found.learnt == pytest.approx((0.90 + 0.80 + 0.85) / 3)
+    assert found.learned == pytest.approx((0.90 + 0.80 + 0.85) / 3)
     assert found.forgetting == pytest.approx(((0.95 - 0.60) + (0.80 - 0.70)) / 2)
     assert found.backward_transfer == pytest.approx(((0.60 - 0.90) + (0.70 - 0.80)) / 2)
     assert found.retention == pytest.approx((0.60 / 0.95 + 0.70 / 0.80) / 2)

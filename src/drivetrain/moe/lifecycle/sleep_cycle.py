@@ -164,7 +164,7 @@ class Night:
         self._seen = None
         after = self.specialisation()
         is_worse = after <= before
-        words = f"experts' specialisation {before:.2f} → {after:.2f}"
+        words = f"experts' specialization {before:.2f} → {after:.2f}"
         facts: dict[str, Any] = {"specialisation": [round(before, 6), round(after, 6)]}
         harm = -math.inf if is_worse else None
         self._judge("specialise", loss, put_back, words, harm, **facts)

@@ -41,7 +41,7 @@ class Darkroom:
         return self.num_cells // 2
 
     @cached_property
-    def neighbours(self) -> Tensor:
+    def neighbors(self) -> Tensor:
         """The cell that each action leads to, for each cell: (cells, actions)."""
         cells, last = torch.arange(self.num_cells), self.size - 1
         x, y = cells // self.size, cells % self.size
@@ -49,7 +49,7 @@ class Darkroom:
 
     def step(self, cells: Tensor, actions: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the next cells and the rewards of one action of each walker."""
-        after = self.neighbours.to(cells.device)[cells, actions]
+        after = self.neighbors.to(cells.device)[cells, actions]
         return after, (after == goals).float()
 
     def distance(self, cells: Tensor) -> Tensor:

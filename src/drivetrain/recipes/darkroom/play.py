@@ -50,7 +50,7 @@ def random_return(room: Darkroom, goals: Tensor) -> Tensor:
     """Returns what an episode of random actions pays on average: by probabilities of cells, not by drawing."""
     leads_to = torch.zeros(room.num_cells, room.num_cells, dtype=torch.float64)
     for action in range(NUM_ACTIONS):
-        leads_to[torch.arange(room.num_cells), room.neighbours[:, action]] += 1 / NUM_ACTIONS
+        leads_to[torch.arange(room.num_cells), room.neighbors[:, action]] += 1 / NUM_ACTIONS
     chances = torch.zeros(room.num_cells, dtype=torch.float64)
     chances[room.start] = 1
     total = torch.zeros_like(chances)

@@ -66,16 +66,16 @@ def job(config: Config) -> Job:
     context = Context(config.recipe.context, size.n_transit // size.horizon, size.horizon)
     goals, held_out = room.split(size.num_held_out)
     # Each goal has several learners; each of their episodes is in one of the subsampled histories.
-    learnt = source.learn(room, goals.repeat_interleave(size.num_learners), size.source_episodes, config.run.seed)
-    held_out_learnt = source.learn(room, held_out.repeat_interleave(2), size.source_episodes, config.run.seed + 1)
-    contexts = context.training_set(learnt.subsampled(size.subsample))
+    learned = source.learn(room, goals.repeat_interleave(size.num_learners), size.source_episodes, config.run.seed)
+    held_out_learned = source.learn(room, held_out.repeat_interleave(2), size.source_episodes, config.run.seed + 1)
+    contexts = context.training_set(learned.subsampled(size.subsample))
     settings = {
         "size": asdict(size),
         "context": context.kind,
         "seed": config.run.seed,
         "device": str(DeviceManager(detect(), config.device.mode, config.device.device, config.device.ids).device),
     }
-    shown = learnt.rewards[:, -size.source_episodes // 6 :].sum(2).float().mean() / room.best_return(goals).mean()
+    shown = learned.rewards[:, -size.source_episodes // 6 :].sum(2).float().mean() / room.best_return(goals).mean()
     said = (
         f"{len(goals)} goals in a {size.room}×{size.room} room, {len(held_out)} held out; {len(contexts):,} contexts "
         f"of up to {context.num_episodes} episodes; the source ends at {shown:.0%} of the optimum"
@@ -86,7 +86,7 @@ def job(config: Config) -> Job:
         name="darkroom" if context.kind == "plain" else f"darkroom-{context.kind}",
         model=lambda: make_model(size),
         data=contexts,
-        valid=context.training_set(held_out_learnt.subsampled(size.subsample)),
+        valid=context.training_set(held_out_learned.subsampled(size.subsample)),
         valid_every=max(1, size.max_steps // 6),
         loss=action_loss,
         metrics={"accuracy": accuracy},

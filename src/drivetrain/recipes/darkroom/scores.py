@@ -67,7 +67,7 @@ def score(
     """Lets `num_walkers` walkers for each goal play, and as many new learners of the source's kind learn."""
     each = goals.repeat_interleave(num_walkers)
     played = play(model.eval(), room, context, each, num_episodes, seed).cpu()
-    learnt = source.learn(room, each, num_episodes, seed + 1).rewards.sum(2).float()
+    learned = source.learn(room, each, num_episodes, seed + 1).rewards.sum(2).float()
     random, best = random_return(room, goals), room.best_return(goals)
     last = slice(-max(1, num_episodes // 6), None)
     rows = [
@@ -76,12 +76,12 @@ def score(
             "distance": int(room.distance(goal)),
             "optimum": float(best[number]),
             "random": float(random[number]),
-            "source": float(learnt[each == goal, last].mean()),
+            "source": float(learned[each == goal, last].mean()),
             "transformer": float(played[each == goal, last].mean()),
         }
         for number, goal in enumerate(goals)
     ]
-    curves = learnt.mean(0).tolist(), played.mean(0).tolist()
+    curves = learned.mean(0).tolist(), played.mean(0).tolist()
     return DarkroomScores(float(random.mean()), float(best.mean()), *curves, goals=rows)
 
 
@@ -106,13 +106,13 @@ def draw(path: Path, runs: list[DarkroomScores], title: str = "") -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, colour in (("transformer", "C0"), ("source", "C1")):
+    for name, color in (("transformer", "C0"), ("source", "C1")):
         curves = [_smoothed(getattr(run, name)) for run in runs]
         for curve in curves if len(curves) > 1 else ():
-            axes.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.3, linewidth=0.8)
+            axes.plot(range(1, len(curve) + 1), curve, color=color, alpha=0.3, linewidth=0.8)
         mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
         about = {"transformer": "transformer, frozen weights", "source": "source, learning by gradient"}[name]
-        axes.plot(range(1, len(mean) + 1), mean, color=colour, label=about)
+        axes.plot(range(1, len(mean) + 1), mean, color=color, label=about)
     axes.axhline(runs[0].optimum, color="0.4", linestyle="--", label=f"optimum {runs[0].optimum:.1f}")
     axes.axhline(runs[0].random, color="0.4", linestyle=":", label=f"random actions {runs[0].random:.2f}")
     axes.set_xlabel("episode")

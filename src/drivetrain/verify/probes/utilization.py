@@ -13,7 +13,7 @@ PROBES = (
     Probe(
         name="gpu-use",
         title="GPU use under load",
-        function="drivetrain.verify.probes.utilisation:probe",
+        function="drivetrain.verify.probes.utilization:probe",
         measures_rates=True,
         order=160,
     ),
