@@ -59,11 +59,11 @@ def measure_image_pairs() -> dict[str, list[float]]:
 
 
 def measure_chest_xray_vqa() -> dict[str, list[float]]:
-    """One seed; the blind baselines for 4 epochs. Runs that are finished are not trained again."""
+    """One seed; the blind baselines for 2 epochs. Runs that are finished are not trained again."""
     variants = {
         "sees-both": (),
-        "image-blind": ("--baseline", "image-blind", "--epochs", "4"),
-        "question-blind": ("--baseline", "question-blind", "--epochs", "4"),
+        "image-blind": ("--baseline", "image-blind", "--epochs", "2"),
+        "question-blind": ("--baseline", "question-blind", "--epochs", "2"),
     }
     ceilings = {
         "sees-both": generated_xrays.ceilings(),
@@ -161,7 +161,7 @@ def _trained(
 
 
 def _draw(path: Path, curves: dict[str, list[list[float]]], limits: dict[str, float], label: str) -> None:
-    """One line per run, one colour per variant, a dashed line per ceiling."""
+    """One line per run, one color per variant, a dashed line per ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -39,7 +39,7 @@ class GptSize:
 
 # The full one has the layers of GPT-2's smallest: 86 million weights with bytes, 163 with GPT-2's vocabulary (its
 # output layer has weights of its own).
-SIZES = {"small": GptSize(CONTEXT, 128, 4, 4, 32, 1e-3), "full": GptSize(1024, 768, 12, 12, 64, 6e-4)}
+SIZES = {"small": GptSize(CONTEXT, 128, 3, 4, 16, 2e-3), "full": GptSize(1024, 768, 12, 12, 64, 6e-4)}
 
 
 def job(config: Config) -> Job:
@@ -159,7 +159,7 @@ class SmallGpt(nn.Module):
     def __init__(
         self,
         width: int = 128,
-        num_layers: int = 4,
+        num_layers: int = 3,
         num_heads: int = 4,
         vocabulary: int = VOCABULARY,
         context: int = CONTEXT,
