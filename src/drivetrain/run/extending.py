@@ -82,7 +82,7 @@ def settle_extension(job: Job, earlier: Sequence[Extension], new: Extension, way
     settled = replace(new, schedule=way)
     if way == "floor" and not ExtendedSchedule(job.schedule, (*earlier, settled))(new.before or 0):
         raise DrivetrainError(
-            "the schedule ends with a learning rate of 0, and --extend-schedule floor would keep it: nothing is learnt",
+            "the schedule ends with a learning rate of 0, and --extend-schedule floor would keep it: it learns nothing",
             remedy="--extend-schedule stretch or rewarm; or a schedule with a floor in a new run",
         )
     return settled
