@@ -75,7 +75,8 @@ def test_each_head_is_a_part_with_its_own_count_and_curve(runs: Path) -> None:
     parts = [*data.HEADS, "chexpert"]
     for step in steps:
         assert all(f"loss_{part}" in step and step[f"num_items_{part}"] > 0 for part in parts)
-        assert sum(step[f"num_items_{head}"] for head in data.HEADS) == recipe.SIZES["small"].batch  # every question has one head
+        # Every question has one head.
+        assert sum(step[f"num_items_{head}"] for head in data.HEADS) == recipe.SIZES["small"].batch
         expected = sum(recipe.WEIGHTS[part] * step[f"loss_{part}"] for part in parts)
         assert step["loss"] == pytest.approx(expected, rel=1e-5)
     measured = rows(runs / "chest-xray-vqa-pretrain" / "metrics.jsonl")[-1]
