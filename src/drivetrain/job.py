@@ -86,7 +86,7 @@ class EarlyStopping:
 
 
 AimKind = TypeVar("AimKind", Aim, EarlyStopping, OnPlateau)
-_SET_KINDS = {"valid": "validation"}
+_SET_KINDS = {"valid": "validation", "test": "test"}
 
 
 OTHER_NAMES = {
@@ -106,7 +106,10 @@ OTHER_NAMES = {
     "valid_set": "valid",
     "valid_dataset": "valid",
     "eval_dataset": "valid",
-    "test": "valid",
+    "test_data": "test",
+    "test_dataset": "test",
+    "test_set": "test",
+    "test_loader": "test",
     "criterion": "loss",
     "batch": "global_batch",
     "batch_size": "global_batch",
@@ -164,6 +167,8 @@ class Job:
         valid: The validation set, like `data`, but not something that can only be iterated. It is read in its own
             order, whatever a `DataLoader` says. Or several sets by name, as in `{"clean": dataset, "noisy": other}`:
             metrics are then called `valid_clean_loss`, and `valid_loss` is that of the first set.
+        test: The test set, or several by name, like `valid`. It is measured once, when the job is done, with the best
+            weights, or the last ones where nothing was validated: `test_loss` and so on in `Result.test`.
         valid_every: Steps between validations. Default: at the end of each epoch.
         valid_batch: Samples per device in each forward of a validation. Default: the micro-batch.
         metrics: By name: functions of (output, batch) that return a mean, a `LossSum` or an entry per item; or
@@ -216,6 +221,7 @@ class Job:
     collate: Callable[[list[Any]], Any] = default_collate
     shuffle: bool = True
     valid: Any = None
+    test: Any = None
     valid_every: int | None = None
     valid_batch: int | None = None
     metrics: Mapping[str, MetricFunction | MetricObject] = field(default_factory=dict)
@@ -261,6 +267,11 @@ class Job:
     def valid_sets(self) -> dict[str, Source]:
         """The validation sets by name; a single one has no name, and without validation there is none."""
         return {} if self.valid is None else sets_of(self.valid)
+
+    @cached_property
+    def test_sets(self) -> dict[str, Source]:
+        """The test sets by name, as `valid_sets`."""
+        return {} if self.test is None else sets_of(self.test)
 
     @property
     def num_samples(self) -> int | None:
@@ -557,8 +568,11 @@ class Job:
             )
 
     def _validation_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
+        if self.test is not None:
+            yield from self._set_problems("test", problem)
         if self.valid is None:
-            for name in ("valid_every", "valid_batch", "metrics", "early_stopping"):
+            others = () if self.test is not None else ("valid_batch", "metrics")
+            for name in ("valid_every", *others, "early_stopping"):
                 if getattr(self, name):
                     yield problem(
                         name, getattr(self, name), "there is no validation set", "give valid=…, or leave it out"

@@ -1,5 +1,6 @@
 """What `dt.train` returns: the weights in a model again, the best validation, the report."""
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import drivetrain as dt
+from drivetrain.report.run_data import RunData
+from drivetrain.report.summary import summary
 from drivetrain.run import Best
 from tests.api.jobs import Mlp, Variant, Vectors, make_job
 from tests.gloo_pool import GlooPool
@@ -104,3 +107,49 @@ def test_each_rank_has_the_whole_model(tmp_path: Path, gloo_pool: GlooPool) -> N
     found = gloo_pool.run(model_on_ranks, str(tmp_path), "fsdp", world=2)
     weights = load_file(dt.export(tmp_path / "suite", tmp_path / "best.safetensors", which="best"))
     assert found == [pytest.approx(float(sum(value.double().sum() for value in weights.values())))] * 2
+
+
+def test_the_test_set_is_measured_once_with_the_best_weights(tmp_path: Path) -> None:
+    sets = {"near": Vectors(SMALL), "far": Vectors(Variant(num_samples=7))}
+    model = Rising()
+    result = run_rising(str(tmp_path), model=model, test=sets, metrics={"twice": lambda output, batch: 2 * output})
+    expected = {"loss": 2.0, "twice": 4.0}
+    names = {f"test_{of}{name}": value for of in ("", "near_", "far_") for name, value in expected.items()}
+    assert result.test == pytest.approx(names)
+    assert model.weight.item() == 6.0  # it goes on with the last ones
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    (tested,) = [row for row in rows if "test_loss" in row]
+    assert (tested["step"], tested["weights_of_step"]) == (6, 2)
+    assert tested["test_far_twice"] == pytest.approx(4.0)
+    data = RunData.read(result.folder)
+    assert not any(name.startswith("test_") for name in (*data.metric_names, *data.logged_names))
+    assert "test loss" in summary(data)
+
+
+def test_a_test_without_validation_and_with_an_average(tmp_path: Path) -> None:
+    data = Vectors(SMALL)
+    result = trained(tmp_path, test=data, ema=0.5)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(result.model(data.inputs), data.labels)
+    assert result.test == {"test_loss": pytest.approx(float(loss), rel=1e-9)}
+    assert result.metrics == {}
+    with pytest.raises(dt.ConfigError, match="the test set is empty"):
+        make_job(SMALL, test=[])
+
+
+def run_tested(folder: str, strategy: str) -> dict[str, float]:
+    config = dt.configure(
+        output_dir=folder, gpu_mode="cpu", loss_weighting="samples", report=False, parallel_strategy=strategy
+    )
+    job = make_job(SMALL, valid=Vectors(SMALL), valid_every=2, best=dt.Aim("valid_loss", "max"), test=Vectors(SMALL))
+    return dict(dt.train(job, config, quiet=True).test)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_test_together(tmp_path: Path, gloo_pool: GlooPool, strategy: str) -> None:
+    one, other = gloo_pool.run(run_tested, str(tmp_path), strategy, world=2)
+    assert one == other
+    rows = [json.loads(line) for line in (tmp_path / "suite" / "metrics.jsonl").read_text().splitlines()]
+    worst = max(rows[:-1], key=lambda row: row["valid_loss"])
+    assert worst["step"] < 6
+    assert one["test_loss"] == pytest.approx(worst["valid_loss"], rel=1e-9)

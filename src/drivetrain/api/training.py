@@ -1,5 +1,6 @@
 """`dt.train(job)`: one call, from a job to a trained model in a run folder, on one process or many."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
+from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.log import notice
@@ -229,6 +231,7 @@ class _Run(Session):
             self._tell(start, parts, loader, stepper, resumed_from, recorder)
             loop = _Loop(self, start, parts, loader, stepper, recorder, resumed_from)
             loop.run()
+            loop.test()
             recorder.finish(
                 loop.finished,
                 loop.steps,
@@ -299,6 +302,8 @@ class _Loop:
         self._run, self._parts, self._loader, self._recorder = run, parts, loader, recorder
         checkpoint, job = start.checkpoint, run.job
         self._last: StepRecord | None = None
+        self._tested: dict[str, float] = {}
+        self._checkpointer = start.checkpointer
         self.steps, self.finished, self.stopped_because = resumed_from, False, ""
         self._validation = self._make_validation()
         if self._validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
@@ -363,6 +368,25 @@ class _Loop:
         if self.finished:
             trainer.refuse_unmoved(self.steps)
 
+    def test(self) -> None:
+        """Measure the test sets once the job is done: with the best weights, or the last ones without validation."""
+        run, parts = self._run, self._parts
+        if not self.finished or not run.job.test_sets:
+            return
+        began = time.perf_counter()
+        best = self._validation.best_step if self._validation else None
+        is_saved = run.world.agree(best in self._checkpointer.steps())  # a save that fails does not end a run
+        of_step = best if best is not None and is_saved else self.steps
+        validator = make_validator(run, self._loader.division.micro_batch, "test")
+        if of_step != self.steps:
+            parts.strategy.load(plainly_named(checkpoint_of(run.path, "best"), parts.model.state_dict()))
+        with parts.average.in_place() if parts.average else nullcontext():
+            self._tested = validator.measure(parts.model)
+        if of_step != self.steps:
+            parts.strategy.load(plainly_named(checkpoint_of(run.path, "last"), parts.model.state_dict()))
+        epoch = self._last.epoch if self._last else max(0, self._loader.position.epoch - 1)
+        self._recorder.test(self.steps, epoch, self._tested, time.perf_counter() - began, of_step)
+
     def result(self, resumed_from: int) -> Result:
         validation = self._validation
         return Result(
@@ -375,6 +399,7 @@ class _Loop:
             self._run.world.is_main,
             metrics=validation.latest if validation else {},
             best=self._best(),
+            test=self._tested,
         )
 
     def _best(self) -> Best | None:

@@ -32,7 +32,6 @@ from drivetrain.strategies.ema import Average
 from drivetrain.strategies.loss_parts import LossParts
 
 _VALIDATION = 0x7A11D  # the key of a model's random draws in validation: the same every time
-PREFIX = "valid_"
 _PART = "loss_"  # before the name of a part of the loss
 
 
@@ -47,7 +46,9 @@ class Validator:
         world: World,
         loss: LossFunction | None = None,
         loss_parts: LossParts | None = None,
+        prefix: str = "valid_",  # of the names of metrics
     ) -> None:
+        self._prefix = prefix
         self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
         self._loss = loss or job.loss
         self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
@@ -70,9 +71,9 @@ class Validator:
             for name, loader in self._loaders.items()
         }
         first = next(iter(by_set.values()))
-        values = {f"{PREFIX}{name}": value for name, value in first.items()}
+        values = {f"{self._prefix}{name}": value for name, value in first.items()}
         for of, found in by_set.items():
-            values |= {f"{PREFIX}{of}_{name}": value for name, value in found.items()} if of else {}
+            values |= {f"{self._prefix}{of}_{name}": value for name, value in found.items()} if of else {}
         return values
 
     def _measure_set(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:

@@ -94,8 +94,9 @@ def _tag(name: str) -> str:
     """Return the tag of a figure in trackers, which show what is before the slash as a group."""
     if "/" in name:
         return name
-    if name.startswith("valid_"):
-        return f"valid/{name.removeprefix('valid_')}"
+    for kind in ("valid", "test"):
+        if name.startswith(f"{kind}_"):
+            return f"{kind}/{name.removeprefix(f'{kind}_')}"
     return f"speed/{name}" if name in ("samples_per_second", "items_per_second", "mfu") else f"train/{name}"
 
 
@@ -136,6 +137,9 @@ class NoRunRecorder:
         pass
 
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
+        pass
+
+    def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         pass
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
@@ -375,6 +379,15 @@ class RunRecorder(NoRunRecorder):
         self._track(values, step)
         shown = "   ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self.say(f"            {shown}")
+
+    def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
+        """Record the test after the last step, with the weights of the step `of_step`."""
+        self._append(
+            "metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds, "weights_of_step": of_step}
+        )
+        self._track(values, step)
+        shown = "   ".join(f"{name.removeprefix('test_').replace('_', ' ')} {it:.6g}" for name, it in values.items())
+        self.say(f"  test       {escape(shown)}, with the weights of step {of_step}")
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Record values that a hook, or a loop of the user's, logged after `step` steps."""

@@ -106,6 +106,7 @@ def _job_of(case: Case) -> Job:
         epochs=None,
         seed=case.seed,
         valid=None,
+        test=None,
         valid_every=None,
         valid_batch=None,
         metrics={},

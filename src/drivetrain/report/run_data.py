@@ -1,6 +1,6 @@
 """Reads a run folder into plain rows. Files that are missing are empty; an incomplete last line is left out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +12,7 @@ from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows, read_yaml
 
 Row = dict[str, Any]
+TESTED = "weights_of_step"  # in rows of metrics.jsonl that are of the test after the last step
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,21 @@ class RunData:
     speed: list[Row]
     devices: list[Row]
     events: list[Row]
+    tests: list[Row] = field(default_factory=list)  # after the last step; the newest one counts
     damage: tuple[str, ...] = ()  # what could not be read and is left out
 
     @classmethod
     def read(cls, folder: Path) -> "RunData":
         damage = list[str]()
+        metrics = _lines(folder / "metrics.jsonl", damage)
         return cls(
             folder=folder,
             job=_yaml(folder / "job.yaml", damage),
             plan=_yaml(folder / "plan.yaml", damage),
             hardware=_yaml(folder / "hardware.json", damage),
             steps=_lines(folder / "steps.jsonl", damage),
-            metrics=_lines(folder / "metrics.jsonl", damage),
+            metrics=[row for row in metrics if TESTED not in row],
+            tests=[row for row in metrics if TESTED in row],
             speed=_lines(folder / "speed.jsonl", damage),
             devices=_lines(folder / "gpu.jsonl", damage),
             events=_lines(folder / "events.jsonl", damage),

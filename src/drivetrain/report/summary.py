@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from drivetrain.job import Aim
-from drivetrain.report.run_data import Row, RunData
+from drivetrain.report.run_data import TESTED, Row, RunData
 
 _FIGURES = {
     "utilisation_percent": "busy (%)",
@@ -75,6 +75,9 @@ def _result(data: RunData) -> Iterator[str]:
         _, values = data.metric(name)
         best = (max if Aim(name).wants_more else min)(values)
         yield _line(name.replace("_", " "), f"{values[-1]:.4f} at the end, {best:.4f} at best")
+    for name, value in data.tests[-1].items() if data.tests else ():
+        if name.startswith("test_") and value is not None:
+            yield _line(name.replace("_", " "), f"{value:.4f}, with the weights of step {data.tests[-1][TESTED]}")
 
 
 def _speed(data: RunData) -> Iterator[str]:

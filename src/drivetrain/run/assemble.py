@@ -7,7 +7,7 @@ validation set.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -87,12 +87,14 @@ def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, s
     return loader
 
 
-def make_validator(run: Session, micro_batch: int) -> Validator:
-    """Make the validator of the job's validation sets, in batches of the job's validation size or the given one."""
+def make_validator(run: Session, micro_batch: int, kind: Literal["valid", "test"] = "valid") -> Validator:
+    """Make the validator of the job's validation or test sets, in batches of the validation size or the given one."""
+    sets = run.job.valid_sets if kind == "valid" else run.job.test_sets
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
-    loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in run.job.valid_sets.items()}
-    return Validator(run.job, loaders, run.precision, run.world, run.weighted(run.job.loss), run.loss_parts)
+    loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
+    loss = run.weighted(run.job.loss)
+    return Validator(run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_")
 
 
 def whole_set_loader(run: Session, source: Source, micro_batch: int) -> Loader:

@@ -113,6 +113,7 @@ class Fingerprint:
     def _samples(self, job: Job) -> Iterator[tuple[str, Any]]:
         sources: dict[str, Source] = {"training": job.source}
         sources |= {f"validation {name}".strip(): source for name, source in job.valid_sets.items()}
+        sources |= {f"test {name}".strip(): source for name, source in job.test_sets.items()}
         for name, source in sources.items():
             if not source.is_keyed:
                 self.not_covered.append(f"the {name} data: it is read in an order of its own")

@@ -255,9 +255,10 @@ def debugged(job: Job, config: Config, num_devices: int) -> Job:
         source = replace(source, dataset=_first(source.dataset, kept), drop_last=False)
     else:
         cut = "the data has an order of its own and is not cut; only the number of steps is limited"
-    if job.valid is not None:
-        cut_sets = {name: Source(_first(it.dataset, DEBUG_SAMPLES)) for name, it in job.valid_sets.items()}
-        changes["valid"] = cut_sets[""].dataset if "" in cut_sets else cut_sets
+    for kind, sets in (("valid", job.valid_sets), ("test", job.test_sets)):
+        if sets:
+            cut_sets = {name: Source(_first(it.dataset, DEBUG_SAMPLES)) for name, it in sets.items()}
+            changes[kind] = cut_sets[""].dataset if "" in cut_sets else cut_sets
     if not (budget.epochs or budget.max_steps):
         changes["epochs"] = None if job.epochs is None else 1
         is_open = length is None or job.epochs is None

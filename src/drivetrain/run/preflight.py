@@ -58,6 +58,7 @@ def run_preflight(job: Job, config: Config, hardware: Hardware, world: World, sc
         return None
     sources = {"training": job.source}
     sources |= {f"validation {name}".strip(): source for name, source in job.valid_sets.items()}
+    sources |= {f"test {name}".strip(): source for name, source in job.test_sets.items()}
     data = {name: KeyedItems(source.dataset, job.seed) for name, source in sources.items() if not source.is_iterable}
     return preflight(world, config, hardware, job.identity(), script, config.distributed.timeout_seconds, data)
 

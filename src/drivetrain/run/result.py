@@ -46,6 +46,7 @@ class Result:
         is_main: Whether this is the process that writes the run's files.
         metrics: The last validation: loss and metrics by name.
         best: The best validation; None where none was done.
+        test: Loss and metrics over the test sets, measured when the job was done, with the weights of `model`.
         job: What was trained. It is left out when a result is pickled, since functions often cannot be.
 
     Example:
@@ -65,6 +66,7 @@ class Result:
     is_main: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
     best: Best | None = None
+    test: Mapping[str, float] = field(default_factory=dict)
     job: Job | None = field(default=None, repr=False, compare=False)
 
     @property
