@@ -147,7 +147,7 @@ def test_other_names_lead_to_flags_of_train(capsys, other: str) -> None:
 
 def test_help_names_trackers_of_your_own() -> None:
     out = flag_parser("train", COMMANDS["train"].load()).format_help()
-    assert "--trackers, --watch.trackers {tensorboard,wandb,MODULE:NAME}" in out
+    assert "--trackers, --watch.trackers {csv,mlflow,tensorboard,wandb,MODULE:NAME}" in out
     assert "package.module:prepare" in out
 
 

@@ -17,6 +17,7 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.monitor.trackers import csv as csv_tracker
 from drivetrain.monitor.trackers import tensorboard, wandb
 from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
 from tests.api.jobs import Variant, Vectors, run
@@ -192,6 +193,54 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
         assert last[tag] == pytest.approx(events.Scalars(tag)[-1].value, rel=1e-5), tag
 
 
+def test_csv_is_written_and_continued(tmp_path: Path) -> None:
+    """A resumed run drops the lines of steps that it does again."""
+    tracker = csv_tracker.CsvTracker(tmp_path / "metrics.csv", 0)
+    for step in (1, 2, 3):
+        tracker.log({"train/loss": step / 2, "of a, b": 0.1}, step)
+    tracker.close()
+    tracker = csv_tracker.CsvTracker(tmp_path / "metrics.csv", 2)
+    tracker.log({"train/loss": 9.0}, 3)
+    tracker.close()
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == ["step", "name", "value"]
+    named = [
+        ("train/loss", "0.5"),
+        ("of a, b", "0.1"),
+        ("train/loss", "1.0"),
+        ("of a, b", "0.1"),
+        ("train/loss", "9.0"),
+    ]
+    assert [tuple(line) for line in lines] == [
+        (step, *rest) for step, rest in zip(("1", "1", "2", "2", "3"), named, strict=True)
+    ]
+
+
+def test_mlflow_has_curves_settings_and_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
+    settings = {"trackers": ["csv", "mlflow"], "log_every": 1, "monitor_gpu": False, "report": False}
+    job = make_job(name="suite", valid=make_data(16, seed=5))
+    train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, **settings), quiet=True)
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    kept = client.get_run((tmp_path / "suite" / "mlflow.id").read_text().strip())
+    steps, measured = rows(tmp_path, "steps"), rows(tmp_path, "metrics")[-1]
+    curve = client.get_metric_history(kept.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in curve] == [(row["step"], row["loss"]) for row in steps]
+    assert kept.data.params["watch.log_every"] == "1"
+    assert float(kept.data.tags["final.valid/loss"]) == pytest.approx(measured["valid_loss"], rel=1e-5)
+    assert kept.info.status == "FINISHED"
+    with (tmp_path / "suite" / "metrics.csv").open(newline="") as file:
+        losses = [float(line[2]) for line in csv.reader(file) if line[1] == "train/loss"]
+    assert losses == [row["loss"] for row in steps]
+
+
 def wandb_history(path: Path) -> dict[str, float]:
     """The last value of every curve in an offline file of wandb: a log in LevelDB's format, behind 7 bytes."""
     from wandb.proto import wandb_internal_pb2
@@ -243,7 +292,7 @@ def test_a_wrong_name_is_an_error_with_the_right_one(value: Any, meant: str) -> 
         configure(trackers=value)
     (problem,) = caught.value.problems
     assert problem.remedy == f"did you mean `{meant}`?"
-    assert "tensorboard, wandb" in problem.allowed
+    assert "csv, mlflow, tensorboard, wandb" in problem.allowed
 
 
 def test_the_right_names() -> None:

@@ -425,6 +425,14 @@ class RunRecorder(NoRunRecorder):
             self.say(f"stopped at step {steps}{of}; the same command goes on from there")
         if finished:
             self._folder.finish({"steps": steps})
+            for tracker in self._trackers:
+                tracker.log(self._results(), None)
+
+    def _results(self) -> dict[str, float]:
+        """Return the last value of each metric, and after how many steps it was measured, under their tags."""
+        last = {name: value for row in read_rows(self._folder.path / "metrics.jsonl")[0] for name, value in row.items()}
+        found = {name: value for name, value in last.items() if name not in ("epoch", "seconds")}
+        return {_tag(name): float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
     def _conclude(self) -> None:
         """Record the verdict on the whole run: all of it in the records, its leading finding on the terminal."""

@@ -27,6 +27,13 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class FinishingTracker(Tracker, Protocol):
+    """A tracker that also takes the results of a run that is finished."""
+
+    def finish(self, metrics: Metrics) -> None:
+        """Take the last and the best value of each metric; called before `close`."""
+
+
 @dataclass(frozen=True)
 class TrackerStart:
     """What the `prepare` of a tracker gets. It imports what it needs and returns a function that makes the tracker.
@@ -55,13 +62,14 @@ class BackgroundTracker:
     def __init__(self, name: str, make: Callable[[], Tracker], report: Callable[[str], None]) -> None:
         self.name = name
         self._make, self._report = make, report
-        self._queue: queue.Queue[tuple[Metrics, int] | None] = queue.Queue(self.CAPACITY)
+        self._queue: queue.Queue[tuple[Metrics, int | None] | None] = queue.Queue(self.CAPACITY)
         self._is_dropped = False
         self._num_missed = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def log(self, metrics: Metrics, step: int) -> None:
+    def log(self, metrics: Metrics, step: int | None) -> None:
+        """Log the metrics of a step; without a step, those of the finished run."""
         if self._is_dropped:
             return
         try:
@@ -84,7 +92,11 @@ class BackgroundTracker:
         try:
             tracker = self._make()
             while (item := self._queue.get()) is not None:
-                tracker.log(*item)
+                metrics, step = item
+                if step is not None:
+                    tracker.log(metrics, step)
+                elif hasattr(tracker, "finish"):
+                    tracker.finish(metrics)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it must not reach the run
             self._drop(error)
         try:
@@ -123,7 +135,7 @@ def start_trackers(names: tuple[str, ...], start: TrackerStart) -> list[Backgrou
         try:
             make = TRACKERS.load(name)(start)
         except Exception as error:  # noqa: BLE001  (a broken third-party package; the run does not need it)
-            remedy = "pip install 'drivetrain[wandb]'" if name == "wandb" else f"pip install {name}"
+            remedy = f"pip install 'drivetrain[{name}]'" if name in ("wandb", "mlflow") else f"pip install {name}"
             known = "" if ":" in name else f" (remedy: {remedy})"
             start.report(f"{name} is dropped, and the run goes on without it: {error}{known}")
             continue

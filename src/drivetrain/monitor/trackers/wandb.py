@@ -45,6 +45,9 @@ class WandbTracker:
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def finish(self, metrics: Metrics) -> None:
+        self._run.summary.update({f"final/{name}": value for name, value in metrics.items()})
+
     def close(self) -> None:
         self._run.finish()
 
