@@ -253,6 +253,62 @@ def test_the_notice_of_such_flags_is_one_line_and_no_error(capsys, tmp_path: Pat
     assert err.startswith("drivetrain: given to ")
 
 
+ARGUED = """
+import argparse, sys
+import drivetrain as dt
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, required=True)
+parser.add_argument("--seed", type=int)
+print(sys.argv, parser.parse_args())
+dt.train(None)
+"""
+
+
+@pytest.fixture
+def argued(tmp_path: Path) -> str:
+    """A script with flags of its own, whose job is never made."""
+    (tmp_path / "train.py").write_text(ARGUED)
+    return str(tmp_path / "train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--width", "3"], "it is a flag of {script}, not of drivetrain"),
+        (["--width", "3"], "give it after --: drivetrain train {script} … -- --width 3"),
+        (["--hidden", "3"], "a flag of the script stands after --: drivetrain train {script} … -- --hidden 3"),
+        (["stray"], "words for the script stand after --: drivetrain train {script} -- stray"),
+        (["--seed", "1"], "a flag of the script stands after --: drivetrain train {script} -- --seed …"),
+    ],
+)
+def test_a_flag_of_a_script_is_sent_behind_the_dashes(capsys, argued: str, words: list[str], told: str) -> None:
+    code, out, err = run(capsys, "train", argued, *words)
+    assert (code, out) == (2, "")
+    assert told.format(script=argued) in err
+
+
+def test_words_after_the_dashes_need_a_script(capsys) -> None:
+    code, _, err = run(capsys, "train", "digits", "--", "--width", "3")
+    assert code == 2
+    assert "what follows is given to a script, and there is none" in err
+
+
+@pytest.mark.parametrize("command", ["train", "benchmark"])
+def test_a_script_finds_its_own_words(capsys, argued: str, command: str) -> None:
+    before = sys.argv[:]
+    with pytest.raises(AttributeError):  # the job of the script is None, which is met after its flags were parsed
+        main([command, argued, "--gpu-mode", "cpu", "--", "--width", "3", "--seed=4"])
+    assert capsys.readouterr().out == f"{[argued, '--width', '3', '--seed=4']} Namespace(width=3, seed=4)\n"
+    assert sys.argv == before
+
+
+def test_workers_get_the_words_of_the_script(monkeypatch: pytest.MonkeyPatch, argued: str) -> None:
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr("drivetrain.commands.train.start", lambda words, *_, **__: seen.append(words) or 0)
+    assert main(["train", argued, "--cpu", "--num-processes", "2", "--epochs", "3", "--", "--width", "3"]) == 0
+    assert seen == [("command", "train", argued, "--budget.epochs=3", "--", "--width", "3")]
+
+
 def test_the_command_in_a_process_of_its_own() -> None:
     call = [sys.executable, "-m", "drivetrain", "config", "--epochs", "nine"]
     done = subprocess.run(call, capture_output=True, text=True, timeout=240, check=False)

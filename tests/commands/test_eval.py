@@ -63,10 +63,10 @@ def test_a_recipe(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_script_is_run_up_to_its_training(tmp_path: Path, capsys: Any) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("Linear(6, 4)", "Linear(6, int(sys.argv[1]))"))
     flags = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path)]
-    assert main(["train", str(script), *flags]) == 0
-    code, out, _ = run(capsys, "eval", str(tmp_path / "script"), "--json", "--gpu-mode", "cpu")
+    assert main(["train", str(script), *flags, "--", "4"]) == 0
+    code, out, _ = run(capsys, "eval", str(tmp_path / "script"), "--json", "--gpu-mode", "cpu")  # with the same words
     assert code == 0
     assert json.loads(out.splitlines()[-1]) == pytest.approx(last_metrics(tmp_path / "script"), rel=1e-6)
     assert "after training" not in out

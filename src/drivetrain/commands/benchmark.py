@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
 from drivetrain.api.measuring import Performance, benchmark_performance
-from drivetrain.commands.command import Command
+from drivetrain.commands.command import Command, ForScript
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Flag, Positional, Resolved
 
@@ -23,7 +23,7 @@ EXAMPLES = (
 )
 
 
-class BenchmarkOptions(BaseModel):
+class BenchmarkOptions(ForScript):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     iterations: Annotated[int, Flag("iterations")] = Field(20, ge=1, description="how many steps are measured")
     as_json: Annotated[bool, Flag("json")] = Field(False, description="all figures as JSON")
@@ -32,7 +32,10 @@ class BenchmarkOptions(BaseModel):
 def run(options: BenchmarkOptions, resolved: Resolved) -> int:
     config = resolved.config
     found = with_job(
-        options.target, config, lambda job: benchmark_performance(job, config, num_iterations=options.iterations)
+        options.target,
+        config,
+        lambda job: benchmark_performance(job, config, num_iterations=options.iterations),
+        options.arguments,
     )
     if options.as_json:
         print(found.model_dump_json(indent=2))

@@ -7,11 +7,11 @@ commands that need no torch load none. The type of `options` is a pydantic model
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import get_type_hints
+from typing import Annotated, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from drivetrain.config import SETTINGS, Setting
+from drivetrain.config import SETTINGS, AfterDashes, Setting
 from drivetrain.core import plugins
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.plugins import literal_facts
@@ -50,6 +50,12 @@ class Command(Value):
     def _obeys(self, setting: Setting) -> bool:
         names = {setting.section, setting.name}
         return bool(names & {*self.obeys}) or (self.all_but is not None and not names & {*self.all_but})
+
+
+class ForScript(BaseModel):
+    """The options of a command whose target may be a script."""
+
+    arguments: Annotated[tuple[str, ...], AfterDashes()] = Field((), description="for a script, as they are")
 
 
 class Commands(Mapping[str, Command]):

@@ -48,7 +48,7 @@ class EvalOptions(BaseModel):
 
 
 def run(options: EvalOptions, resolved: Resolved) -> int:
-    target = _target_of(options.run)
+    target, arguments = _target_of(options.run)
     config = _config_of(options.run, resolved)
 
     def measured(job: Job) -> dict[str, float]:
@@ -60,7 +60,7 @@ def run(options: EvalOptions, resolved: Resolved) -> int:
             )
         return evaluate(job, options.run, config, which=options.which)
 
-    metrics = with_job(target, config, measured)
+    metrics = with_job(target, config, measured, arguments)
     _show(metrics, options)
     return 0
 
@@ -75,9 +75,11 @@ def _show(metrics: dict[str, float], options: EvalOptions) -> None:
         console.print(f"{name:<{width}}  {value:.6g}")
 
 
-def _target_of(folder: Path) -> str:
+def _target_of(folder: Path) -> tuple[str, list[str]]:
+    """Return what was trained in a folder, and what a script was given."""
     try:
-        target = str(json.loads((folder / SOURCE).read_text(encoding="utf-8"))["target"])
+        source = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+        target, arguments = str(source["target"]), [str(word) for word in source.get("arguments", ())]
     except FileNotFoundError:
         problem = Problem("RUN", f"{folder} is no run of drivetrain's", str(folder), remedy="give the folder of a run")
         raise ConfigError([problem]) from None
@@ -88,7 +90,7 @@ def _target_of(folder: Path) -> str:
             f"{folder} was trained from an interactive session, so its job cannot be found again",
             remedy="call dt.evaluate(job, run) there",
         )
-    return target
+    return target, arguments
 
 
 def _config_of(folder: Path, resolved: Resolved) -> Config:

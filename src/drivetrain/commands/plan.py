@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from drivetrain.commands.command import Command
+from drivetrain.commands.command import Command, ForScript
 from drivetrain.commands.train import started
 from drivetrain.config import Allowed, Flag, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
@@ -29,7 +29,7 @@ EXAMPLES = (
 )
 
 
-class PlanOptions(BaseModel):
+class PlanOptions(ForScript):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     measure: Annotated[bool, Flag("measure")] = Field(
         False, description="try ways of running a step on a copy of the model"
@@ -77,7 +77,7 @@ def run(options: PlanOptions, resolved: Resolved) -> int | None:
     launched = LaunchOptions(num_processes=options.num_processes, cpu=options.cpu, max_restarts=0, log_dir=logs)
     code = None
     try:
-        code = started("plan", options.target, words, launched, given, resolved)
+        code = started("plan", options.target, words, launched, given, resolved, options.arguments)
     finally:
         if not code:
             shutil.rmtree(logs, ignore_errors=True)

@@ -55,11 +55,14 @@ def _planned(options: PlanOptions, config: Config, console: Console) -> Plan:
     machine = _elsewhere(options)
     if machine is not None:
         here = detect(config.run.output_dir)
-        return with_job(options.target, config, lambda job: plan_elsewhere(job, config, machine, here))
+        return with_job(
+            options.target, config, lambda job: plan_elsewhere(job, config, machine, here), options.arguments
+        )
     return with_job(
         options.target,
         config,
         lambda job: plan(job, config, measure=options.measure, on_probe=say),
+        options.arguments,
     )
 
 

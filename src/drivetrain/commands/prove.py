@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from rich.console import Console
 
-from drivetrain.commands.command import Command
+from drivetrain.commands.command import Command, ForScript
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.proving.adapters import ADAPTERS, find_subject
@@ -29,7 +29,7 @@ EXAMPLES = (
 )
 
 
-class ProveOptions(BaseModel):
+class ProveOptions(ForScript):
     target: Annotated[str, Positional()] = Field(description="a recipe, `module:function` or a script, as for `train`")
     full: Annotated[bool, Flag("full")] = Field(
         False, description="try everything: micro-batches of 1, 3 processes, six kills, another number of processes"
@@ -60,6 +60,7 @@ def run(options: ProveOptions, resolved: Resolved) -> int:
         options.target,
         config,
         lambda job: prove(job, trainer, config, full=options.full, output=options.output, quiet=quiet, say=say),
+        options.arguments,
     )
     if options.as_json:
         print(certificate.to_json())

@@ -23,10 +23,14 @@ def main() -> None:
     questions = _lines(int(sys.argv[1]))
     answers = int(sys.argv[2])
     request = next(questions)
-    sys.argv[:] = request["argv"]
     config = Config.model_validate(request["config"])
     try:
-        with_job(request["target"], config, lambda job: _serve(job, config, request, questions, answers))
+        with_job(
+            request["target"],
+            config,
+            lambda job: _serve(job, config, request, questions, answers),
+            request["argv"][1:],
+        )
     except Exception as error:  # any error of the target is reported to the asker
         _tell(answers, {"error": f"{type(error).__name__}: {error}"})
         raise

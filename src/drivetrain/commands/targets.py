@@ -3,7 +3,7 @@
 import pkgutil
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,8 +24,15 @@ class _Done(BaseException):
         self.outcome = outcome
 
 
-def with_job(target: str, config: Config, action: Callable[[Job], T]) -> T:
-    """Return an action's result for a target's job, which is not trained. A script runs up to its first `dt.train`."""
+def with_job(target: str, config: Config, action: Callable[[Job], T], arguments: Sequence[str] = ()) -> T:
+    """Return an action's result for a target's job, which is not trained. A script runs up to its first `dt.train`.
+
+    Args:
+        target: What the command line named.
+        config: The configuration of the command.
+        action: What to do with the job.
+        arguments: The words that a script finds in `sys.argv` after its name.
+    """
     if not target.endswith(".py"):
         with configured(config, target):
             return action(job_of(find(target), target, config))
@@ -35,17 +42,17 @@ def with_job(target: str, config: Config, action: Callable[[Job], T]) -> T:
 
     with configured(config, target, instead):
         try:
-            run_script(Path(target))
+            run_script(Path(target), arguments)
         except _Done as done:
             outcome: T = done.outcome
             return outcome
     raise _without_training(target)
 
 
-def train_script(path: str) -> None:
+def train_script(path: str, arguments: Sequence[str] = ()) -> None:
     """Run a script that must train something."""
     before = num_trained()
-    run_script(Path(path))
+    run_script(Path(path), arguments)
     if num_trained() == before:
         raise _without_training(path)
 
@@ -83,11 +90,16 @@ def job_of(found: Any, target: str, config: Config) -> Job:
     return job
 
 
-def run_script(path: Path) -> None:
+def run_script(path: Path, arguments: Sequence[str]) -> None:
     if not path.is_file():
         raise ConfigError([Problem(str(path), "there is no such script", remedy="give the path of a Python file")])
     sys.path.insert(0, str(path.parent.absolute()))  # as `python script.py` does
-    runpy.run_path(str(path), run_name="__main__")
+    before = sys.argv[:]
+    sys.argv[:] = [str(path), *arguments]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv[:] = before
 
 
 def _imported(target: str) -> Any:

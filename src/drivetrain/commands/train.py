@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from drivetrain.commands.command import Command
+from drivetrain.commands.command import Command, ForScript
 from drivetrain.config import SETTINGS, Config, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
@@ -31,12 +31,13 @@ EXAMPLES = (
     "drivetrain train gpt --data book.txt           a small language model on a text of your own",
     "drivetrain train my_package.jobs:make_job      a function that returns a dt.Job",
     "drivetrain train train.py --batch-size 32      a script that calls dt.train",
+    "drivetrain train train.py -- --width 64        with flags of its own",
     "drivetrain train digits --cpu --num-processes 2           on two processes",
     "torchrun --nproc-per-node 2 -m drivetrain train digits    the same under another launcher",
 )
 
 
-class TrainOptions(LaunchOptions):
+class TrainOptions(LaunchOptions, ForScript):
     target: Annotated[str, Positional()] = Field(
         description=f"a recipe ({', '.join(RECIPES.names())}), `module:function` that returns a dt.Job, "
         "`module:RECIPE`, or a script"
@@ -57,7 +58,8 @@ def run(options: TrainOptions, resolved: Resolved) -> int | None:
     """Train in other processes, and return the exit code; None: train here, in this process."""
     if find_place().launcher != "drivetrain":  # which hands a file's values on as flags
         _refuse_unread(options.target, resolved)
-    return started("train", options.target, (), options, options.model_fields_set - {"target"}, resolved)
+    given = options.model_fields_set - {"target", "arguments"}
+    return started("train", options.target, (), options, given, resolved, options.arguments)
 
 
 def _refuse_unread(target: str, resolved: Resolved) -> None:
@@ -73,6 +75,8 @@ def _refuse_unread(target: str, resolved: Resolved) -> None:
             continue
         message = f"it is for recipes; the job of {target} says this itself"
         remedy = "set it in the job, and leave this out"
+        if target.endswith(".py"):
+            remedy += f"; a flag of the script stands after --: drivetrain train {target} -- {given[name].spelled} …"
         if recipe is not None:
             message = f"the recipe {target} does not use it"
             remedy = f"leave it out; it is for {', '.join(_readers(name))}"
@@ -98,10 +102,11 @@ def started(
     options: LaunchOptions,
     given: Collection[str],
     resolved: Resolved,
+    arguments: tuple[str, ...] = (),
 ) -> int | None:
     """Run a command in one process per device, or as the `given` options say. None: here, in this process.
 
-    `words` are flags of the command, beside those of the configuration.
+    `words` are flags of the command, beside those of the configuration; `arguments` are for a script.
     """
     place = find_place()
     if place.launcher == "drivetrain":
@@ -118,7 +123,7 @@ def started(
     if not given and _num_devices(options, config, hardware) < 2:
         return None
     script = Path(target) if target.endswith(".py") else None
-    every_word = ("command", command, target, *_flags(resolved), *words)
+    every_word = ("command", command, target, *_flags(resolved), *words, *(("--", *arguments) if arguments else ()))
     return start(
         every_word,
         script,

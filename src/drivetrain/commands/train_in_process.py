@@ -17,7 +17,7 @@ def run(options: TrainOptions, resolved: Resolved) -> int:
     target, config = options.target, resolved.config
     with configured(config, str(Path(target).absolute()) if target.endswith(".py") else target):
         if target.endswith(".py"):
-            train_script(target)
+            train_script(target, options.arguments)
             return 0 if last_one_finished() else STOPPED
         return _trained(target, config)
 

@@ -1,7 +1,7 @@
 """The one typed configuration: fields in `schema`, names in `settings`, files and checks in `resolve`."""
 
 from drivetrain.config.resolve import Resolved, configure, from_yaml, resolve, value_problem
-from drivetrain.config.schema import Allowed, Config, Flag, Positional, Rest
+from drivetrain.config.schema import AfterDashes, Allowed, Config, Flag, Positional, Rest
 from drivetrain.config.settings import (
     BY_NAME,
     FOREIGN,
@@ -20,6 +20,7 @@ __all__ = [
     "FOREIGN",
     "SECTIONS",
     "SETTINGS",
+    "AfterDashes",
     "Allowed",
     "Config",
     "Flag",

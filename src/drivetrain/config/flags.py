@@ -98,8 +98,11 @@ class FlagParser:
         used_elsewhere: Mapping[str, Sequence[str]] | None = None,
         examples: Sequence[str] = (),
     ) -> None:
-        self._options = tuple(setting for setting in settings_of(options) if not setting.is_rest)
-        self._rest = next((setting for setting in settings_of(options) if setting.is_rest), None)
+        own = settings_of(options)
+        self._options = tuple(setting for setting in own if not setting.is_rest and not setting.is_after_dashes)
+        self._rest = next((setting for setting in own if setting.is_rest), None)
+        self._after_dashes = next((setting for setting in own if setting.is_after_dashes), None)
+        self._script: Path | None = None  # the target, once it was seen to be one
         self._used_elsewhere = used_elsewhere or {}
         sections = dict.fromkeys(setting.section for setting in settings)
         self._known: dict[str, Setting | None] = {"config": None, "help": None}
@@ -111,7 +114,7 @@ class FlagParser:
             usage=" ".join(
                 [prog, "[flags]", *positionals, f"[{self._rest.field.upper()}]"]
                 if self._rest is not None
-                else [prog, *positionals, "[flags]"]
+                else [prog, *positionals, "[flags]", *(["[-- FLAGS OF A SCRIPT]"] if self._after_dashes else [])]
             ),
             description=summary,
             epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else None,
@@ -122,16 +125,16 @@ class FlagParser:
         for setting in self._options:
             if setting.is_positional:
                 self._add_positional(setting)
-        own = self._parser.add_argument_group("options")
-        own.add_argument("-h", "--help", action="help", help="show this and exit")
+        group = self._parser.add_argument_group("options")
+        group.add_argument("-h", "--help", action="help", help="show this and exit")
         if sections:
-            own.add_argument("--config", metavar="FILE", nargs="?", const=_MISSING, action=_Record, dest="config",
-                             help="YAML file with any of the keys below; flags win over it")  # fmt: skip
+            group.add_argument("--config", metavar="FILE", nargs="?", const=_MISSING, action=_Record, dest="config",
+                               help="YAML file with any of the keys below; flags win over it")  # fmt: skip
         else:
             del self._known["config"]
         for setting in self._options:
             if not setting.is_positional:
-                self._add(own, setting)
+                self._add(group, setting)
         for section in sections:
             group = self._parser.add_argument_group(f"{section}: {SECTIONS[section].splitlines()[0].rstrip('.')}")
             for setting in settings:
@@ -151,6 +154,8 @@ class FlagParser:
         if self._rest is not None:
             end = self._first_positional(argv) + 1
             argv, parsed.options[self._rest.field] = argv[:end], tuple(argv[end:])
+        if self._after_dashes is not None:
+            argv = self._without_those_of_script(argv, parsed)
         tokens = self._one_spelling(argv, parsed.problems)
         namespace = argparse.Namespace(record=[])
         try:
@@ -159,11 +164,26 @@ class FlagParser:
             parsed.problems += error.problems
             return parsed
         for word in rest:
-            parsed.problems.append(
-                Problem(word, "nothing takes this word", word, COMMAND_LINE, remedy=f"{self._parser.prog} --help")
-            )
+            remedy = f"{self._parser.prog} --help"
+            if self._script is not None:
+                remedy = f"words for the script stand after --: {self._parser.prog} {self._script} -- {word}"
+            parsed.problems.append(Problem(word, "nothing takes this word", word, COMMAND_LINE, remedy=remedy))
         self._sort_out(namespace.record, parsed)
         return parsed
+
+    def _without_those_of_script(self, argv: Sequence[str], parsed: ParsedFlags) -> Sequence[str]:
+        """Take the words after `--` for the script, and return those before."""
+        assert self._after_dashes is not None
+        end = argv.index("--") if "--" in argv else len(argv)
+        words = tuple(argv[end + 1 :])
+        self._script = next((Path(word) for word in argv[:end] if word.endswith(".py")), None)
+        if words and self._script is None:
+            message = "what follows is given to a script, and there is none"
+            remedy = "leave it out; flags of drivetrain stand before it"
+            parsed.problems.append(Problem("--", message, " ".join(words), COMMAND_LINE, remedy=remedy))
+        if words:
+            parsed.options[self._after_dashes.field] = words
+        return argv[:end]
 
     def _first_positional(self, argv: Sequence[str]) -> int:
         """Return where the command's flags end and its target begins: the target's flags follow, and are not parsed."""
@@ -238,6 +258,10 @@ class FlagParser:
         return tokens
 
     def _unknown(self, name: str, key: str, value: str) -> Problem:
+        after = f"{self._parser.prog} {self._script} … -- {name} {value}".rstrip()
+        if self._script is not None and name in flags_in(self._script):
+            message = f"it is a flag of {self._script}, not of drivetrain"
+            return Problem(name, message, value or None, COMMAND_LINE, remedy=f"give it after --: {after}")
         elsewhere = _elsewhere(key)
         if elsewhere is not None:
             commands = self._used_elsewhere.get(elsewhere.name, ())
@@ -250,6 +274,8 @@ class FlagParser:
             )
         remedy = remedy_for_unknown(key, self._known, lambda setting, value: f"--{setting} {value}".rstrip())
         remedy = remedy or f"`{self._parser.prog} --help` lists every flag"
+        if self._script is not None:
+            remedy += f"; a flag of the script stands after --: {after}"
         return Problem(name, "there is no such flag", value or None, COMMAND_LINE, remedy=remedy)
 
     def _sort_out(self, record: list[tuple[str, Any, str]], parsed: ParsedFlags) -> None:

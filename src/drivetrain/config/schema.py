@@ -36,6 +36,10 @@ class Rest:
     """Marks the field of a command's options that takes every word after the first positional one, as it is."""
 
 
+class AfterDashes:
+    """Marks the field of a command's options that takes every word after `--`, as it is."""
+
+
 class Planned:
     """Marks a field that a plan decides: it may stand in a plan.yaml, and pins the choice where a user sets it."""
 

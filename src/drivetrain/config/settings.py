@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from drivetrain.config.schema import Allowed, Choices, Config, Flag, Planned, Positional, Rest, Switch
+from drivetrain.config.schema import AfterDashes, Allowed, Choices, Config, Flag, Planned, Positional, Rest, Switch
 
 FOREIGN = "DRIVETRAIN_FOREIGN"  # the dotted names of a worker's flags that stem from another trainer's file
 
@@ -52,6 +52,7 @@ class Setting:
     aliases: tuple[str, ...]
     is_positional: bool = False
     is_rest: bool = False
+    is_after_dashes: bool = False
 
     @property
     def flag(self) -> str:
@@ -212,8 +213,8 @@ def settings_of(model: type[BaseModel], section: str = "") -> tuple[Setting, ...
     for field, info in model.model_fields.items():
         aliases = tuple(name for item in info.metadata if isinstance(item, Flag) for name in item.names)
         own_name = f"{section}.{field}" if section else (aliases[0] if aliases else field)
-        positional, rest = (any(isinstance(item, mark) for item in info.metadata) for mark in (Positional, Rest))
-        found.append(Setting(own_name, section, field, info, aliases, positional, rest))
+        marks = (any(isinstance(item, mark) for item in info.metadata) for mark in (Positional, Rest, AfterDashes))
+        found.append(Setting(own_name, section, field, info, aliases, *marks))
     return tuple(found)
 
 

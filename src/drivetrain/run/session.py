@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -229,7 +230,9 @@ class Session:
                     raise
                 folder.extension = new
                 extensions.append(new)
-            folder.write(SOURCE, json.dumps({"target": target_of_run()}) + "\n")
+            target = target_of_run()
+            arguments = sys.argv[1:] if target.endswith(".py") else []
+            folder.write(SOURCE, json.dumps({"target": target, "arguments": arguments}) + "\n")
             return {"path": str(folder.path.absolute()), "extensions": [asdict(it) for it in extensions]}
 
         claimed = self.world.main_does(claim)
