@@ -119,7 +119,6 @@ def test_all_problems_at_once(capsys, tmp_path: Path) -> None:
         ("--batchsize", "did you mean `--batch-size`?"),
         ("--batch", "did you mean `--batch-size`?"),
         ("--bs", "did you mean `--batch-size`?"),
-        ("--lr", "did you mean `--learning-rate`?"),
         ("--epoch", "did you mean `--epochs`?"),
         ("--gpu", "did you mean `--gpu-ids`?"),
         ("--gpus", "did you mean `--num-gpus`?"),
@@ -229,9 +228,9 @@ def test_flags_of_ours_after_the_script_are_named(tmp_path: Path) -> None:
     def notice(*words: str) -> str:
         return parser.passed_on(parser.parse(["--num-processes", "2", str(script), *words]))
 
-    assert notice("--lr", "0.1", "--seed", "1", "--batch-size=4", "--no-seed", "--help", "seed") == ""
+    assert notice("--momentum", "0.1", "--seed", "1", "--batch-size=4", "--no-seed", "--help", "seed") == ""
     assert notice("--", "--cpu") == ""
-    assert notice("--lr", "1", "--cpu", "--max_restarts=3", "--cpu") == (
+    assert notice("--momentum", "1", "--cpu", "--max_restarts=3", "--cpu") == (
         f"given to {script}, as all that follows it: --cpu and --max_restarts; "
         f"before {script}, --cpu and --max_restarts would be drivetrain's"
     )

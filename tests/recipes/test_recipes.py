@@ -202,11 +202,9 @@ def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys,
     assert main(["plan", target, "--epochs", "2", "--for", "1xL4", "--out", "there.yaml"]) == 0
     assert yaml.safe_load(Path("there.yaml").read_text())["num_steps"] == 8
     capsys.readouterr()
-    assert train(tmp_path / "refused", target, "--learning-rate", "0.1", "--experts", "3", "--seed", "4") == 2
+    assert train(tmp_path / "refused", target, "--experts", "3", "--seed", "4") == 2
     said = capsys.readouterr().err
-    assert all(
-        f"{flag} (command line): it is for recipes" in said for flag in ("--learning-rate", "--experts", "--seed")
-    )
+    assert all(f"{flag} (command line): it is for recipes" in said for flag in ("--experts", "--seed"))
     assert not (tmp_path / "refused").exists()
 
 

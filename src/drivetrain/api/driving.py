@@ -64,6 +64,7 @@ from drivetrain.run import (
     tell_extension,
     tell_notes,
     tell_plain_optimizer,
+    tell_rate,
     tell_sharding,
     write_down,
 )
@@ -604,6 +605,7 @@ def _tell(session: Session, opened: _Opened, resumed_from: int, recorder: RunRec
     tell_changes(opened.changes, resumed_from, recorder)
     tell_notes(opened.loader, recorder)
     tell_plain_optimizer(opened.parts.optimizer, recorder)
+    tell_rate(session, opened.parts.optimizer, recorder)
     tell_sharding(session, recorder)
     tell_batch_size(session, recorder)
 

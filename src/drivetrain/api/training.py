@@ -57,6 +57,7 @@ from drivetrain.run import (
     tell_extension,
     tell_notes,
     tell_plain_optimizer,
+    tell_rate,
     tell_repeatable,
     tell_sharding,
     tell_strategy,
@@ -275,6 +276,7 @@ class _Run(Session):
         tell_changes(start.changes, resumed_from, recorder)
         tell_notes(loader, recorder)
         tell_plain_optimizer(parts.optimizer, recorder)
+        tell_rate(self, parts.optimizer, recorder)
         tell_capture(stepper, recorder)
         tell_repeatable(self, recorder)
         tell_sharding(self, recorder)

@@ -44,8 +44,8 @@ class TrainOptions(LaunchOptions, ForScript):
     )
 
 
-# What only recipes read: a user's own job sets it itself. All recipes read the first two, and others as each says.
-FOR_ALL_RECIPES = ("run.seed", "optimizer.learning_rate")
+# What only recipes read: a user's own job sets it itself. All recipes read the first, and others as each says.
+FOR_ALL_RECIPES = ("run.seed",)
 FOR_RECIPES = (
     *FOR_ALL_RECIPES,
     "data.path",

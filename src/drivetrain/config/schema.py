@@ -213,8 +213,23 @@ class BudgetSection(Section):
 class OptimizerSection(Section):
     """The optimizer's settings."""
 
-    learning_rate: Annotated[float | None, Flag("learning-rate")] = Field(
-        None, gt=0, allow_inf_nan=False, description="highest learning rate (auto: the recipe's)"
+    learning_rate: Annotated[float | None, Flag("learning-rate", "lr")] = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="highest learning rate; other groups of the optimizer keep their ratio to it (auto: the job's own)",
+    )
+    weight_decay: Annotated[float | None, Flag("weight-decay")] = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight decay for weights of two dimensions and more (auto: the job's own)",
+    )
+    clip_norm: Annotated[float | None, Flag("clip-norm")] = Field(
+        None, gt=0, allow_inf_nan=False, description="gradient norm to clip to (auto: the job's own, else none)"
+    )
+    warmup_steps: Annotated[int | None, Flag("warmup-steps")] = Field(
+        None, ge=0, description="steps of the schedule's warm-up (auto: the job's own)"
     )
     ema: Annotated[float | None, Flag("ema")] = Field(
         None, gt=0, lt=1, description="decay of a moving average of the weights, such as 0.999 (auto: the job's own)"

@@ -233,7 +233,6 @@ BY_DOTTED: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 # What other trainers call a setting, with the flags that may be meant; the first that a command has is suggested.
 _OTHER_NAMES = {
-    "lr": ("learning-rate",),
     "bs": ("batch-size",),
     "batch": ("batch-size",),
     "batchsize": ("batch-size",),

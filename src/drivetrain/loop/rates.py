@@ -55,6 +55,12 @@ class LearningRates:
         """Why a captured step would not follow the schedule; empty if it does."""
         return self._scheduled.why_not_captured if self._scheduled is not None else ""
 
+    @property
+    def sets_own(self) -> str:
+        """The name of a torch scheduler whose rates are not those of the optimizer; empty for other schedules."""
+        scheduled = self._scheduled
+        return type(scheduled.scheduler).__name__ if scheduled is not None and scheduled.sets_own else ""
+
     def set(self, step: int, num_steps: int | None) -> float:
         """Set the rates for the step that follows `step` steps. Return that of the first group."""
         groups = self._optimizer.param_groups
@@ -125,6 +131,12 @@ class _TorchSchedule:
                 f"{type(self.scheduler).__name__} was made for {total} steps, and the job has {num_steps}",
                 remedy=f"total_steps={num_steps}; it is stepped once per optimizer step, not per epoch",
             )
+
+    @property
+    def sets_own(self) -> bool:
+        """Whether it began with other rates than the optimizer was made with, as `OneCycleLR` does with its max_lr."""
+        pairs = zip(self._made_of.param_groups, self._made_with, strict=True)
+        return any(group.get("initial_lr", made_with["lr"]) != made_with["lr"] for group, made_with in pairs)
 
     def at(self, step: int, groups: list[dict[str, Any]]) -> list[float]:
         """Return the rates of the step that follows `step` steps, and copy other settings to the groups."""

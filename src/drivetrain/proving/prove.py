@@ -27,6 +27,7 @@ from drivetrain.job import Job
 from drivetrain.proving.case import Case, Subject, Trainer
 from drivetrain.proving.certificate import Certificate
 from drivetrain.proving.checks import FULL, Extent, Say, prove_subject
+from drivetrain.run.optimizer_settings import with_optimizer_settings
 
 NEVER = 10**9  # steps between calls of a hook that is only asked before the first step
 
@@ -199,6 +200,7 @@ def prove(
             remedy="prove the job with another one: dataclasses.replace(job, schedule=dt.StepDecay(30))",
         )
     config = config or Config()
+    job = with_optimizer_settings(job, config)
     if say is None:
         say = _quiet if quiet else _said
     if trainer is None:

@@ -16,7 +16,7 @@ class Recipe:
         make: makes the job of a configuration.
         about: one line on what it trains, as a literal.
         show: prints something about a result, in the main process.
-        reads: settings that it reads beside `run.seed` and `optimizer.learning_rate`, which every recipe reads, such
+        reads: settings that it reads beside `run.seed`, which every recipe reads, such
             as `data.path`; as literals. On the command line, flags that a recipe does not read are refused.
 
     Example:

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
+from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
@@ -195,6 +196,9 @@ def assemble(
     )
     draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
     rates = LearningRates(job, optimizer)  # before a checkpoint is loaded: it begins with the settings as made
+    if run.config.optimizer.learning_rate is not None and rates.sets_own:
+        message = f"the job's schedule is a {rates.sets_own}, which sets rates of its own"
+        raise ConfigError([Problem("--lr", message, remedy="leave it out, or use dt.OneCycle in the job")])
     why_not_captured = "the loop is the user's own"
     if not is_own_loop:
         given.step_log.settle()

@@ -26,6 +26,7 @@ from drivetrain.job import EarlyStopping, Job
 from drivetrain.plan import Choice, Settings
 from drivetrain.plan.rules import choose_strategy
 from drivetrain.plan.simulate import Held, forecast_held, num_bytes
+from drivetrain.run.optimizer_settings import with_optimizer_settings
 from drivetrain.strategies.spec import refuse_without_package, strategy_spec
 
 _FLAG = "--parallel-strategy"
@@ -145,12 +146,11 @@ def settled_job(
         _global_batch(job, config, settings, num_devices, recorded) if world.is_main else None
     )
     job = replace(
-        of_asked_length(job, config),
+        with_optimizer_settings(of_asked_length(job, config), config),
         global_batch=global_batch,
         checkpoint_every=config.checkpoint.every or job.checkpoint_every,
         keep_last=config.checkpoint.keep_last or job.keep_last,
         init_from=config.checkpoint.init_from or job.init_from,
-        ema=config.optimizer.ema or job.ema,
         valid_every=config.validation.every or job.valid_every,
         valid_batch=config.validation.batch_size or job.valid_batch,
         early_stopping=_early_stopping(job, config),

@@ -160,6 +160,15 @@ def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunReco
     tell_plain_steps(optimizer, tell)
 
 
+def tell_rate(run: Session, optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:
+    """Report that --lr scaled the rates of several groups, where they differ."""
+    rates = [float(group["initial_lr"]) for group in optimizer.param_groups]
+    if run.config.optimizer.learning_rate is not None and len(set(rates)) > 1:
+        words = f"groups keep their ratios to the rate that was given: {', '.join(f'{rate:g}' for rate in rates)}"
+        recorder.event("learning rate", words=words)
+        recorder.say(f"  rates      {words}")
+
+
 def tell_repeatable(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report whether steps repeat bit by bit, where that was measured, or is unknown on a device where they may not."""
     found = run.planned.repeatability
