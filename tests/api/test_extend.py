@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import drivetrain as dt
+from drivetrain.commands.status import runs_in
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.run.extending import ExtendedSchedule
@@ -139,6 +140,40 @@ def test_a_start_that_failed_before_its_first_step_blocks_no_name(tmp_path: Path
     found = trained(tmp_path, SHORT, seed=5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["suite"]
     assert len(found.rows) == 6
+
+
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize(
+    ("error", "state", "cause"),
+    [
+        (KeyboardInterrupt(), "stopped", "Ctrl-C before it began"),
+        (DrivetrainError("it cannot work", remedy="mend it"), "refused", "it cannot work; remedy: mend it"),
+        (PlantedError("planted"), "crashed", "PlantedError: planted"),
+    ],
+    ids=["interrupted", "refused", "failed"],
+)
+def test_why_a_run_did_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, state: str, cause: str, driven: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(f"drivetrain.api.{'driving' if driven else 'training'}.changes_since_start", fail)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0)
+    model = torch.nn.Linear(1, 1)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), list(torch.ones(8, 1))
+
+    def begin() -> None:
+        if driven:
+            dt.drive(model, optimizer, data, global_batch=4, epochs=1, config=config, quiet=True)
+        else:
+            dt.train(make_job(SHORT), config, quiet=True)
+
+    with pytest.raises(type(error)):
+        begin()
+    (found,) = runs_in(tmp_path)
+    assert (found.state, found.step) == (state, 0)
+    assert found.cause.startswith(cause)
 
 
 def test_a_driven_loop_is_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

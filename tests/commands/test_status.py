@@ -65,6 +65,8 @@ def test_how_runs_end(tmp_path: Path) -> None:
     made(tmp_path / "again", events_jsonl=resumed).close()
     failed = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "ValueError: boom"}\n'
     made(tmp_path / "failed", events_jsonl=failed).close()
+    at_once = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "KeyboardInterrupt: "}\n'
+    made(tmp_path / "at once", events_jsonl=at_once).close()
     made(tmp_path / "failed before", events_jsonl=failed + '{"event": "resume", "step": 0}\n').close()
     found = {Path(one.folder).name: one for one in runs_in(tmp_path)}
     assert {name: one.state for name, one in found.items()} == {
@@ -75,6 +77,7 @@ def test_how_runs_end(tmp_path: Path) -> None:
         "again": "crashed",
         "failed": "crashed",
         "failed before": "crashed",
+        "at once": "stopped",
     }
     assert found["failed"].cause.startswith("ValueError: boom")
     assert "without a word" in found["failed before"].cause

@@ -165,7 +165,11 @@ def drive(
     with ExitStack() as stack:
         stack.callback(session.close)
         _refuse(session)
-        return Drive(session, stack)
+        try:
+            return Drive(session, stack)
+        except BaseException as error:
+            session.note_failed_start(error)
+            raise
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,9 @@ class _Run(Session):
             self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():
                 return self._train(_Start(folder, checkpointer, checkpoint, model, changes))
+        except BaseException as error:
+            self.note_failed_start(error)
+            raise
         finally:
             self.close_loaders()
             if folder is not None:

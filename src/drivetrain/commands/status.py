@@ -22,13 +22,13 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import as_row, is_finished, read_job, read_yaml
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
-State = Literal["running", "finished", "stopped", "crashed"]
+State = Literal["running", "finished", "stopped", "refused", "crashed"]
 LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
 MANIFEST_START_BYTES = 2**20
 _SHARED = '"shared":'
 _LOCK_LAYOUT = "hhqqi"  # struct flock, as Linux has it on 64 bits: type, whence, start, length, pid
 COMMAND = Command(
-    summary="How runs stand: running, finished, stopped or crashed and why; and jobs submitted to SLURM.",
+    summary="How runs stand: running, finished, stopped, refused or crashed and why; and jobs submitted to SLURM.",
     obeys=("run.output_dir",),
 )
 EXAMPLES = (
@@ -107,6 +107,11 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
     if is_finished(folder):
         because = str(ends[-1].get("because", "")) if ends else ""
         return "finished", "; ".join(filter(None, [because, _missing_report(folder)]))
+    last = events[-1] if events else {}
+    if last.get("event") == "refused":
+        return "refused", f"{last.get('error', '')}; remedy: {last.get('remedy', '')}"
+    if last.get("event") == "stopped by an error" and str(last.get("error", "")).startswith("KeyboardInterrupt"):
+        return "stopped", "Ctrl-C, at once; the same command goes on from the last checkpoint"
     crash = _document(folder / "crash.json")
     if crash:
         where = f" on rank {crash['rank']}" if crash.get("rank") is not None else ""
@@ -114,8 +119,8 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
         return "crashed", f"{crash.get('cause', 'unknown')}{where}: {crash.get('headline', 'no more is known')}{remedy}"
     if error := _error_since_start(events):
         return "crashed", f"{error}; once that is fixed, the same command goes on"
-    if events and events[-1].get("event") == "stop":
-        return "stopped", str(events[-1].get("because", "asked to stop; the same command goes on"))
+    if last.get("event") == "stop":
+        return "stopped", str(last.get("because", "asked to stop; the same command goes on"))
     return "crashed", "its process ended without a word: killed, or the machine went down; the same command goes on"
 
 

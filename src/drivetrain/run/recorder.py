@@ -34,6 +34,7 @@ def open_recorder(
 ) -> RunRecorder | NoRunRecorder:
     """Open the recorder. Called on every rank: the main one asks the others which GPUs they use."""
     own, gpus, processes_here = _gpus(run)
+    run.is_recorded = True
     supervision.tell("resumed", step=resumed_from)
     if folder is None:
         return NoRunRecorder()

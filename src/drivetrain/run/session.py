@@ -5,8 +5,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
@@ -72,6 +73,8 @@ class Session:
 
     path: Path  # of the run's folder, once it is claimed
     extensions: tuple[Extension, ...] = ()  # that made the run longer, once the folder is claimed
+    is_recorded = False  # whether a recorder was opened, which writes down how the run ends
+    _folder: RunFolder | None = None  # on the main process
     strategy: str  # its name, once it is chosen
     preflight: Preflight | None = None  # what it found, where there was one
     strategy_choice: Choice[str]  # with its reason; by the number of processes until the model is made
@@ -236,11 +239,26 @@ class Session:
             return {"path": str(folder.path.absolute()), "extensions": [asdict(it) for it in extensions]}
 
         claimed = self.world.main_does(claim)
+        self._folder = folder
         self.path = Path(claimed["path"])
         self.extensions = tuple(Extension(**it) for it in claimed["extensions"])
         self.job = extended(self.job, self.extensions)
         supervision.run(claimed["path"])
         return folder
+
+    def note_failed_start(self, error: BaseException) -> None:
+        """Record why the run did not begin. Once a recorder is open, it records the end itself."""
+        if self._folder is None or self.is_recorded:
+            return
+        facts: dict[str, Any] = {"event": "stopped by an error", "error": f"{type(error).__name__}: {error}"}
+        if isinstance(error, DrivetrainError):
+            facts = {"event": "refused", "error": error.message, "remedy": error.remedy}
+        elif isinstance(error, KeyboardInterrupt):
+            facts = {"event": "stop", "because": "Ctrl-C before it began; the same command begins it"}
+        with suppress(OSError):  # the error itself is the news
+            log = self._folder.log("events.jsonl")
+            log.append({**facts, "time": datetime.now(UTC).isoformat()})
+            log.close()
 
     def compilation(self) -> str:
         """Return what was compiled, asked of the compiler itself: `torch.compile` can do nothing without a message."""
