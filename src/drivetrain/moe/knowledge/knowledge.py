@@ -149,9 +149,17 @@ class Seen:
 class Knowledge:
     """Keeps the graphs. Pass it to a `Lifecycle`, which then decides by them; or to a job as a hook, to observe.
 
-    `labels` returns the classes of a batch's samples: whole numbers from 0 to below `limits.max_concepts`, one for each
-    sample or one for each token; others, as the -100 of a loss, stand for none. Without it, concepts are clusters of
-    the layer's inputs. `names` are for the labels.
+    Args:
+        every: The steps between two looks.
+        labels: Gets a batch and returns the classes of its samples: whole numbers from 0 to below
+            `limits.max_concepts`, one for each sample or one for each token; others, as the -100 of a loss, stand for
+            none. Without it, concepts are clusters of the layer's inputs.
+        names: Names of the labels.
+        limits: How large the graphs may become.
+
+    Example:
+        >>> from drivetrain.moe import Knowledge, Lifecycle
+        >>> hooks = [Lifecycle(knowledge=Knowledge(labels=lambda batch: batch[1]))]  # for dt.Job(hooks=…)
     """
 
     def __init__(

@@ -177,10 +177,16 @@ def figures_of(load: Sequence[int], active: Sequence[bool], ranks: Sequence[int]
 class Balance:
     """The settings that keep experts equally busy. 0 turns a part off.
 
-    `bias_rate`: after each step the bias of every expert's choice moves by this much towards the mean load; weights and
-    gradients do not see it. `auxiliary`: the coefficient of experts × Σ load share × mean score (Switch), where the
-    load is that of the whole step before, over all ranks and micro-batches: so it means the same however a step is
-    divided. `z`: the coefficient of the mean square of log Σ exp(logits), which keeps logits small.
+    Args:
+        bias_rate: After each step the bias of every expert's choice moves by this much towards the mean load; weights
+            and gradients do not see it.
+        auxiliary: The coefficient of experts × Σ load share × mean score (Switch), where the load is that of the whole
+            step before, over all ranks and micro-batches: so it means the same however a step is divided.
+        z: The coefficient of the mean square of log Σ exp(logits), which keeps logits small.
+
+    Example:
+        >>> from drivetrain.moe import Balance, MixtureOfExperts
+        >>> layer = MixtureOfExperts(64, num_experts=8, hidden=128, balance=Balance(auxiliary=0.01))
     """
 
     bias_rate: Annotated[float, Number(0, finite=True)] = 1e-3
@@ -197,8 +203,30 @@ BALANCE = Balance()
 class MixtureOfExperts(nn.Module):
     """Sends each token to the router's top `k` experts and sums their outputs by the router's weights.
 
-    `hidden` is the width of every expert, or a list with one for each. `num_slots` is room for experts that come later:
-    they take no part until they are active. Nothing is dropped, whatever the load. Inputs are (..., num_inputs).
+    Inputs are (..., num_inputs). No token is dropped, whatever the load.
+
+    Args:
+        num_inputs: The width of a token.
+        num_experts: How many experts there are at first.
+        hidden: The hidden width of every expert, or a list with one for each.
+        num_outputs: The width of the output. Default: that of the input.
+        k: How many experts each token goes to.
+        kind: What an expert is: `"mlp"`, two linear layers; `"gated"`, three, one of them a gate (SwiGLU).
+        activation: The activation of an expert. Default: `"gelu"`, and `"silu"` of a gated one.
+        bias: Whether linear layers have a bias. Default: as is usual for the kind.
+        scores: How the router's logits become scores: `"softmax"` or `"sigmoid"`.
+        normalize: Whether the weights of a token's experts are divided by their sum. Default: as is usual for `scores`.
+        noise: The standard deviation of noise on the router's logits during training.
+        balance: How experts are kept equally busy.
+        num_slots: Room for experts that come later; they take no part until they are active. Default: `num_experts`.
+        way: How experts are computed, if not the fastest that was measured.
+
+    Example:
+        >>> import torch
+        >>> from drivetrain.moe import MixtureOfExperts
+        >>> layer = MixtureOfExperts(64, num_experts=8, hidden=128, k=2)
+        >>> layer(torch.randn(4, 10, 64)).shape
+        torch.Size([4, 10, 64])
     """
 
     load: Tensor
@@ -477,6 +505,13 @@ class LoadReport:
     """A hook that writes the load figures of all mixtures into the run's event log, as events named `load`.
 
     The events also hold, by the experts' numbers, how many tokens of the last step each got, and its rank.
+
+    Args:
+        every: The steps between two reports.
+
+    Example:
+        >>> from drivetrain.moe import LoadReport
+        >>> hooks = [LoadReport(every=50)]  # for dt.Job(hooks=…)
     """
 
     def __init__(self, every: int = 100) -> None:

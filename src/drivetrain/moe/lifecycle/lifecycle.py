@@ -38,25 +38,42 @@ class Rules:
 
     A token is new if its square distance from the nearest centroid is `far` times what is usual for that expert's
     tokens.
+
+    Args:
+        max_experts: The most experts of a layer. Default: as many as there are slots.
+        min_experts: The fewest.
+        far: From which distance on a token is new.
+        memory: How much of a centroid stays at each look: more, if tasks follow each other.
+        new_share: The share of a look's tokens that are new, for it to count.
+        high_loss: A loss above this many times the lowest average over looks so far counts, too; inf: none does.
+        patience: Looks in a row that count, before an expert is grown.
+        cooldown: Looks between two growths.
+        noise: The noise on a new expert's weights, relative to its parent's.
+        idle_share: The share of the mean load below which an expert is idle.
+        idle_looks: Looks in a row, before an idle expert is pruned.
+        agreement: How well the outputs of two experts agree on probes for them to be merged: 1 is the same.
+        harm: How much a merge may change the layer's outputs on other tokens, relative to them.
+        move_looks: Looks between two rearrangements, where experts are on several ranks and a graph has their
+            co-activations.
+
+    Example:
+        >>> from drivetrain.moe import Lifecycle, Rules
+        >>> hook = Lifecycle(rules=Rules(max_experts=16, patience=3))
     """
 
-    max_experts: Annotated[int | None, Whole(1, or_none=True)] = None  # None: as many as there are slots
+    max_experts: Annotated[int | None, Whole(1, or_none=True)] = None
     min_experts: Annotated[int, Whole(0)] = 2
     far: Annotated[float, Number(0)] = 4.0
-    # how much of a centroid stays at each look: more, if tasks follow each other
     memory: Annotated[float, Number(0, 1)] = 0.9
-    new_share: Annotated[float, Number(0, 1)] = 0.2  # of a look's tokens that are new, for it to count
-    # times the lowest average over looks so far: a loss above it counts; inf: none does
+    new_share: Annotated[float, Number(0, 1)] = 0.2
     high_loss: Annotated[float, Number(1)] = 2.0
-    patience: Annotated[int, Whole(1)] = 2  # looks in a row that count, before an expert is grown
-    cooldown: Annotated[int, Whole(0)] = 3  # looks between two growths
+    patience: Annotated[int, Whole(1)] = 2
+    cooldown: Annotated[int, Whole(0)] = 3
     noise: Annotated[float, Number(0, finite=True)] = 0.02
-    idle_share: Annotated[float, Number()] = 0.05  # of the mean load: less is idle
-    idle_looks: Annotated[int, Whole(1)] = 10  # in a row, before an idle expert is pruned
-    agreement: Annotated[float, Number()] = 0.98  # of outputs on probes, for two to be merged: 1 is the same
-    # how much a merge may change the layer's outputs on other tokens, relative to them
+    idle_share: Annotated[float, Number()] = 0.05
+    idle_looks: Annotated[int, Whole(1)] = 10
+    agreement: Annotated[float, Number()] = 0.98
     harm: Annotated[float, Number(0)] = 0.02
-    # between two rearrangements, where experts are on several ranks and a graph has their co-activations
     move_looks: Annotated[int, Whole(1)] = 20
 
     def __post_init__(self) -> None:
@@ -89,9 +106,17 @@ class _Story:
 
 
 class Lifecycle:
-    """Examines every mixture of the model that has room to grow, every `every` steps.
+    """A hook that grows, merges and prunes the experts of every mixture that has room to grow.
 
-    With `knowledge`, parents and pairs to merge are taken from its graphs, which are kept and saved with this hook.
+    Args:
+        every: The steps between two looks.
+        rules: When experts come and go.
+        seed: Seed of what is drawn for a new expert.
+        knowledge: Decides about parents and pairs to merge by its graphs, which are kept and saved with this hook.
+
+    Example:
+        >>> from drivetrain.moe import Lifecycle, Rules
+        >>> hooks = [Lifecycle(every=50, rules=Rules(max_experts=16))]  # for dt.Job(hooks=…)
     """
 
     def __init__(

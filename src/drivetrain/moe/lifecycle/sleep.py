@@ -27,10 +27,20 @@ _CHANGES = {"merge": "merged", "prune": "pruned", "split": "split"}  # as events
 
 
 class Sleep:
-    """Checks every `every` steps which samples were seen, and whether it is time to sleep.
+    """A hook that remembers samples, and lets the model sleep when it is time: replay, specialize, merge, prune, split.
 
-    `label_of` and `task_of` get an item of the dataset; replay is balanced over (task, label). A `lifecycle` is set to
-    grow more or less readily, by how full the slots are.
+    Args:
+        every: The steps between two looks at what was seen, and at whether it is time to sleep.
+        rules: When it sleeps, and what it does then.
+        label_of: Gets an item of the data set and returns its label. Default: the second of a pair.
+        task_of: Gets an item and returns its task. Replay is balanced over (task, label).
+        lifecycle: Is set to grow more or less readily, by how full the slots are.
+        seed: Seed of what is drawn.
+
+    Example:
+        >>> from drivetrain.moe import Lifecycle, Sleep
+        >>> lifecycle = Lifecycle(every=50)
+        >>> hooks = [lifecycle, Sleep(every=25, lifecycle=lifecycle)]  # for dt.Job(hooks=…)
     """
 
     def __init__(

@@ -26,30 +26,48 @@ PROBES = 256  # tokens of each rank on which outputs of experts are compared
 
 @dataclass(frozen=True)
 class SleepRules:
-    """The rules for when a model sleeps, and what it does then."""
+    """The rules for when a model sleeps, and what it does then.
 
-    # steps between two sleeps at first; growth in between brings the next one nearer
+    Args:
+        interval: Steps between two sleeps at first; growth in between brings the next one nearer.
+        shortest: The fewest steps between two sleeps.
+        longest: The most.
+        reservoir: Samples that are remembered, equally many of each task and class.
+        replay_steps: Steps of replay in a sleep.
+        replay_batch: Samples of each of them.
+        micro_batch: Samples that are computed at once, on each rank.
+        rate: The learning rate of a sleep, as a share of the job's at that time.
+        specialise_steps: Steps of the routers alone; 0: none.
+        specialise_weight: The weight of the mutual information of experts and classes, which is added to the loss.
+        agreement: How well the outputs of two experts agree for them to be tried as one; adapted from sleep to sleep.
+        idle_share: The share of an even share of the reservoir's tokens below which an expert is idle.
+        busy_share: An expert with more than this many even shares that serves many classes is split.
+        focus: The specialization from which on an expert is not split: 1 serves one class, 0 all alike.
+        min_experts: The fewest experts of a layer.
+        max_experts: The most. Default: as many as there are slots.
+        tolerance: By how much all of a sleep but replay may raise the loss, relative; replay: not at all.
+
+    Example:
+        >>> from drivetrain.moe import Sleep, SleepRules
+        >>> hook = Sleep(rules=SleepRules(interval=200, replay_steps=10))
+    """
+
     interval: Annotated[int, Whole(1)] = 300
     shortest: Annotated[int, Whole(1)] = 100
     longest: Annotated[int, Whole(1)] = 2000
-    reservoir: Annotated[int, Whole(1)] = 1000  # samples that are remembered, equally many of each task and class
+    reservoir: Annotated[int, Whole(1)] = 1000
     replay_steps: Annotated[int, Whole(0)] = 30
     replay_batch: Annotated[int, Whole(1)] = 64
-    micro_batch: Annotated[int, Whole(1)] = 256  # samples that are computed at once, on each rank
-    rate: Annotated[float, Number(0, finite=True)] = 0.5  # of the job's learning rate at that time
-    specialise_steps: Annotated[int, Whole(0)] = 10  # of the routers alone; 0: none
-    # of the mutual information of experts and classes, added to the loss
+    micro_batch: Annotated[int, Whole(1)] = 256
+    rate: Annotated[float, Number(0, finite=True)] = 0.5
+    specialise_steps: Annotated[int, Whole(0)] = 10
     specialise_weight: Annotated[float, Number(0, finite=True)] = 1.0
-    # of outputs, for two experts to be tried as one; adapted from sleep to sleep
     agreement: Annotated[float, Number()] = 0.9
-    idle_share: Annotated[float, Number()] = 0.1  # of an even share of the reservoir's tokens: less is idle
-    # of an even share: an expert with more that serves many classes is split
+    idle_share: Annotated[float, Number()] = 0.1
     busy_share: Annotated[float, Number()] = 1.25
-    # specialization from which on an expert is not split: 1 serves one class, 0 all alike
     focus: Annotated[float, Number()] = 0.6
     min_experts: Annotated[int, Whole(0)] = 2
-    max_experts: Annotated[int | None, Whole(1, or_none=True)] = None  # None: as many as there are slots
-    # by how much all of a sleep but replay may raise the loss, relative; replay: not at all
+    max_experts: Annotated[int | None, Whole(1, or_none=True)] = None
     tolerance: Annotated[float, Number()] = 0.01
 
     def __post_init__(self) -> None:
