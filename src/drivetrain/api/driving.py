@@ -11,7 +11,7 @@ and count together with the gradients, as it does in `train`.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,10 +29,10 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.arguments import suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.hook import Hook
+from drivetrain.core.hook import Hook, StepContext
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, log, on_host
-from drivetrain.core.metrics import LossSum, NamedLosses
+from drivetrain.core.metrics import LossSum, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepRecord
@@ -44,7 +44,7 @@ from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
-from drivetrain.job import OTHER_NAMES, Job
+from drivetrain.job import OTHER_NAMES, Aim, EarlyStopping, Job, LossFunction
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
@@ -53,7 +53,9 @@ from drivetrain.plan.plan import PlannedRun
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
+    Best,
     Session,
+    best_of,
     checkpoint_of,
     done_instead,
     note_end,
@@ -68,7 +70,7 @@ from drivetrain.run import (
     tell_sharding,
     write_down,
 )
-from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, resume
+from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.saver import CheckpointSaver
@@ -93,6 +95,13 @@ def drive(
     clip_norm: float | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
     shuffle: bool = True,
+    loss: LossFunction | None = None,
+    valid: Any = None,
+    valid_every: int | None = None,
+    valid_batch: int | None = None,
+    metrics: Mapping[str, MetricFunction | MetricObject] | None = None,
+    best: Aim = Aim(),  # noqa: B008  (frozen)
+    early_stopping: EarlyStopping | None = None,
     hooks: Sequence[Hook] = (),
     checkpoint_every: int | None = None,
     keep_last: int = 3,
@@ -121,6 +130,13 @@ def drive(
         clip_norm: The gradient norm to clip to.
         collate: Makes a batch of a list of items.
         shuffle: Whether to draw samples in a new order in each epoch.
+        loss: The loss of validation, a function of (model, batch). Needed with `valid` only: the loop has its own.
+        valid: The validation set, or several by name, as in `Job`. It is measured by `run.step` when that is due.
+        valid_every: Steps between validations. Default: at the end of each epoch.
+        valid_batch: Samples per device in each forward of a validation. Default: the micro-batch.
+        metrics: By name: functions of (output, batch), or torchmetrics objects, as in `Job`.
+        best: Which checkpoint is kept as the best; needs `valid`.
+        early_stopping: When to end the loop because validation no longer improves.
         hooks: Code to call between steps.
         checkpoint_every: Steps between checkpoints. Default: at the end of each epoch.
         keep_last: How many checkpoints to keep.
@@ -156,17 +172,27 @@ def drive(
         clip_norm=clip_norm,
         collate=collate,
         shuffle=shuffle,
+        valid=valid,
+        valid_every=valid_every,
+        valid_batch=valid_batch,
+        metrics={} if metrics is None else metrics,
+        best=best,
+        early_stopping=early_stopping,
         hooks=hooks,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
     )
+    if valid is not None and loss is None:
+        message = "validation needs a loss function, and dt.drive leaves the loss to the loop"
+        remedy = "loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])"
+        raise ConfigError([Problem("dt.drive: loss", message, remedy=remedy)])
     done_instead(job)
     session = Session.join(job, config, quiet=quiet, fresh=fresh or None, extend=extend)
     with ExitStack() as stack:
         stack.callback(session.close)
         _refuse(session)
         try:
-            return Drive(session, stack)
+            return Drive(session, stack, loss)
         except BaseException as error:
             session.note_failed_start(error)
             raise
@@ -194,7 +220,7 @@ class Drive:
         ...     run.step()
     """
 
-    def __init__(self, session: Session, stack: ExitStack) -> None:
+    def __init__(self, session: Session, stack: ExitStack, loss: LossFunction | None = None) -> None:
         job, world, opened = session.job, session.world, _open(session, stack)
         parts, checkpoint, self._loader = opened.parts, opened.checkpoint, opened.loader
         self._session, self.world, self._precision = session, world, session.precision
@@ -211,8 +237,14 @@ class Drive:
         keep_fingerprint(session, opened.folder)
         _tell(session, opened, self.resumed_from, self._recorder)
         beside = session.config.checkpoint.async_save
+        self._validation = make_validation(session, parts, checkpoint, self._report_validation, loss)
         self._saves = CheckpointSaver(
-            self._checkpointer, world, self._recorder, self._state, lambda: None, beside=beside
+            self._checkpointer,
+            world,
+            self._recorder,
+            self._state,
+            lambda: self._validation.best_step if self._validation else None,
+            beside=beside,
         )
         stack.callback(self._saves.close)
         self._memory = watch_memory(world.device, self._recorder.event, self._recorder.say)
@@ -230,6 +262,7 @@ class Drive:
             rates=parts.rates,
             first_step=self.resumed_from,
             has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
+            validation=self._validation,
             average=average,
             before_step=self._recorder.before_step,
             check_model=self._watch.check,
@@ -279,6 +312,31 @@ class Drive:
     def num_samples(self) -> int:
         """The number of samples in the current batch that count: 0 where one only keeps the processes in step."""
         return 0 if self._micro is None else self._micro.num_samples * self._micro.weight
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last validation, by name; empty before the first."""
+        return self._validation.latest if self._validation else {}
+
+    @property
+    def best(self) -> Best | None:
+        """The best validation so far: its value, its step and the metric; its checkpoint is kept."""
+        return best_of(self._validation, self._session.job.best)
+
+    def validate(self) -> dict[str, float]:
+        """Measure the validation set now, and return loss and metrics by name.
+
+        Call it on all processes, inside the loop after `run.step()`. It changes neither `best` nor early stopping, and
+        records nothing: validations that are due do, and `run.step()` does these by itself.
+        """
+        if self._validation is None:
+            raise DrivetrainError("the run has no validation set", remedy="give it one: dt.drive(…, valid=…, loss=…)")
+        if self._is_over or not (self._micro is None or self._is_stepped):
+            raise DrivetrainError(
+                "run.validate() was called after the loop, or between a batch and its run.step()",
+                remedy="call it after run.step(); after the loop, run.metrics is the last validation",
+            )
+        return self._validation.measure(self._plain)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the run's autocast context, for code such as a validation.
@@ -418,11 +476,12 @@ class Drive:
                 self._memory.close()
                 job = self._session.job
                 is_done = self._loader.position.is_over(job.max_steps, job.epochs)
-                finished = is_done or self._trainer.ended_by_hook
+                because = self._validation.stopped_because if self._validation else ""
+                finished = is_done or bool(because) or self._trainer.ended_by_hook
                 if finished:
                     self._trainer.refuse_unmoved(self.steps)
                 self.finished = finished
-                self._recorder.finish(self.finished, self.steps, compilation=self._session.compilation())
+                self._recorder.finish(self.finished, self.steps, because, compilation=self._session.compilation())
                 note_end(self.finished)
             except BaseException as error:
                 self._left_early(error)
@@ -435,9 +494,11 @@ class Drive:
             with written_first(self._recorder.say):
                 for problem in write_report(self.folder):
                     self._recorder.say(problem)
-        tell_end(self._session, self.steps, None, self.last, self._recorder)
+        tell_end(self._session, self.steps, self.best, self.last, self._recorder)
 
     def _handed_out(self) -> Iterator[Any]:
+        if self._validation is not None and self._validation.stopped_because:
+            return  # it was stopped early, and then killed before it was finished
         for place, micro_batches in self._trainer.steps():
             self._check_rates()
             self._begun = self._trainer.begin(place)
@@ -501,6 +562,10 @@ class Drive:
         self._saves.report()
         self.last = record
 
+    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:
+        epoch = context.epoch if self.last is None else self.last.epoch
+        self._recorder.metrics(context.step, epoch, metrics, seconds)
+
     def _note(self, text: str) -> None:
         self._recorder.event("note", text=text)
         self._recorder.say(text)
@@ -517,7 +582,8 @@ class Drive:
         self._watch.check()
         shards, meta = self._strategy.save()
         is_keyed = self._session.job.source.is_keyed
-        meta |= {**self._session.meta(self._division), "validation": None, "has_moved": self._trainer.has_moved}
+        validation = dict(self._validation.state_dict()) if self._validation else None
+        meta |= {**self._session.meta(self._division), "validation": validation, "has_moved": self._trainer.has_moved}
         return shards, meta | {"data": None if is_keyed else self._position.to_json()}
 
     def _left_early(self, error: BaseException) -> None:

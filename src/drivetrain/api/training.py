@@ -27,7 +27,6 @@ from drivetrain.data.loader import Loader, MicroBatch, SamplesAgain
 from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.loop.trainer import Trainer
-from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
@@ -37,12 +36,12 @@ from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report
 from drivetrain.run import (
     CHECKPOINTS,
-    Best,
     CheckpointSaver,
     Result,
     Session,
     State,
     Which,
+    best_of,
     checkpoint_of,
     configured,
     done_instead,
@@ -69,6 +68,7 @@ from drivetrain.run.assemble import (
     division_of,
     make_loader,
     make_stepper,
+    make_validation,
     make_validator,
     resume,
     trial_of,
@@ -310,11 +310,7 @@ class _Loop:
         self._tested: dict[str, float] = {}
         self._checkpointer = start.checkpointer
         self.steps, self.finished, self.stopped_because = resumed_from, False, ""
-        self._validation = self._make_validation()
-        if self._validation is not None and checkpoint is not None and checkpoint.meta["validation"]:
-            self._validation.load_state_dict(checkpoint.meta["validation"])
-            if run.extensions and run.extensions[-1].finished_at == checkpoint.step:
-                self._validation.go_on()
+        self._validation = make_validation(run, parts, checkpoint, self._report_validation)
         self._saver = CheckpointSaver(
             start.checkpointer,
             run.world,
@@ -403,15 +399,9 @@ class _Loop:
             self._run.compilation(),
             self._run.world.is_main,
             metrics=validation.latest if validation else {},
-            best=self._best(),
+            best=best_of(validation, self._run.job.best),
             test=self._tested,
         )
-
-    def _best(self) -> Best | None:
-        validation = self._validation
-        if validation is None or validation.best_step is None:
-            return None
-        return Best(validation.best_value, validation.best_step, self._run.job.best.metric)
 
     def _state(self) -> State:
         """Return what a checkpoint holds of this rank."""
@@ -424,22 +414,6 @@ class _Loop:
         meta["data"] = None if self._run.job.source.is_keyed else self._loader.position.to_json()
         meta["has_moved"] = self._trainer.has_moved
         return shards, meta
-
-    def _make_validation(self) -> Validation | None:
-        job = self._run.job
-        if job.valid is None:
-            return None
-        validator = make_validator(self._run, self._loader.division.micro_batch)
-        stopping = None if job.early_stopping is None else job.settled(job.early_stopping)
-        return Validation(
-            validator,
-            job.validate_every,
-            job.settled(job.best),
-            stopping,
-            self._parts.average,
-            self._report_validation,
-            self._parts.rates.plateau,
-        )
 
     def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:
         # The record of the step that is validated was read before: its epoch is what `steps.jsonl` has.

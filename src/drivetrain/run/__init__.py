@@ -16,7 +16,7 @@ from drivetrain.run.recorder import (
     tell_sharding,
     tell_strategy,
 )
-from drivetrain.run.result import Best, Result, Which, best_or_last, checkpoint_of, folder_of, load_whole
+from drivetrain.run.result import Best, Result, Which, best_of, best_or_last, checkpoint_of, folder_of, load_whole
 from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State
 from drivetrain.run.session import SOURCE, Session
 
@@ -29,6 +29,7 @@ __all__ = [
     "Session",
     "State",
     "Which",
+    "best_of",
     "best_or_last",
     "checkpoint_of",
     "configured",

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.hook import StepContext
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
@@ -28,7 +29,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable
 from drivetrain.loop.rates import LearningRates
-from drivetrain.loop.validation import Validator
+from drivetrain.loop.validation import Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock
 from drivetrain.monitor.profiler import count_apart, counted
 from drivetrain.plan.data_path import DataPath
@@ -88,13 +89,50 @@ def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, s
     return loader
 
 
-def make_validator(run: Session, micro_batch: int, kind: Literal["valid", "test"] = "valid") -> Validator:
+def make_validation(
+    run: Session,
+    parts: "RunParts",
+    checkpoint: Checkpoint | None,
+    report: Callable[[StepContext, dict[str, float], float], None],
+    loss: LossFunction | None = None,
+) -> Validation | None:
+    """Make the validation hook, in the state of the checkpoint that the run goes on from; None if there is no set.
+
+    Args:
+        run: The run.
+        parts: Its parts.
+        checkpoint: The checkpoint.
+        report: Called with each validation: where it was, its values, and the seconds it took.
+        loss: The loss function, if not the job's.
+    """
+    job = run.job
+    if job.valid is None:
+        return None
+    validation = Validation(
+        make_validator(run, parts.division.micro_batch, loss=loss),
+        job.validate_every,
+        job.settled(job.best),
+        None if job.early_stopping is None else job.settled(job.early_stopping),
+        parts.average,
+        report,
+        parts.rates.plateau,
+    )
+    if checkpoint is not None and checkpoint.meta["validation"]:
+        validation.load_state_dict(checkpoint.meta["validation"])
+        if run.extensions and run.extensions[-1].finished_at == checkpoint.step:
+            validation.go_on()
+    return validation
+
+
+def make_validator(
+    run: Session, micro_batch: int, kind: Literal["valid", "test"] = "valid", loss: LossFunction | None = None
+) -> Validator:
     """Make the validator of the job's validation or test sets, in batches of the validation size or the given one."""
     sets = run.job.valid_sets if kind == "valid" else run.job.test_sets
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
-    loss = run.weighted(run.job.loss)
+    loss = run.weighted(run.job.loss) if loss is None else loss
     return Validator(run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_")
 
 

@@ -17,7 +17,8 @@ from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import TensorSource, is_distributed, local_part, read_for
-from drivetrain.job import Job
+from drivetrain.job import Aim, Job
+from drivetrain.loop.validation import Validation
 from drivetrain.run.model_factory import checked, unwrapped
 from drivetrain.run.saver import CHECKPOINTS
 
@@ -30,6 +31,13 @@ class Best(NamedTuple):
     value: float
     step: int
     metric: str
+
+
+def best_of(validation: Validation | None, aim: Aim) -> Best | None:
+    """Return the best validation so far, by the metric of `aim`."""
+    if validation is None or validation.best_step is None:
+        return None
+    return Best(validation.best_value, validation.best_step, aim.metric)
 
 
 @dataclass(frozen=True)
