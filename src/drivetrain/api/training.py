@@ -86,6 +86,7 @@ from drivetrain.run.memory import (
     tell_cap,
 )
 from drivetrain.run.model_factory import build_model, prepare_model
+from drivetrain.run.refusals import refuse_before_planning
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
@@ -180,6 +181,7 @@ class _Run(Session):
             checkpoint = checkpointer.latest()
             model = built or build_model(self)
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
+            refuse_before_planning(self, model, checkpoint)
             settle_weighting(self, model, checkpoint)
             self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():

@@ -37,19 +37,24 @@ def why_not_compiled(device: torch.device) -> str:
 
 
 def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False) -> None:
-    """Compile the forward of the modules with these names, in place. A name is dotted, or the last part of one."""
+    """Compile the forward of the modules with these names, in place."""
     for name in names:
-        found = [
-            module
-            for path, module in model.named_modules()
-            if (isinstance(module, MixtureOfExperts) if name == EXPERTS else name in (path, path.rpartition(".")[2]))
-        ]
-        if not found:
-            known = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
-            shown = ", ".join([*known[:12], *(["…"] if len(known) > 12 else [])])
-            raise ConfigError([Problem("--compile-only", "the model has no such module", name, allowed=shown)])
-        for module in found:
+        for module in modules_named(model, name):
             module.forward = torch.compile(module.forward, **compile_options(mode, fixed=fixed))
+
+
+def modules_named(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules that a name of `--compile-only` means: it is dotted, or the last part of a dotted one."""
+    found = [
+        module
+        for path, module in model.named_modules()
+        if (isinstance(module, MixtureOfExperts) if name == EXPERTS else name in (path, path.rpartition(".")[2]))
+    ]
+    if not found:
+        known = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
+        shown = ", ".join([*known[:12], *(["…"] if len(known) > 12 else [])])
+        raise ConfigError([Problem("--compile-only", "the model has no such module", name, allowed=shown)])
+    return found
 
 
 def num_graphs() -> int:
