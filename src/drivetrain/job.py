@@ -40,7 +40,7 @@ class Aim:
     Args:
         metric: The name of the metric, such as `valid_accuracy`.
         mode: Whether less (`min`) or more (`max`) is better. `auto` takes names like accuracy, f1 or auc as better when
-            higher.
+            higher, and every loss as better when lower.
 
     Example:
         >>> dt.Aim("valid_accuracy").is_better(0.9, than=0.8)
@@ -52,7 +52,11 @@ class Aim:
 
     @property
     def wants_more(self) -> bool:
-        return self.mode == "max" or (self.mode == "auto" and any(word in self.metric for word in _MORE_IS_BETTER))
+        if self.mode != "auto":
+            return self.mode == "max"
+        words = self.metric.removeprefix("valid_").split("_")
+        is_loss = "loss" in (words[0], words[-1])  # such as that of a part, `valid_loss_dice`, or of a set
+        return not is_loss and any(word in self.metric for word in _MORE_IS_BETTER)
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Return whether `value` is better by more than `by`.

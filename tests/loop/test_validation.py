@@ -262,6 +262,10 @@ def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
 def test_aims() -> None:
     assert Aim("valid_accuracy").wants_more
     assert not Aim("valid_loss").wants_more
+    for loss in ("valid_loss_dice", "valid_dice_loss", "valid_accents_loss", "loss_score"):
+        assert not Aim(loss).wants_more
+        assert Aim(loss, "max").wants_more
+    assert Aim("valid_lossless_accuracy").wants_more
     assert Aim("valid_accuracy", "min").is_better(0.1, 0.2)
     assert Aim("valid_loss").is_better(1.0, math.nan)
     assert not Aim("valid_loss").is_better(math.nan, 1.0)
