@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from drivetrain.api.driving import Drive as Drive
     from drivetrain.api.driving import drive as drive
+    from drivetrain.api.finding_lr import find_lr as find_lr
     from drivetrain.api.measuring import benchmark_performance as benchmark_performance
     from drivetrain.api.measuring import evaluate as evaluate
     from drivetrain.api.predicting import predict as predict
@@ -81,6 +82,7 @@ _HOME = {
     "evaluate": "drivetrain.api.measuring",
     "predict": "drivetrain.api.predicting",
     "benchmark_performance": "drivetrain.api.measuring",
+    "find_lr": "drivetrain.api.finding_lr",
     "train": "drivetrain.api.training",
     "drive": "drivetrain.api.driving",
     "Drive": "drivetrain.api.driving",

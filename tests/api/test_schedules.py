@@ -335,6 +335,21 @@ def plateau_run(folder: str, crash_at: int) -> int:
         return -1
 
 
+def test_a_plateau_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    schedule, make = PLATEAUS["lower is better"]
+    model = model_of()
+    optimizer = two_groups([{"params": list(model.parameters())}])
+    config = dt.configure(output_dir=str(tmp_path), gpu_mode="cpu", num_workers=0, report=False)
+    run = dt.drive(
+        model, optimizer, data_of(), name="rates", global_batch=8, max_steps=STEPS, schedule=schedule, loss=loss_of,
+        valid=data_of(6), valid_every=1, valid_batch=6, metrics={"figure": Planned(LOSSES)}, config=config, quiet=True,
+    )  # fmt: skip
+    for batch in run:
+        run.backward(loss_of(run.model, batch))
+        run.step()
+    assert [[row["lr"], row["lr_bias"]] for row in rows(tmp_path)] == reduced(make, LOSSES)
+
+
 def test_a_plateau_after_a_warm_up(tmp_path: Path) -> None:
     schedule = dt.OnPlateau(0.5, 100, warmup_steps=4)
     train(tmp_path, job_of(schedule, valid=data_of(6)))

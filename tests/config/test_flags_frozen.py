@@ -135,6 +135,12 @@ OBEYED = {
         if not name.startswith(("watch.", "checkpoint.", "validation.", "plan."))
         and name not in ("batch.auto", "batch.loss_weighting")
     ],
+    "find-lr": [
+        name
+        for name in FLAGS
+        if not name.startswith(("watch.", "checkpoint.", "validation.", "plan.", "budget.", "optimizer."))
+        or name in ("optimizer.weight_decay", "optimizer.clip_norm", "checkpoint.init_from")
+    ],
     "prove": [
         name
         for name in FLAGS
@@ -171,6 +177,7 @@ OWN_FLAGS = {
         *("--activate", "--signal-seconds"),
     ],
     "benchmark": ["--iterations", "--json"],
+    "find-lr": ["--highest", "--lowest", "--out", "--steps"],
     "continual": ["--data", "--data-dir", "--methods", "--num-tasks", "--seeds", "--steps", "--tasks", "--tune"],
     "eval": ["--json", "--which"],
     "prove": ["--full", "--json", "--output", "--trainer"],

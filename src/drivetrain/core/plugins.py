@@ -138,7 +138,7 @@ def _source_of(module: str) -> Path | None:
 STRATEGIES = Plugins("strategy", "drivetrain.strategies", "strategies.kinds", "SPEC")
 TRACKERS = Plugins("tracker", "drivetrain.trackers", "monitor.trackers", "prepare")
 RECIPES = Plugins("recipe", "drivetrain.recipes", "recipes", "RECIPE", dashed=True)
-COMMANDS = Plugins("command", "drivetrain.commands", "commands", "COMMAND")
+COMMANDS = Plugins("command", "drivetrain.commands", "commands", "COMMAND", dashed=True)
 PROBES = Plugins("probe of verify", "drivetrain.probes", "verify.probes", "PROBES")
 
 

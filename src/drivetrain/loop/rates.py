@@ -21,7 +21,7 @@ from drivetrain.strategies.optimizer_state import ON_HOST, are_rounded, rounded,
 
 _WITHOUT_VALIDATION = (
     "ReduceLROnPlateau looks at validations, and there are none",
-    "give the job a validation set (dt.drive has none), or use a scheduler that counts steps",
+    "give valid=…, or use a scheduler that counts steps",
 )
 
 
