@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from drivetrain.core.hook import StepContext as StepContext
     from drivetrain.core.hook import Verdict as Verdict
     from drivetrain.core.hook import every as every
+    from drivetrain.core.logged import Histogram as Histogram
+    from drivetrain.core.logged import Image as Image
+    from drivetrain.core.logged import Text as Text
     from drivetrain.core.logged import log as log
     from drivetrain.core.metrics import LossSum as LossSum
     from drivetrain.core.schedules import Constant as Constant
@@ -71,6 +74,9 @@ _HOME = {
     "OnPlateau": "drivetrain.core.schedules",
     "LossSum": "drivetrain.core.metrics",
     "log": "drivetrain.core.logged",
+    "Image": "drivetrain.core.logged",
+    "Histogram": "drivetrain.core.logged",
+    "Text": "drivetrain.core.logged",
     "Hook": "drivetrain.core.hook",
     "StepContext": "drivetrain.core.hook",
     "Verdict": "drivetrain.core.hook",

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import struct
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import drivetrain as dt
 from drivetrain.api.driving import drive
 from drivetrain.api.training import train
 from drivetrain.config import configure
@@ -22,7 +24,7 @@ from drivetrain.monitor.trackers import tensorboard, wandb
 from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
 from tests.api.jobs import Variant, Vectors, run
 from tests.api.jobs import make_job as make_plain_job
-from tests.api.test_loss_parts import make_data, make_job
+from tests.api.test_loss_parts import loss_of_means, make_data, make_job
 
 SMALL = Variant(dtype=torch.float32, steps=30, num_samples=64, global_batch=8, save_every=100)
 
@@ -212,6 +214,50 @@ def test_csv_is_written_and_continued(tmp_path: Path) -> None:
         ["2", "of a, b", "0.1"],
         ["3", "train/loss", "9.0"],
     ]
+
+
+def show(context: dt.StepContext) -> None:
+    dt.log("picture", dt.Image(torch.stack([torch.full((2, 3), value) for value in (0.0, 0.5, 2.0)])))
+    dt.log("spread", dt.Histogram(torch.tensor([0.0, 0.0, 1.0, math.nan]), bins=2))
+    dt.log("words", dt.Text("a < b"))
+    dt.log("number", 1.5)
+
+
+def test_pictures_histograms_and_texts(tmp_path: Path) -> None:
+    """They are files of the run, and TensorBoard reads them; a tracker that takes none is told once."""
+    pytest.importorskip("tensorboard")
+    from PIL import Image as Picture
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = {"trackers": ["tensorboard", "csv"], "monitor_gpu": False, "report": False}
+    job = make_job(name="suite", hooks=[dt.every(3, show)])
+    train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, **settings), quiet=True)
+    folder = tmp_path / "suite" / "media"
+    assert Picture.open(folder / "picture-00000003.png").getpixel((2, 1)) == (0, 128, 255)
+    assert json.loads((folder / "spread-00000006.json").read_text()) == {"counts": [2, 1], "edges": [0, 0.5, 1]}
+    assert (folder / "words-00000003.txt").read_text() == "a < b"
+    assert [row["number"] for row in rows(tmp_path, "metrics")] == [1.5, 1.5]
+    events = EventAccumulator(str(tmp_path / "suite" / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert [image.step for image in events.Images("train/picture")] == [3, 6]
+    assert events.Images("train/picture")[0].encoded_image_string == (folder / "picture-00000003.png").read_bytes()
+    assert events.Histograms("train/spread")[0].histogram_value.num == 3
+    assert events.Tensors("train/words/text_summary")[0].tensor_proto.string_val == [b"a < b"]
+    notes = [row["text"] for row in rows(tmp_path, "events") if row["event"] == "note"]
+    assert [text for text in notes if "takes no pictures" in text] == [
+        "csv takes no pictures, histograms and texts; the run's folder has them"
+    ]
+
+
+@pytest.mark.parametrize("value", [dt.Text("a"), dt.Image(torch.zeros(3, 2, 2)), dt.Histogram(torch.zeros(3))])
+def test_a_loss_logs_scalars_only(tmp_path: Path, value: Any) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        dt.log("media", value)
+        return loss_of_means(model, batch)
+
+    with pytest.raises(
+        dt.DrivetrainError, match=f"got a {type(value).__name__} in a loss or metric, expected a scalar"
+    ):
+        train(make_job(name="suite", loss=loss), configure(output_dir=tmp_path, gpu_mode="cpu"), quiet=True)
 
 
 def test_mlflow_has_curves_settings_and_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,91 @@ step or break the graph.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum
 
-LoggedValue = Tensor | LossSum | float
+
+@dataclass(frozen=True)
+class Image:
+    """A picture to log from a hook.
+
+    Args:
+        pixels: A tensor of (height, width), or of (channels, height, width) with 1, 3 or 4 channels: `uint8` from 0 to
+            255, or floating point from 0 to 1, which is clipped to that.
+
+    Example:
+        >>> import torch
+        >>> import drivetrain as dt
+        >>> def show(context):
+        ...     images, labels = context.batch()
+        ...     dt.log("first image", dt.Image(images[0]))
+        >>> hook = dt.every("epoch", show)
+    """
+
+    pixels: Tensor
+
+    def as_bytes(self) -> Tensor:
+        """Return the pixels as (height, width, channels) of `uint8`, on the host."""
+        found = self.pixels.detach().cpu()
+        found = found.unsqueeze(0) if found.dim() == 2 else found
+        if found.dim() != 3 or found.shape[0] not in (1, 3, 4):
+            raise DrivetrainError(
+                f"dt.Image got a tensor of shape {tuple(self.pixels.shape)}",
+                remedy="give (height, width), or (channels, height, width) with 1, 3 or 4 channels",
+            )
+        if found.is_floating_point():
+            found = found.float().nan_to_num().clamp(0, 1).mul(255).round()
+        return found.to(torch.uint8).permute(1, 2, 0).contiguous()
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The distribution of some values, to log from a hook.
+
+    Args:
+        values: A tensor of any shape. Values that are not finite are left out.
+        bins: How many bins it is divided into.
+
+    Example:
+        >>> import drivetrain as dt
+        >>> hook = dt.every(100, lambda context: dt.log("weights", dt.Histogram(next(context.model.parameters()))))
+    """
+
+    values: Tensor
+    bins: int = 64
+
+    def counted(self) -> tuple[list[float], list[float]]:
+        """Return how many values are in each bin, and the edges of the bins, one more than these."""
+        found = self.values.detach().cpu().double().flatten()
+        counts, edges = torch.histogram(found[found.isfinite()], self.bins)
+        return counts.tolist(), edges.tolist()
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text to log from a hook, such as a sample that a language model wrote.
+
+    Args:
+        text: The text.
+
+    Example:
+        >>> import drivetrain as dt
+        >>> hook = dt.every("epoch", lambda context: dt.log("sample", dt.Text("Once upon a time")))
+    """
+
+    text: str
+
+
+Media = Image | Histogram | Text
+LoggedValue = Tensor | LossSum | float | Media
 LoggedValues = dict[str, list[LoggedValue]]  # the values of each call, by name
 
 
@@ -52,7 +127,8 @@ def log(name: str, value: LoggedValue) -> None:
     Args:
         name: The name of the curve. With a slash, as in `debug/norm`, trackers show it in a group of that name.
         value: A scalar tensor or a number, which is taken as a mean over the batch's samples; or `dt.LossSum(sum,
-            count)` for a mean over something else, such as tokens.
+            count)` for a mean over something else, such as tokens. From a hook also a `dt.Image`, `dt.Histogram` or
+            `dt.Text`, for the trackers that take them and for the folder `media` of the run.
 
     Example:
         >>> import torch
@@ -111,6 +187,11 @@ def one_value(name: object, values: list[LoggedValue]) -> tuple[Any, Tensor | fl
             f"dt.log got the name {name!r}, expected a str", remedy='dt.log("accuracy", value): the name comes first'
         )
     for value in values:
+        if isinstance(value, Media):
+            raise DrivetrainError(
+                f"dt.log({name!r}, …) got a {type(value).__name__} in a loss or metric, expected a scalar",
+                remedy="log it from a hook, which has the batch: dt.every(100, lambda context: dt.log(…))",
+            )
         total = value.total if isinstance(value, LossSum) else value
         is_scalar = total.numel() == 1 if isinstance(total, Tensor) else isinstance(total, (int, float))
         if not is_scalar:
@@ -133,6 +214,14 @@ def _scalar(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return float(value)
     return value.detach().reshape(()) if value.dim() else value.detach()
+
+
+def media_of(values: LoggedValues) -> dict[str, Media]:
+    """Take the pictures, histograms and texts out of logged values; the last of each name."""
+    found = {name: logged[-1] for name, logged in values.items() if isinstance(logged[-1], Media)}
+    for name in found:
+        del values[name]
+    return {name: value for name, value in found.items() if isinstance(value, Media)}
 
 
 def on_host(values: Mapping[str, list[LoggedValue]]) -> dict[str, float]:

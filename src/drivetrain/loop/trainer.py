@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.launchers import supervision
-from drivetrain.core.logged import collecting, on_host
+from drivetrain.core.logged import Media, collecting, media_of, on_host
 from drivetrain.core.records import PartLoss, StepOutcome, StepRecord
 from drivetrain.core.state import put_away
 from drivetrain.core.world import World
@@ -85,7 +85,7 @@ class RunLog(Protocol):
     def say(self, text: str) -> None:
         """Print a line."""
 
-    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+    def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
         """Record what a hook logged after `step` steps, in an epoch from 0."""
 
 
@@ -409,7 +409,8 @@ class Trainer:
             with collecting() as logged:
                 verdicts.append(hook(context) or Verdict())
             if logged:
-                self._recorder.logged(context.step, place.epoch, on_host(logged))
+                media = media_of(logged)
+                self._recorder.logged(context.step, place.epoch, on_host(logged), media)
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         self._check_model()
         self._stepper.look_again()

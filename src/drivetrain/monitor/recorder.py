@@ -15,12 +15,14 @@ from rich.markup import escape
 
 from drivetrain.config import Config
 from drivetrain.core.log import LOGGER
+from drivetrain.core.logged import Media
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, read_rows
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.monitor.console import RunConsole
 from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
+from drivetrain.monitor.media import keep_media
 from drivetrain.monitor.phases import Laps, NoClock, PhaseClock
 from drivetrain.monitor.profiler import StepProfiler, peak_rate
 from drivetrain.monitor.sampler import Sampler, label
@@ -142,7 +144,7 @@ class NoRunRecorder:
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         pass
 
-    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+    def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
         pass
 
     def flush(self) -> None:
@@ -389,10 +391,18 @@ class RunRecorder(NoRunRecorder):
         shown = "   ".join(f"{name.removeprefix('test_').replace('_', ' ')} {it:.6g}" for name, it in values.items())
         self.say(f"  test       {escape(shown)}, with the weights of step {of_step}")
 
-    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Record values that a hook, or a loop of the user's, logged after `step` steps."""
-        self._append("metrics", {"step": step, "epoch": epoch, **values})
-        self._track(values, step)
+    def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
+        """Record what a hook, or a loop of the user's, logged after `step` steps."""
+        if values:
+            self._append("metrics", {"step": step, "epoch": epoch, **values})
+            self._track(values, step)
+        for name, value in media.items():
+            try:
+                keep_media(self._folder.path, name, value, step)
+            except OSError as error:
+                self._messages.put(f"{name!r} of step {step} cannot be written: {error.strerror or error}")
+            for tracker in self._trackers:
+                tracker.log_media(_tag(name), value, step)
 
     def flush(self) -> None:
         """Write buffered rows before a checkpoint, which counts on them. A disk that was full may have room again."""
@@ -426,7 +436,7 @@ class RunRecorder(NoRunRecorder):
         if finished:
             self._folder.finish({"steps": steps})
             for tracker in self._trackers:
-                tracker.log(self._results(), None)
+                tracker.finish(self._results())
 
     def _results(self) -> dict[str, float]:
         """Return the last value of each metric, and after how many steps it was measured, under their tags."""

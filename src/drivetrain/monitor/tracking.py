@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from drivetrain.core.logged import Media
 from drivetrain.core.plugins import TRACKERS
 
 Metrics = Mapping[str, float]
@@ -27,11 +28,14 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class FinishingTracker(Tracker, Protocol):
-    """A tracker that also takes the results of a run that is finished."""
+class FullTracker(Tracker, Protocol):
+    """A tracker that takes everything. A tracker may leave out any of these."""
+
+    def media(self, name: str, value: Media, step: int) -> None:
+        """Take a picture, a histogram or a text."""
 
     def finish(self, metrics: Metrics) -> None:
-        """Take the last and the best value of each metric; called before `close`."""
+        """Take the last value of each metric of a run that is finished; called before `close`."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,26 @@ class BackgroundTracker:
     def __init__(self, name: str, make: Callable[[], Tracker], report: Callable[[str], None]) -> None:
         self.name = name
         self._make, self._report = make, report
-        self._queue: queue.Queue[tuple[Metrics, int | None] | None] = queue.Queue(self.CAPACITY)
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(self.CAPACITY)
         self._is_dropped = False
         self._num_missed = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def log(self, metrics: Metrics, step: int | None) -> None:
-        """Log the metrics of a step; without a step, those of the finished run."""
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._put("log", metrics, step)
+
+    def log_media(self, name: str, value: Media, step: int) -> None:
+        self._put("media", name, value, step)
+
+    def finish(self, metrics: Metrics) -> None:
+        self._put("finish", metrics)
+
+    def _put(self, method: str, *given: Any) -> None:
         if self._is_dropped:
             return
         try:
-            self._queue.put_nowait((metrics, step))
+            self._queue.put_nowait((method, given))
         except queue.Full:
             self._num_missed += 1
 
@@ -89,14 +101,16 @@ class BackgroundTracker:
 
     def _work(self) -> None:
         tracker: Tracker | None = None
+        lacks_media = False
         try:
             tracker = self._make()
             while (item := self._queue.get()) is not None:
-                metrics, step = item
-                if step is not None:
-                    tracker.log(metrics, step)
-                elif hasattr(tracker, "finish"):
-                    tracker.finish(metrics)
+                method, given = item
+                if hasattr(tracker, method):
+                    getattr(tracker, method)(*given)
+                elif method == "media" and not lacks_media:
+                    lacks_media = True
+                    self._report(f"{self.name} takes no pictures, histograms and texts; the run's folder has them")
         except BaseException as error:  # noqa: BLE001 - whatever it is, it must not reach the run
             self._drop(error)
         try:

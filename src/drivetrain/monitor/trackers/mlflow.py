@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from drivetrain.core.logged import Image, Media, Text
 from drivetrain.monitor.tracking import Metrics, Tracker, TrackerStart
 
 _MOST_AT_ONCE, _LONGEST = 100, 500  # that a server takes
@@ -41,6 +42,16 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         values = [self._metric(_name(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run, metrics=values)
+
+    def media(self, name: str, value: Media, step: int) -> None:
+        file = f"{_name(name).replace('/', '_')}-{step:08d}"
+        if isinstance(value, Image):
+            self._client.log_image(self._run, value.as_bytes().numpy(), f"media/{file}.png")
+        elif isinstance(value, Text):
+            self._client.log_text(self._run, value.text, f"media/{file}.txt")
+        else:
+            counts, edges = value.counted()
+            self._client.log_dict(self._run, {"counts": counts, "edges": edges}, f"media/{file}.json")
 
     def finish(self, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.logged import Histogram, Image, Media
+from drivetrain.monitor.media import png
 from drivetrain.monitor.tracking import Metrics, Tracker, TrackerStart
 
 
@@ -40,9 +42,49 @@ class TensorBoardTracker:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step=step, summary=self._summary(value=values))
 
+    def media(self, name: str, value: Media, step: int) -> None:
+        if isinstance(value, Image):
+            height, width, channels = value.as_bytes().shape
+            picture = self._summary.Image(
+                height=height, width=width, colorspace=channels, encoded_image_string=png(value)
+            )
+            made = self._summary.Value(tag=name, image=picture)
+        elif isinstance(value, Histogram):
+            made = self._summary.Value(tag=name, histo=_histogram(value))
+        else:
+            made = self._text(name, value.text)
+        self._write(step=step, summary=self._summary(value=[made]))
+
+    def _text(self, name: str, text: str) -> Any:
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        return self._summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)
+
     def _write(self, **content: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **content).SerializeToString())
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _histogram(value: Histogram) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    counts, edges = value.counted()
+    found = value.values.detach().cpu().double().flatten()
+    found = found[found.isfinite()]
+    return HistogramProto(
+        min=edges[0],
+        max=edges[-1],
+        num=len(found),
+        sum=float(found.sum()),
+        sum_squares=float(found.square().sum()),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )

@@ -1,12 +1,16 @@
 """Weights & Biases: online where a user is logged in, else in a folder to be synced later."""
 
+import html
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.logged import Histogram, Image, Media
 from drivetrain.monitor.tracking import Metrics, Tracker, TrackerStart
 
 START_SECONDS = 30.0  # that `wandb.init` may take before it raises
@@ -44,6 +48,18 @@ class WandbTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def media(self, name: str, value: Media, step: int) -> None:
+        import wandb
+
+        if isinstance(value, Image):
+            made: Any = wandb.Image(value.as_bytes().numpy())
+        elif isinstance(value, Histogram):
+            counts, edges = map(np.array, value.counted())
+            made = wandb.Histogram(np_histogram=(counts, edges))
+        else:
+            made = wandb.Html(f"<pre>{html.escape(value.text)}</pre>")
+        self._run.log({name: made}, step=step)
 
     def finish(self, metrics: Metrics) -> None:
         self._run.summary.update({f"final/{name}": value for name, value in metrics.items()})
