@@ -81,10 +81,10 @@ def _planned(entries: Mapping[str, Any]) -> Iterator[str]:
         "whole_seconds": "whole time (s)",
     }
     runs = [
-        (f"{name}, start {number}", run)
+        (f"{name}, start {start}", run)
         for name, entry in entries.items()
         if name.startswith("ours")
-        for number, run in enumerate(entry["runs"], start=1)
+        for start, run in enumerate(entry["runs"], start=1)
     ]
     shown = [kind for kind in kinds if any(run.get(kind) is not None for _, run in runs)]
     if not shown:

@@ -118,7 +118,7 @@ def test_named_parts_are_noted_however_many_there_are() -> None:
     named = PartTotals(torch.arange(20, dtype=torch.float64), reader)
     for norm in (None, torch.tensor(2.5)):
         found = StepOutcome([], 4.0, 0.0, norm, named=named)
-        table = DeviceResultTable(8, CPU, num_part_values=20)
+        table = DeviceResultTable(8, CPU, num_other_values=20)
         table.keep(torch.tensor([3]), found)
         expected = (0.0, 4.0, 0.0, None if norm is None else 2.5, 0.0, (reader, [float(n) for n in range(20)]), None)
         assert Reading(found._replace(rows=table.expect(3)), CPU).values() == expected
