@@ -23,7 +23,7 @@ LAYERS = (
     ("planning", "launch"),
     ("api", "verify"),
     ("proving",),
-    ("recipes", "multi_gpu"),
+    ("recipes", "multi_gpu", "hf"),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from drivetrain import hf as hf
     from drivetrain.api.driving import Drive as Drive
     from drivetrain.api.driving import drive as drive
     from drivetrain.api.finding_lr import find_lr as find_lr
@@ -96,10 +97,14 @@ _HOME = {
     "prove": "drivetrain.proving.prove",
 }
 
+_PACKAGES = ("hf",)  # reached as `dt.hf`; not in `__all__`, since a star import would load it
+
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"drivetrain.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     value = getattr(import_module(_HOME[name]), name)
@@ -108,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_PACKAGES])

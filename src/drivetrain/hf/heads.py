@@ -1,0 +1,114 @@
+"""What the loss of a transformers model is a mean of, by its class; and the loss of a job, as a sum over these items.
+
+`model(**batch).loss` is a mean over the labels of its batch that are not -100. The mean of the means of micro-batches
+is another number as soon as they have different numbers of such labels, so a job's loss is a sum with its count.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.metrics import LossSum, summed_by_count
+
+MASKED = -100  # the label that transformers leaves out of a loss
+Task = Literal["causal-lm", "masked-lm", "token-classification", "seq2seq-lm", "sequence-classification"]
+_TABLES: dict[Task, str] = {  # in the order in which a class is looked for: some are in several
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+TASKS = tuple(_TABLES)
+OWN_LOSS = (
+    "make the job with dt.Job(…, loss=lambda model, batch: model(**batch).loss): what it is a mean of is measured"
+)
+
+
+class Head(NamedTuple):
+    """The task of a model, and the columns that its `forward` takes."""
+
+    task: Task
+    inputs: tuple[str, ...]
+
+    @property
+    def labels_are_tokens(self) -> bool:
+        """Whether there is a label for each token of `input_ids`."""
+        return self.task in ("causal-lm", "masked-lm", "token-classification")
+
+    @property
+    def items(self) -> str:
+        return "samples" if self.task == "sequence-classification" else "tokens"
+
+
+def head_of(model_class: type, config: Any) -> Head:
+    """Return what a class of transformers learns. Raises where the number of items of its loss is not known."""
+    from transformers.models.auto import modeling_auto
+
+    name = model_class.__name__
+    forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
+    tasks = [task for task, table in _TABLES.items() if name in _classes(getattr(modeling_auto, table))]
+    if not tasks:
+        raise _unknown(f"{name} is none of the models that dt.hf.job knows the loss of: {', '.join(TASKS)}")
+    task = tasks[0]
+    # Every other decoder shifts its labels in the loss function that the models share; some have their own way.
+    if task == "causal-lm" and "loss_function" not in forward.__code__.co_names:
+        raise _unknown(f"{name} does not use the causal loss of transformers, so how it shifts labels is not known")
+    if task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
+        raise _unknown(f"{name} makes a text of something other than a text")
+    if getattr(config, "output_router_logits", False):
+        raise _unknown(f"{name} adds the loss of its router (output_router_logits=True), which is no sum over tokens")
+    return Head(task, tuple(inspect.signature(forward).parameters))
+
+
+def class_for(config: Any, task: Task | None) -> type:
+    """Return the class that a configuration is built as: by its task, else by its `architectures`, else a causal LM."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if task is not None and task not in _TABLES:
+        raise DrivetrainError(f"there is no task {task!r}", remedy=f"one of {', '.join(TASKS)}")
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if task is None and named is not None and hasattr(transformers, named):
+        by_name: type = getattr(transformers, named)
+        return by_name
+    names = getattr(modeling_auto, _TABLES[task or "causal-lm"])
+    if config.model_type not in names:
+        raise DrivetrainError(
+            f"a {config.model_type} model has no head for {task or 'causal-lm'}",
+            remedy=f"give task=…, one of {', '.join(TASKS)}, or the model itself",
+        )
+    name = names[config.model_type]
+    by_task: type = getattr(transformers, name if isinstance(name, str) else name[0])
+    return by_task
+
+
+def make_loss(head: Head) -> Callable[[nn.Module, Any], LossSum]:
+    """Make the loss function of a job: the model's own loss, as a sum over the labels that count."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossSum:
+        mean = model(**batch).loss
+        # A batch without any label that counts has a mean of 0/0: it contributes nothing.
+        summed = summed_by_count({"loss": mean}, {"loss": _num_items(head, batch["labels"])})["loss"]
+        assert isinstance(summed, LossSum)
+        return summed
+
+    return loss
+
+
+def _num_items(head: Head, labels: Tensor) -> Tensor | int:
+    if head.task == "sequence-classification" and (labels.is_floating_point() or labels.dim() > 1):
+        return len(labels)  # regression, or several labels per sample
+    counted = labels[..., 1:] if head.task == "causal-lm" else labels
+    return (counted != MASKED).sum()
+
+
+def _classes(names: Mapping[str, str | tuple[str, ...]]) -> set[str]:
+    return {name for entry in names.values() for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+def _unknown(message: str) -> DrivetrainError:
+    return DrivetrainError(message, remedy=OWN_LOSS)

@@ -1,0 +1,199 @@
+"""Makes a `Job` of a transformers model and tokenized data."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.schedules import WarmupCosine
+from drivetrain.data.source import Source, source_of
+from drivetrain.hf.heads import OWN_LOSS, Task, class_for, head_of, make_loss
+from drivetrain.hf.padding import Collator, pad_id_for
+from drivetrain.hf.rows import open_rows
+from drivetrain.job import Job
+
+LR, ADAPTER_LR, WEIGHT_DECAY, CLIP_NORM = 5e-5, 2e-4, 0.01, 1.0
+EPOCHS, GLOBAL_BATCH = 3, 16
+MOST_WARMUP_STEPS, WARMUP_PART = 100, 10
+
+
+class OpenedModel(NamedTuple):
+    """A model, or the function that makes it, with what is known of it before it is made."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    model_class: type
+    config: Any
+    is_adapter: bool = False
+
+
+def job(
+    model: Any,
+    data: Any,
+    *,
+    name: str | None = None,
+    task: Task | None = None,
+    tokenizer: Any = None,
+    pad_id: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    length: int | None = None,
+    valid: Any = None,
+    test: Any = None,
+    lr: float | None = None,
+    **fields: Any,
+) -> Job:
+    """Make a `Job` that trains a transformers model on tokenized data.
+
+    The loss is the model's own, as a sum over the labels that are not -100: any micro-batch and any number of devices
+    train like the whole batch at once. A batch in which no label counts contributes nothing. Samples are padded at
+    their end, each batch to its longest one, and padding is no label.
+
+    Unless `fields` say otherwise, the optimizer is `torch.optim.AdamW`, with a weight decay of 0.01 on weights of two
+    dimensions and more; the schedule is `WarmupCosine`, with a warm-up of a tenth of the steps, at most 100; gradients
+    are clipped to a norm of 1; a step has 16 samples, or all where there are fewer; and the job has 3 epochs, where
+    `max_steps` is not given either.
+
+    Args:
+        model: A model of transformers, or a `PeftModel`, of which only the adapter trains; a configuration, whose
+            weights are drawn by the job's seed; or a local folder, whose weights are loaded in float32. Nothing is
+            downloaded. Models for causal, masked and sequence-to-sequence language modeling, for token classification
+            and for sequence classification are known; others raise an error.
+        data: Samples with `input_ids` and, except for a causal model, `labels`: a list of dictionaries, a data set of
+            torch or of `datasets`, or the path of a JSON-lines or Parquet file.
+        name: The name of the run. Default: the type of the model, such as `llama`.
+        task: What a configuration or folder is built for: `causal-lm`, `masked-lm`, `seq2seq-lm`,
+            `token-classification` or `sequence-classification`. Default: the first of its `architectures`, else
+            `causal-lm`.
+        tokenizer: Its `pad_token_id` pads samples.
+        pad_id: The token that pads samples. Default: the tokenizer's, the model's, or the model's end of text.
+        columns: What the data calls a column, by the name that the model takes it under: `{"labels": "target"}`.
+            `label` and `label_ids` are found as they are.
+        length: The length that every sample is padded to, for steps of one shape. Default: the longest of a batch.
+        valid: The validation set, like `data`, or several by name.
+        test: The test set, likewise.
+        lr: The highest learning rate. Default: 5e-5; 2e-4 for an adapter.
+        fields: Any other field of `Job`, such as `max_steps`, `global_batch`, `seed` or `optimizer`.
+
+    Returns:
+        The job, for `dt.train`, `dt.evaluate` and whatever else takes one.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, pad_token_id=0)
+        >>> samples = [{"input_ids": [5, 7, 9, 2]}, {"input_ids": [5, 8, 2]}] * 8
+        >>> job = dt.hf.job(config, samples, max_steps=2, global_batch=4)
+        >>> dt.train(job, quiet=True).steps
+        2
+    """
+    opened = open_model(model, task)
+    head = head_of(opened.model_class, opened.config)
+    collate = Collator(head, pad_id_for(head, opened.config, tokenizer, pad_id), dict(columns or {}), length)
+    rows, valid_rows, test_rows = open_rows(data), _open_sets(valid), _open_sets(test)
+    for each in (rows, valid_rows, test_rows):
+        _try_first(each, collate)
+    source = source_of(rows)
+    if lr is not None and "optimizer" in fields:
+        raise DrivetrainError("both lr and an optimizer are given", remedy="give the rate to the optimizer")
+    rate = lr if lr is not None else ADAPTER_LR if opened.is_adapter else LR
+    defaults: dict[str, Any] = {
+        "name": name or opened.config.model_type,
+        "optimizer": lambda groups: torch.optim.AdamW(groups, lr=rate),
+        "global_batch": source.global_batch or min(GLOBAL_BATCH, source.samples_per_epoch(None) or GLOBAL_BATCH),
+        "weight_decay": WEIGHT_DECAY,
+        "clip_norm": CLIP_NORM,
+        "collate": collate,
+        "items": head.items,
+        "epochs": None if "max_steps" in fields else EPOCHS,
+    }
+    fields = {**defaults, **fields}
+    fields.setdefault("schedule", WarmupCosine(warmup_steps=_warmup_steps(source, fields)))
+    return Job(model=opened.model, data=rows, loss=make_loss(head), valid=valid_rows, test=test_rows, **fields)
+
+
+def open_model(model: Any, task: Task | None = None) -> OpenedModel:
+    """Find out what a job was given as its model; a folder's weights are not read yet."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return OpenedModel(model, type(model), model.config)
+    if is_adapted(model):
+        _refuse_prompts(model)
+        base = model.get_base_model()
+        return OpenedModel(model, type(base), base.config, is_adapter=True)
+    if isinstance(model, PretrainedConfig):
+        built_as = class_for(model, task)
+        return OpenedModel(lambda: _module(built_as(model)), built_as, model)
+    if isinstance(model, (str, Path)):
+        return _open_folder(Path(model), task)
+    raise DrivetrainError(
+        f"expected a model of transformers, its configuration or a local folder, got {type(model).__name__}",
+        remedy="give the model itself; for a module of your own, make the job with dt.Job",
+    )
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether a model is a `PeftModel`, without importing peft for one that is not."""
+    if not any(base.__module__.partition(".")[0] == "peft" for base in type(model).__mro__):
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def _refuse_prompts(model: Any) -> None:
+    if model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise DrivetrainError(f"{kind} puts tokens before each sample, which changes the labels", remedy=OWN_LOSS)
+
+
+def _open_folder(folder: Path, task: Task | None) -> OpenedModel:
+    from transformers import AutoConfig
+
+    if (folder / "adapter_config.json").is_file():
+        raise DrivetrainError(
+            f"{folder} holds an adapter, without the model it belongs to",
+            remedy=f"give PeftModel.from_pretrained(base_model, {str(folder)!r}, is_trainable=True)",
+        )
+    if not (folder / "config.json").is_file():
+        raise DrivetrainError(
+            f"there is no model in {folder}: no config.json",
+            remedy="give a folder that save_pretrained wrote; to fetch one: hf download NAME --local-dir FOLDER",
+        )
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    built_as: Any = class_for(config, task)
+
+    def load() -> nn.Module:
+        return _module(built_as.from_pretrained(folder, local_files_only=True, dtype=torch.float32))
+
+    return OpenedModel(load, built_as, config)
+
+
+def _module(made: Any) -> nn.Module:
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def _open_sets(sets: Any) -> Any:
+    """Open a validation or test set, or several by name."""
+    if type(sets) is dict:
+        return {name: open_rows(each) for name, each in sets.items()}
+    return None if sets is None else open_rows(sets)
+
+
+def _try_first(rows: Any, collate: Collator) -> None:
+    """Look at the first sample, so that a missing column is told before anything is started."""
+    for each in rows.values() if type(rows) is dict else (rows,):
+        if hasattr(each, "__getitem__") and hasattr(each, "__len__") and len(each):
+            collate.sample(each[0])
+
+
+def _warmup_steps(source: Source, fields: Mapping[str, Any]) -> int:
+    """Return a tenth of the job's steps, at most 100; 100 where their number is not known."""
+    batch = fields["global_batch"]
+    per_epoch = source.steps_per_epoch(batch) if isinstance(batch, int) and batch > 0 else None
+    by_epochs = per_epoch * fields["epochs"] if per_epoch is not None and fields["epochs"] else None
+    steps = min((each for each in (by_epochs, fields.get("max_steps")) if each is not None), default=None)
+    return MOST_WARMUP_STEPS if steps is None else min(MOST_WARMUP_STEPS, steps // WARMUP_PART)
