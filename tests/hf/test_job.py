@@ -196,7 +196,7 @@ def test_transformers_is_imported_when_a_job_is_made() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["job"])
+@pytest.mark.parametrize("name", ["job", "export"])
 def test_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     function = getattr(dt.hf, name)

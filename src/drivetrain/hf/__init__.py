@@ -1,5 +1,6 @@
-"""Trains models of `transformers` and `peft`: a job in a few lines."""
+"""Trains models of `transformers` and `peft`: a job in a few lines, and folders that `from_pretrained` opens."""
 
+from drivetrain.hf.exporting import export
 from drivetrain.hf.model_job import job
 
-__all__ = ["job"]
+__all__ = ["export", "job"]

@@ -100,7 +100,7 @@ class Result:
                 "this result came from another process, without the job that makes the model",
                 remedy="dt.export(result) writes the weights to a file: model.load_state_dict(…)",
             )
-        model = _new_model(self.job)
+        model = new_model(self.job)
         checkpoint = checkpoint_of(self, best_or_last(self.folder))
         load_whole(model, checkpoint, checkpoint.path)
         return model.eval()
@@ -109,7 +109,7 @@ class Result:
         return {name: value for name, value in self.__dict__.items() if name != "model"} | {"job": None}
 
 
-def _new_model(job: Job) -> nn.Module:
+def new_model(job: Job) -> nn.Module:
     """Make the job's model on the CPU, as a run does; a copy where the job has the model itself."""
     if isinstance(job.model, nn.Module):
         if any(map(is_distributed, job.model.parameters())):
