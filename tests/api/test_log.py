@@ -125,6 +125,7 @@ def test_equals_the_plain_loop_on_several_ranks(
 def test_compiled_in_one_graph_without_recompiling(tmp_path: Path) -> None:
     """The values are outputs of the compiled function: no graph break, and nothing recompiles step by step."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     data = {name: value[:32] for name, value in make_data().items()}
     rows = run(tmp_path, make_job(data=data), compile=True, compile_mode="default", batch_size=16)
     assert [row["constant"] for row in rows] == [0.25] * NUM_STEPS
