@@ -89,7 +89,7 @@ def test_a_batch_without_labels_contributes_nothing() -> None:
     job: Any = dt.hf.job(model, data)
     for batch in (data, data[1:]):  # one token alone predicts nothing
         found = job.loss(model, job.collate(batch))
-        assert float(found.total) == 0
+        assert float(found.total.detach()) == 0
         assert int(found.count) == 0
         found.total.backward()
         assert all(not torch.count_nonzero(each.grad) for each in model.parameters() if each.grad is not None)
@@ -103,6 +103,17 @@ def test_the_end_of_a_text_is_learned_though_it_also_pads() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     fixed: Any = dt.hf.job(tiny_llama(), [{"input_ids": [5, 2]}], length=6)
     assert fixed.collate([{"input_ids": [5, 2]}])["labels"].tolist() == [[5, 2, -100, -100, -100, -100]]
+
+
+def test_padded_tensors_by_name_and_padding_that_a_tokenizer_made_is_no_label() -> None:
+    tensors = {
+        "input_ids": torch.tensor([[5, 6, 2], [5, 2, 2]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    }
+    job: Any = dt.hf.job(tiny_llama(), tensors, valid={"a": tensors, "b": tensors})
+    batch = job.collate([job.source.dataset[0], job.source.dataset[1]])
+    assert batch["labels"].tolist() == [[5, 6, 2], [5, 2, -100]]
+    assert batch["attention_mask"].tolist() == tensors["attention_mask"].tolist()
 
 
 def test_defaults() -> None:
@@ -181,6 +192,17 @@ def test_padding_that_the_model_would_take_for_words() -> None:
 def test_data_that_cannot_be_trained_on(data: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(dt.DrivetrainError, match=words):
         dt.hf.job(tiny_llama(), data, **settings)
+
+
+def test_a_collate_function_of_your_own_may_take_other_columns() -> None:
+    job = dt.hf.job(tiny_llama(), [{"text": "a"}], collate=lambda items: {"input_ids": torch.ones(len(items), 2)})
+    assert isinstance(job, dt.Job)
+
+
+def test_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(dt.DrivetrainError, match=r"dt\.hf needs transformers(.|\n)*drivetrain\[hf\]"):
+        dt.hf.job("folder", samples())
 
 
 def test_labels_under_other_names() -> None:

@@ -61,7 +61,7 @@ def job(
             downloaded. Models for causal, masked and sequence-to-sequence language modeling, for token classification
             and for sequence classification are known; others raise an error.
         data: Samples with `input_ids` and, except for a causal model, `labels`: a list of dictionaries, a data set of
-            torch or of `datasets`, or the path of a JSON-lines or Parquet file.
+            torch or of `datasets`, a dictionary of tensors, or the path of a JSON-lines or Parquet file.
         name: The name of the run. Default: the type of the model, such as `llama`.
         task: What a configuration or folder is built for: `causal-lm`, `masked-lm`, `seq2seq-lm`,
             `token-classification` or `sequence-classification`. Default: the first of its `architectures`, else
@@ -92,8 +92,6 @@ def job(
     head = head_of(opened.model_class, opened.config)
     collate = Collator(head, pad_id_for(head, opened.config, tokenizer, pad_id), dict(columns or {}), length)
     rows, valid_rows, test_rows = open_rows(data), _open_sets(valid), _open_sets(test)
-    for each in (rows, valid_rows, test_rows):
-        _try_first(each, collate)
     source = source_of(rows)
     if lr is not None and "optimizer" in fields:
         raise DrivetrainError("both lr and an optimizer are given", remedy="give the rate to the optimizer")
@@ -110,12 +108,20 @@ def job(
     }
     fields = {**defaults, **fields}
     fields.setdefault("schedule", WarmupCosine(warmup_steps=_warmup_steps(source, fields)))
-    return Job(model=opened.model, data=rows, loss=make_loss(head), valid=valid_rows, test=test_rows, **fields)
+    made = Job(model=opened.model, data=rows, loss=make_loss(head), valid=valid_rows, test=test_rows, **fields)
+    for each in (made.source, *made.valid_sets.values(), *made.test_sets.values()):
+        if made.collate is collate:  # a user's own may take other columns
+            _try_first(each, collate)
+    return made
 
 
 def open_model(model: Any, task: Task | None = None) -> OpenedModel:
     """Find out what a job was given as its model; a folder's weights are not read yet."""
-    from transformers import PretrainedConfig, PreTrainedModel
+    try:
+        from transformers import PretrainedConfig, PreTrainedModel
+    except ImportError as error:
+        remedy = "pip install 'drivetrain[hf]'"
+        raise DrivetrainError(f"dt.hf needs transformers: {error}", remedy=remedy) from error
 
     if isinstance(model, PreTrainedModel):
         return OpenedModel(model, type(model), model.config)
@@ -183,11 +189,10 @@ def _open_sets(sets: Any) -> Any:
     return None if sets is None else open_rows(sets)
 
 
-def _try_first(rows: Any, collate: Collator) -> None:
+def _try_first(source: Source, collate: Collator) -> None:
     """Look at the first sample, so that a missing column is told before anything is started."""
-    for each in rows.values() if type(rows) is dict else (rows,):
-        if hasattr(each, "__getitem__") and hasattr(each, "__len__") and len(each):
-            collate.sample(each[0])
+    if source.is_keyed and len(source.dataset):
+        collate.sample(source.dataset[0])
 
 
 def _warmup_steps(source: Source, fields: Mapping[str, Any]) -> int:

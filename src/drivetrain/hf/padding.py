@@ -19,7 +19,7 @@ class Collator:
     """Pads a list of samples at their end, to the longest of them.
 
     Columns that the model does not take, such as texts, are left out. Where a causal model is given no labels, they are
-    its tokens. Labels of padding are -100.
+    its tokens, except those that the attention mask hides. Labels of padding are -100.
 
     Args:
         head: What the model learns, and the columns it takes.
@@ -57,11 +57,12 @@ class Collator:
                 f"input_ids of a sample has the shape {list(tokens.shape)}, and a list of tokens is needed",
                 remedy="tokenize one text per sample, without return_tensors, and leave out empty ones",
             )
-        if "labels" not in found:
-            found["labels"] = tokens.clone()
         if "attention_mask" in self.head.inputs:
             found.setdefault("attention_mask", torch.ones_like(tokens))
         self._check_lengths(found)
+        if "labels" not in found:
+            mask = found.get("attention_mask", torch.ones_like(tokens))
+            found["labels"] = tokens.masked_fill(mask == 0, MASKED)  # a tokenizer may have padded it already
         return found
 
     def _columns_of(self, item: Mapping[str, Any]) -> dict[str, Any]:
