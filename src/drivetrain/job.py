@@ -31,6 +31,22 @@ ParameterGroups = Iterable[dict[str, Any]]
 
 Mode = Literal["auto", "min", "max"]
 _MORE_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "psnr", "score")
+_MORE_IF_A_WORD = ("top", "hits", "ndcg", "map", "mrr", "reward", "return", "kappa", "corr", "ssim", "exact")
+_LESS_IS_BETTER = (
+    "loss",
+    "err",
+    "mae",
+    "mse",
+    "rmse",
+    "perplexity",
+    "ppl",
+    "wer",
+    "cer",
+    "fid",
+    "nll",
+    "bits",
+    "distance",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class Aim:
     Args:
         metric: The name of the metric, such as `valid_accuracy`.
         mode: Whether less (`min`) or more (`max`) is better. `auto` takes names like accuracy, f1 or auc as better when
-            higher, and every loss as better when lower.
+            higher, and losses and errors as better when lower. A name that says neither needs `min` or `max`.
 
     Example:
         >>> dt.Aim("valid_accuracy").is_better(0.9, than=0.8)
@@ -56,7 +72,15 @@ class Aim:
             return self.mode == "max"
         words = self.metric.removeprefix("valid_").split("_")
         is_loss = "loss" in (words[0], words[-1])  # such as that of a part, `valid_loss_dice`, or of a set
-        return not is_loss and any(word in self.metric for word in _MORE_IS_BETTER)
+        return not is_loss and (
+            any(word in self.metric for word in _MORE_IS_BETTER)
+            or any(word.startswith(_MORE_IF_A_WORD) for word in words)
+        )
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the better direction is given, or known from the name."""
+        return self.mode != "auto" or self.wants_more or any(word in self.metric for word in _LESS_IS_BETTER)
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Return whether `value` is better by more than `by`.
@@ -485,6 +509,16 @@ class Job:
             )
             for name, aim in (("best", self.best), ("early_stopping", self.early_stopping), ("schedule", self.schedule))
             if isinstance(aim, (Aim, EarlyStopping, OnPlateau)) and aim.metric not in known
+        ]
+        problems += [
+            Problem(
+                f"Job.{name}",
+                f"the name {aim.metric!r} does not say whether more or less of it is better",
+                aim.metric,
+                remedy='add mode="max" or mode="min"',
+            )
+            for name, aim in (("best", self.best), ("early_stopping", self.early_stopping))
+            if aim is not None and aim.metric in known and not Aim(aim.metric, aim.mode).is_clear
         ]
         if problems:
             raise ConfigError(problems)

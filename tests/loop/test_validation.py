@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,6 @@ def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
             raise RuntimeError("the machine went away")
         return failing.loss(model, batch)  # type: ignore[return-value]
 
-    from dataclasses import replace
-
     with pytest.raises(RuntimeError, match="went away"):
         trained(tmp_path, replace(failing, loss=dies))
     result = trained(tmp_path, failing)
@@ -433,6 +432,21 @@ def test_an_aim_that_is_not_measured_is_refused_before_the_first_step(tmp_path: 
     with pytest.raises(ConfigError, match=r"'valid_f1' is none of the metrics that are measured\n.*valid_loss, valid_"):
         trained(tmp_path, job)
     assert not list(tmp_path.rglob("steps.jsonl"))
+
+
+def test_an_aim_whose_direction_is_not_known_is_refused(tmp_path: Path) -> None:
+    """Else the checkpoint that is kept as the best may be the worst."""
+    job = make_job(FLOAT64, valid=valid_set(), metrics={"spread": correct}, best=Aim("valid_spread"))
+    with pytest.raises(ConfigError, match="does not say whether more or less of it is better"):
+        trained(tmp_path, job)
+    assert trained(tmp_path, replace(job, best=Aim("valid_spread", "max"))).best_step
+
+
+def test_directions_by_name() -> None:
+    more = ("valid_accuracy", "valid_old_top2", "valid_mAP", "valid_ndcg_10", "valid_mean_return")
+    less = ("valid_loss", "valid_word_error", "valid_rmse", "valid_perplexity", "valid_loss_dice")
+    assert [Aim(name.lower()).wants_more for name in (*more, *less)] == [True] * len(more) + [False] * len(less)
+    assert all(Aim(name.lower()).is_clear for name in (*more, *less))
 
 
 def test_metrics_that_cannot_be_measured(tmp_path: Path) -> None:

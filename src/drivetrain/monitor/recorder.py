@@ -379,7 +379,14 @@ class RunRecorder(NoRunRecorder):
         self._checkups.saw_validation()
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
         self._track(values, step)
-        shown = "   ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        # Of several sets, the first has its values twice: under its own name, and without one.
+        again = {
+            name
+            for name, value in values.items()
+            for other in values
+            if other != name and other.endswith(name.removeprefix("valid")) and values[other] == value
+        }
+        shown = "   ".join(f"{name.replace('_', ' ')} {values[name]:.4f}" for name in values if name not in again)
         self.say(f"            {shown}")
 
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
