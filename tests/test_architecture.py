@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "drivetrain"
 LAYERS = (
     ("core",),
     ("hardware", "data", "moe"),
+    ("job_checks",),
     ("job",),
     ("config", "plan"),
     ("strategies", "checkpoint", "monitor"),
@@ -172,11 +173,11 @@ def test_every_import_points_downwards() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "expected"),
     [
-        ("core/errors.py", "from drivetrain.config import Config\n", "upward import of config (row 3) by core (row 0)"),
+        ("core/errors.py", "from drivetrain.config import Config\n", "upward import of config (row 4) by core (row 0)"),
         ("core/errors.py", "import drivetrain.cli\n", "upward import of cli"),
         ("core/errors.py", "from ..commands.check import CheckOptions\n", "upward import of commands"),
-        ("plan/rules.py", "from drivetrain.config import Config\n", "sideways import of config by plan (both row 3)"),
-        ("api/measuring.py", "import drivetrain.verify.runner\n", "sideways import of verify by api (both row 8)"),
+        ("plan/rules.py", "from drivetrain.config import Config\n", "sideways import of config by plan (both row 4)"),
+        ("api/measuring.py", "import drivetrain.verify.runner\n", "sideways import of verify by api (both row 9)"),
         (
             "commands/check.py",
             "def late():\n    from drivetrain.config import Config\n",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from drivetrain.api.training import train as train
     from drivetrain.config import Config as Config
     from drivetrain.config import configure as configure
+    from drivetrain.core.aims import Aim as Aim
+    from drivetrain.core.aims import EarlyStopping as EarlyStopping
     from drivetrain.core.errors import ConfigError as ConfigError
     from drivetrain.core.errors import DrivetrainError as DrivetrainError
     from drivetrain.core.hook import Hook as Hook
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
     from drivetrain.hardware import detect as detect
-    from drivetrain.job import Aim as Aim
-    from drivetrain.job import EarlyStopping as EarlyStopping
     from drivetrain.job import Job as Job
     from drivetrain.launch.layout import get_free_port as get_free_port
     from drivetrain.launch.python_api import launch_distributed_training as launch_distributed_training
@@ -63,8 +63,8 @@ _HOME = {
     "assert_on_device": "drivetrain.hardware",
     "detect": "drivetrain.hardware",
     "Job": "drivetrain.job",
-    "Aim": "drivetrain.job",
-    "EarlyStopping": "drivetrain.job",
+    "Aim": "drivetrain.core.aims",
+    "EarlyStopping": "drivetrain.core.aims",
     "WarmupCosine": "drivetrain.core.schedules",
     "WarmupLinear": "drivetrain.core.schedules",
     "Constant": "drivetrain.core.schedules",

@@ -1,121 +1,30 @@
 """The job as the user defines it: model, data, loss, optimizer and length. Nothing about devices."""
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from drivetrain.core.arguments import call_problem, returned, suggesting_keywords
-from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.hook import PERIODS, Hook, is_period
+from drivetrain.core.aims import Aim, EarlyStopping
+from drivetrain.core.arguments import returned, suggesting_keywords
+from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import closure_error, needs_closure, use_fused
-from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.core.schedules import Constant, FactorSchedule, OnPlateau, Schedule
-from drivetrain.data.external_order import is_iterator
-from drivetrain.data.held_out import metric_names, sets_of
+from drivetrain.data.held_out import sets_of
 from drivetrain.data.source import Source, source_of
+from drivetrain.job_checks import EXAMPLES, problems_of
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum | NamedLosses]
 ParameterGroups = Iterable[dict[str, Any]]
-
-
-Mode = Literal["auto", "min", "max"]
-_MORE_IS_BETTER = ("acc", "f1", "auc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "psnr", "score")
-_MORE_IF_A_WORD = ("top", "hits", "ndcg", "map", "mrr", "reward", "return", "kappa", "corr", "ssim", "exact")
-_LESS_IS_BETTER = (
-    "loss",
-    "err",
-    "mae",
-    "mse",
-    "rmse",
-    "perplexity",
-    "ppl",
-    "wer",
-    "cer",
-    "fid",
-    "nll",
-    "bits",
-    "distance",
-)
-
-
-@dataclass(frozen=True)
-class Aim:
-    """A metric, and its better direction.
-
-    Args:
-        metric: The name of the metric, such as `valid_accuracy`.
-        mode: Whether less (`min`) or more (`max`) is better. `auto` takes names like accuracy, f1 or auc as better when
-            higher, and losses and errors as better when lower. A name that says neither needs `min` or `max`.
-
-    Example:
-        >>> dt.Aim("valid_accuracy").is_better(0.9, than=0.8)
-        True
-    """
-
-    metric: str = "valid_loss"
-    mode: Mode = "auto"
-
-    @property
-    def wants_more(self) -> bool:
-        if self.mode != "auto":
-            return self.mode == "max"
-        words = self.metric.removeprefix("valid_").split("_")
-        is_loss = "loss" in (words[0], words[-1])  # such as that of a part, `valid_loss_dice`, or of a set
-        return not is_loss and (
-            any(word in self.metric for word in _MORE_IS_BETTER)
-            or any(word.startswith(_MORE_IF_A_WORD) for word in words)
-        )
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the better direction is given, or known from the name."""
-        return self.mode != "auto" or self.wants_more or any(word in self.metric for word in _LESS_IS_BETTER)
-
-    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return whether `value` is better by more than `by`.
-
-        Any number is better than nan, and nan is never better.
-        """
-        if math.isnan(value) or math.isnan(than):
-            return not math.isnan(value)
-        return value > than + by if self.wants_more else value < than - by
-
-
-@dataclass(frozen=True)
-class EarlyStopping:
-    """Stop after `patience` validations in a row that did not improve the metric by more than `min_delta`.
-
-    Args:
-        patience: How many validations in a row may be without improvement.
-        min_delta: The least change that counts as one.
-        metric: The name of the metric, such as `valid_accuracy`.
-        mode: Whether less (`min`) or more (`max`) is better; `auto` goes by the name.
-
-    Example:
-        >>> dt.EarlyStopping(patience=5, metric="valid_accuracy").patience
-        5
-    """
-
-    patience: int = 3
-    min_delta: float = 0.0
-    metric: str = "valid_loss"
-    mode: Mode = "auto"
-
-
 AimKind = TypeVar("AimKind", Aim, EarlyStopping, OnPlateau)
-_SET_KINDS = {"valid": "validation", "test": "test"}
-
 
 OTHER_NAMES = {
     "dataset": "data",
@@ -151,20 +60,7 @@ OTHER_NAMES = {
     "lr": (_IN_OPTIMIZER := "the optimizer has it: optimizer=lambda params: torch.optim.AdamW(params, lr=…)"),
     "learning_rate": _IN_OPTIMIZER,
 }
-_NUMBERS: tuple[tuple[str, float, str, Callable[[Any], bool]], ...] = (
-    ("clip_norm", 1.0, "a number above 0", lambda value: value > 0),
-    ("weight_decay", 0.01, "a number", lambda value: True),
-    ("ema", 0.999, "a number between 0 and 1", lambda value: 0 < value < 1),
-)
 _OF_THE_RUN = "settings of the run are not part of a job: dt.train(job, dt.configure(precision=…, num_workers=…))"
-_NO_CALL = {
-    "model": "model=lambda: MyModel(…), a function that makes the model; or the module itself, model=MyModel(…)",
-    "loss": "loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])",
-    "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=…)",
-    "collate": "collate=lambda items: …, which makes a batch of a list of items",
-    "schedule": "schedule=dt.WarmupCosine(warmup_steps=100), a function of the step that returns a factor, or one of "
-    "the optimizer that returns a torch scheduler: lambda optimizer: StepLR(optimizer, 30)",
-}
 
 
 @suggesting_keywords("Job", OTHER_NAMES, _OF_THE_RUN)
@@ -253,7 +149,7 @@ class Job:
     valid_every: int | None = None
     valid_batch: int | None = None
     metrics: Mapping[str, MetricFunction | MetricObject] = field(default_factory=dict)
-    best: Aim = Aim()
+    best: Aim = Aim()  # noqa: RUF009  (frozen)
     early_stopping: EarlyStopping | None = None
     ema: float | None = None
     loss_weights: Mapping[str, LossWeight] | None = None
@@ -267,7 +163,7 @@ class Job:
     default_batch: int | None = None
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        problems = list(problems_of(self))
         if problems:
             raise ConfigError(problems)
         object.__setattr__(self, "seed", operator.index(self.seed))  # numpy's, too, is plain from here on
@@ -347,7 +243,7 @@ class Job:
         except AttributeError as error:
             if isinstance(error.obj, list) and error.name in ("parameters", "named_parameters"):
                 message = "the optimizer function is called with the parameters, not with the model"
-                raise DrivetrainError(message, remedy=_NO_CALL["optimizer"]) from error
+                raise DrivetrainError(message, remedy=EXAMPLES["optimizer"]) from error
             raise
         if isinstance(optimizer, (list, tuple, dict)):
             raise DrivetrainError(
@@ -397,266 +293,8 @@ class Job:
             "schedule": repr(self.schedule) if isinstance(self.schedule, (FactorSchedule, OnPlateau)) else "a function",
         }
 
-    def _problems(self) -> Iterable[Problem]:
-        def problem(name: str, value: object, message: str, remedy: str, allowed: str = "") -> Problem:
-            return Problem(f"Job.{name}", message, value, "Python", allowed, remedy)
-
-        if not hasattr(self.seed, "__index__") or not -(2**63) <= operator.index(self.seed) < 2**64:
-            yield problem("seed", self.seed, f"got {self.seed!r}", "for example seed=1", "a whole number of 64 bits")
-        wrong_name = problem_with_name(self.name)
-        if wrong_name:
-            yield problem("name", self.name, f"{self.name!r}: {wrong_name}", 'for example name="mine"', ALLOWED_NAMES)
-        for name, least in (
-            ("global_batch", 1),
-            ("default_batch", 1),
-            ("epochs", 1),
-            ("max_steps", 1),
-            ("checkpoint_every", 1),
-            ("valid_every", 1),
-            ("valid_batch", 1),
-            ("keep_last", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                yield problem(
-                    name, value, f"got {value!r}", f"for example {name}={least}", f"a whole number from {least}"
-                )
-        if self.epochs is None and self.max_steps is None:
-            yield problem("epochs", None, "nothing says when to stop", "give epochs or max_steps")
-        yield from self._data_problems(problem)
-        yield from self._function_problems(problem)
-        yield from self._part_problems(problem)
-        yield from self._validation_problems(problem)
-        yield from self._schedule_problems(problem)
-        yield from self._hook_problems(problem)
-        for name, example, allowed, is_allowed in _NUMBERS:
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and is_allowed(value)):
-                yield problem(name, value, f"got {value!r}", f"for example {name}={example}", allowed)
-
-    def _function_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        """Find functions that cannot be called as they will be."""
-        given_ready: dict[str, Any] = {"model": nn.Module, "schedule": (FactorSchedule, OnPlateau, LRScheduler)}
-        called_with = {
-            "model": (),
-            "loss": ("model", "batch"),
-            "optimizer": ("params",),
-            "collate": ("items",),
-            "schedule": ("step",),
-        }
-        for name, arguments in called_with.items():
-            value = getattr(self, name)
-            if isinstance(value, given_ready.get(name, ())):
-                continue
-            kind = type(value).__name__
-            message = call_problem(value, *arguments)
-            if isinstance(value, torch.optim.Optimizer):
-                message = f"got an optimizer ({kind}), expected a function that makes one"
-            elif not callable(value):
-                message = f"got {kind}, expected a function"
-            elif name == "loss" and _is_criterion(value):
-                message = f"it is called with (model, batch), and {_named(value)} takes (output, target)"
-            if message:
-                remedy = _NO_CALL[name].replace("MyModel", value.__name__ if isinstance(value, type) else "MyModel")
-                yield problem(name, value, message, remedy)
-
-    def _hook_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        hooks: Any = self.hooks
-        if not isinstance(hooks, Iterable):
-            kind = type(hooks).__name__
-            yield problem("hooks", hooks, f"got {kind}, expected a list", "hooks=[dt.every(100, function)]")
-            return
-        for hook in hooks:
-            every = getattr(hook, "every", None)
-            if not is_period(every):
-                message, remedy = f"{type(hook).__name__}.every is {every!r}", "for example every=100"
-                if every is None and callable(hook):
-                    message, remedy = f"{_named(hook)} has no `every`", "hooks=[dt.every(100, function)]"
-                yield problem("hooks", every, message, remedy, PERIODS)
-
-    def _part_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        counter: Any = self.count
-        if counter is not None and not callable(counter):
-            yield problem("count", counter, "it cannot be called", "give a function of a batch")
-        weights: Any = {} if self.loss_weights is None else self.loss_weights
-        if not isinstance(weights, Mapping) or (self.loss_weights is not None and not weights):
-            yield problem("loss_weights", weights, f"got {weights!r}", 'for example loss_weights={"name": 0.5}')
-            return
-        for name, weight in weights.items():
-            is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
-            if not isinstance(name, str) or not (callable(weight) or is_number):
-                said = f"{name!r} has the weight {weight!r}"
-                yield problem(
-                    "loss_weights", weight, said, f'"{name}": 0.5', "a number, or a function of the steps done"
-                )
-
-    def check_aims(self, of_loss: Iterable[str]) -> None:
-        """Raise if `best`, `early_stopping` or `schedule` names a metric that no validation measures.
-
-        Args:
-            of_loss: What the loss was seen to add to the metrics, in a trial: its named parts, and what it logs.
-        """
-        if self.valid is None or any(isinstance(metric, MetricObject) for metric in self.metrics.values()):
-            return  # how many values a metric object has, and their names, is known when it was computed once
-        known = metric_names(self.valid_sets, ("loss", *self.metrics, *of_loss), "valid_")
-        problems = [
-            Problem(
-                f"Job.{name}",
-                f"{aim.metric!r} is none of the metrics that are measured",
-                aim.metric,
-                allowed=", ".join(known),
-                remedy="name one of them",
-            )
-            for name, aim in (("best", self.best), ("early_stopping", self.early_stopping), ("schedule", self.schedule))
-            if isinstance(aim, (Aim, EarlyStopping, OnPlateau)) and aim.metric not in known
-        ]
-        problems += [
-            Problem(
-                f"Job.{name}",
-                f"the name {aim.metric!r} does not say whether more or less of it is better",
-                aim.metric,
-                remedy='add mode="max" or mode="min"',
-            )
-            for name, aim in (("best", self.best), ("early_stopping", self.early_stopping))
-            if aim is not None and aim.metric in known and not Aim(aim.metric, aim.mode).is_clear
-        ]
-        if problems:
-            raise ConfigError(problems)
-
     def settled(self, aim: AimKind) -> AimKind:
         """Return an aim with its better direction settled by the metric's own name, without that of its set."""
         of = next((of for of in self.valid_sets if of and aim.metric.startswith(f"valid_{of}_")), None)
         name = aim.metric if of is None else aim.metric.removeprefix(f"valid_{of}_")
         return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
-
-    def _schedule_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        schedule: Any = self.schedule
-        kind = type(schedule).__name__
-        if isinstance(schedule, LRScheduler):
-            yield problem(
-                "schedule",
-                kind,
-                f"this {kind} was made with another optimizer than the one that the job makes",
-                f"a function that gets the optimizer: schedule=lambda optimizer: {kind}(optimizer, …)",
-            )
-        elif isinstance(schedule, OnPlateau) and self.valid is None:
-            remedy = "give valid=…, or a schedule that needs no validation"
-            yield problem("schedule", kind, "OnPlateau looks at validations, and there is no validation set", remedy)
-
-    def _set_problems(self, name: str, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        try:
-            sets: dict[str, Source] = getattr(self, f"{name}_sets")
-        except DrivetrainError as error:
-            yield problem(name, type(getattr(self, name)).__name__, error.message, error.remedy)
-            return
-        for of, source in sets.items():
-            kind, where = type(source.dataset).__name__, f"{name}[{of!r}]" if of else name
-            if source.is_iterable:
-                yield problem(where, kind, f"{kind} has no length or no items", "give a map-style data set, or a list")
-            elif len(source.dataset) == 0:
-                message = f"the {_SET_KINDS[name]} set is empty"
-                yield problem(where, 0, message, "check the path or the filter it was made with")
-        if isinstance(self.metrics, Mapping):
-            over_sets = {f"{of}_{metric}" for of in sets if of for metric in ("loss", *self.metrics)}
-            for metric in over_sets & set(self.metrics):
-                message = f"{metric!r} is also the name of a metric over one of the {_SET_KINDS[name]} sets"
-                yield problem("metrics", metric, message, "choose another name for the metric or the set")
-
-    def _data_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        try:
-            source = self.source
-        except DrivetrainError as error:
-            yield problem("data", type(self.data).__name__, error.message, error.remedy)
-            return
-        length = source.samples_per_epoch(None)
-        if length == 0:
-            yield problem("data", 0, "the data set is empty", "check the path or the filter it was made with")
-        elif source.is_keyed and length and isinstance(self.global_batch, int) and self.global_batch > length:
-            yield problem(
-                "global_batch",
-                self.global_batch,
-                f"{self.global_batch} samples are asked for per step, and the data set has {length}",
-                f"global_batch={length} or less",
-            )
-        elif source.is_keyed and length and self.global_batch is None and length < (source.global_batch or 1):
-            said = f"the DataLoader's batch size is {source.global_batch}, and the data set has {length} samples"
-            yield problem("data", length, said, f"a batch size of {length} or less")
-        its_own = source.global_batch if source.batch_sampler is not None else None
-        if its_own is not None and self.global_batch not in (None, its_own):
-            yield problem(
-                "global_batch",
-                self.global_batch,
-                "the batches of the DataLoader's batch_sampler are the global batches",
-                "leave global_batch out, or give the DataLoader a sampler and a batch size",
-            )
-        if is_iterator(source.dataset) and self.epochs is not None and self.epochs > 1:
-            yield problem(
-                "epochs",
-                self.epochs,
-                f"{type(source.dataset).__name__} can be read only once",
-                "epochs=1, or data whose __iter__ begins anew: a class with __iter__, not a generator",
-            )
-        needs_end = isinstance(self.schedule, FactorSchedule) and self.schedule.needs_last_step
-        if source.steps_per_epoch(1) is None and self.max_steps is None and needs_end:
-            yield problem(
-                "schedule",
-                type(self.schedule).__name__,
-                "it has to know the last step, and the number of steps in an epoch is not known beforehand",
-                "give max_steps, or schedule=Constant(warmup_steps=...)",
-            )
-
-    def _validation_problems(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        if self.test is not None:
-            yield from self._set_problems("test", problem)
-        if self.valid is None:
-            others = () if self.test is not None else ("valid_batch", "metrics")
-            for name in ("valid_every", *others, "early_stopping"):
-                if getattr(self, name):
-                    yield problem(
-                        name, getattr(self, name), "there is no validation set", "give valid=…, or leave it out"
-                    )
-        else:
-            yield from self._set_problems("valid", problem)
-        wrong_kinds = list(self._validation_kinds(problem))
-        if wrong_kinds:
-            yield from wrong_kinds
-            return
-        for name, metric in self.metrics.items():
-            if not isinstance(metric, MetricObject):
-                message = call_problem(metric, "output", "batch") if callable(metric) else "it cannot be called"
-                if message:
-                    yield problem("metrics", name, f"{name!r}: {message}", "give a function of (output, batch)")
-            if name == "loss":
-                yield problem("metrics", name, "the loss is measured anyway", "choose another name")
-        stopping = self.early_stopping
-        if stopping is not None and (stopping.patience < 1 or stopping.min_delta < 0):
-            yield problem("early_stopping", stopping, f"got {stopping}", "patience from 1, min_delta from 0")
-        plateau = self.schedule if isinstance(self.schedule, OnPlateau) else None
-        for name, aim in (("best", self.best), ("early_stopping", stopping), ("schedule", plateau)):
-            if aim is not None and not (isinstance(aim.metric, str) and aim.mode in ("auto", "min", "max")):
-                yield problem(name, aim, f"got {aim}", "a metric's name, and auto, min or max")
-
-    def _validation_kinds(self, problem: Callable[..., Problem]) -> Iterable[Problem]:
-        kinds: tuple[tuple[str, type, str], ...] = (
-            ("metrics", Mapping, 'metrics={"accuracy": lambda output, batch: output.argmax(1) == batch[1]}'),
-            ("best", Aim, 'best=dt.Aim("valid_accuracy")'),
-            ("early_stopping", EarlyStopping, "early_stopping=dt.EarlyStopping(patience=3)"),
-        )
-        for name, kind, example in kinds:
-            value = getattr(self, name)
-            if not isinstance(value, kind) and not (name == "early_stopping" and value is None):
-                expected = "a dictionary" if kind is Mapping else kind.__name__
-                message = f"got {type(value).__name__}, expected {expected}"
-                yield problem(name, value, message, example)
-
-
-def _is_criterion(loss: Any) -> bool:
-    """Return whether it is one of torch's losses, which take (output, target): an instance, a class or a function."""
-    is_class = isinstance(loss, type) and issubclass(loss, nn.Module)
-    is_torch = getattr(loss, "__module__", "") in ("torch.nn.functional", "torch.nn.modules.loss")
-    return is_class or is_torch
-
-
-def _named(function: Any) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    return "the function" if name == "<lambda>" else str(name)

@@ -25,6 +25,7 @@ from drivetrain.data.feed import DeviceFeed, ResidentFeed
 from drivetrain.data.keyed_items import Collated
 from drivetrain.data.loader import Loader, MicroBatch, SamplesAgain
 from drivetrain.job import Job
+from drivetrain.job_checks import check_aims
 from drivetrain.loop import Stepper
 from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
@@ -221,7 +222,7 @@ class _Run(Session):
             takes_weights=start.checkpoint is None,
             counts_flops=watches,
         )
-        self.job.check_aims([*(f"loss_{name}" for name in self.loss_parts.names), *self.step_log.names])
+        check_aims(self.job, [*(f"loss_{name}" for name in self.loss_parts.names), *self.step_log.names])
         self.loss_parts.check_division(-(-self.rank_samples // loader.division.micro_batch))
         wants_capture = self.way.capture
         if wants_capture and parts.why_not_captured:  # known before the first step, so the plan says what is done

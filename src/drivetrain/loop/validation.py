@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.isolation import evaluating
@@ -25,7 +26,7 @@ from drivetrain.core.world import World
 from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
-from drivetrain.job import Aim, EarlyStopping, Job
+from drivetrain.job import Job
 from drivetrain.loop.rates import Plateau
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.ema import Average

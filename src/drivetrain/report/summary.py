@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from drivetrain.job import Aim
+from drivetrain.core.aims import Aim
 from drivetrain.report.run_data import TESTED, Row, RunData
 
 _FIGURES = {

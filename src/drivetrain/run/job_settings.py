@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.config import Config
+from drivetrain.core.aims import EarlyStopping
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.run_folder import has_steps, is_finished, read_job
 from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Columns
 from drivetrain.data.source import Source
-from drivetrain.job import EarlyStopping, Job
+from drivetrain.job import Job
 from drivetrain.plan import Choice, Settings
 from drivetrain.plan.rules import choose_strategy
 from drivetrain.plan.simulate import Held, forecast_held, num_bytes

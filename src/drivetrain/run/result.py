@@ -13,11 +13,12 @@ from torch import nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.files import step_name
 from drivetrain.checkpoint.weights import plainly_named
+from drivetrain.core.aims import Aim
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.records import StepRecord
 from drivetrain.core.state import TensorSource, is_distributed, local_part, read_for
-from drivetrain.job import Aim, Job
+from drivetrain.job import Job
 from drivetrain.loop.validation import Validation
 from drivetrain.run.model_factory import checked, unwrapped
 from drivetrain.run.saver import CHECKPOINTS
