@@ -50,7 +50,7 @@ def test_with_a_moving_average_it_is_the_average(tmp_path: Path) -> None:
         if run.steps == 3:
             found = load_file(run.export(tmp_path / "3.safetensors"))
             assert not torch.equal(found["layers.0.weight"], run.model.state_dict()["layers.0.weight"])
-            average = run._average.named()
+            average = run._driven.parts.average.named()
             assert all(torch.equal(found[name], value) for name, (value, _) in average.items())
 
 
@@ -58,7 +58,7 @@ def sharded_exports(folder: str) -> list[str]:
     """The notes of a run whose processes hold parts, exported between two checkpoints and after one."""
     run = drive(folder, parallel_strategy="fsdp", async_save=False)
     notes: list[str] = []
-    run._note = notes.append
+    run._driven._note = notes.append
     for batch in run:
         run.backward(vector_loss(run.model, batch))
         run.step()

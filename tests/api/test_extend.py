@@ -158,7 +158,7 @@ def test_why_a_run_did_not_begin(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(f"drivetrain.api.{'driving' if driven else 'training'}.changes_since_start", fail)
+    monkeypatch.setattr(f"drivetrain.api.{'driven_run' if driven else 'training'}.changes_since_start", fail)
     config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0)
     model = torch.nn.Linear(1, 1)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), list(torch.ones(8, 1))

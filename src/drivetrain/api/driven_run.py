@@ -1,0 +1,339 @@
+"""The parts of a run whose loop is the user's: what `Drive` in `driving.py` works with.
+
+The model is called by the loop, not by a strategy: the strategy's objective gets the loss that the loop computed. So
+with several processes `run.model` is still the plain model, and DDP, which only watches the parameters, reduces loss
+and count together with the gradients, as it does in `train`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
+from drivetrain.core.hook import StepContext
+from drivetrain.core.records import StepOutcome, StepRecord
+from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.state import Shard, local_part
+from drivetrain.core.world import World
+from drivetrain.data.division import Position
+from drivetrain.data.external_order import refuse_unequal_orders
+from drivetrain.data.loader import Loader
+from drivetrain.job import LossFunction
+from drivetrain.loop.trainer import Begun, Trainer
+from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
+from drivetrain.monitor.sampler import watch_memory
+from drivetrain.plan.plan import PlannedRun
+from drivetrain.run import (
+    CHECKPOINTS,
+    Session,
+    checkpoint_of,
+    note_end,
+    open_recorder,
+    tell_batch_size,
+    tell_changes,
+    tell_extension,
+    tell_notes,
+    tell_plain_optimizer,
+    tell_rate,
+    tell_sharding,
+    write_down,
+)
+from drivetrain.run.assemble import RunParts, assemble, division_of, make_loader, make_stepper, make_validation, resume
+from drivetrain.run.changes import changes_since_start, keep_fingerprint
+from drivetrain.run.model_factory import Prepared, callable_model
+from drivetrain.run.saver import CheckpointSaver
+from drivetrain.strategies import Trial
+from drivetrain.strategies.optimizer_state import move_to_parameters
+from drivetrain.strategies.replicated import parameter_names
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Everything that a driven loop works with, once its folder is claimed."""
+
+    folder: RunFolder | None  # on the main process
+    checkpointer: Checkpointer
+    checkpoint: Checkpoint | None  # that the run goes on from
+    loader: Loader
+    parts: RunParts
+    called_model: Any  # what the loop calls: the model compiled; None: the model
+    changes: Sequence[str]  # in the job, since the checkpoint
+
+
+class DrivenRun:
+    """The steps of a run with all that goes with them: trainer, validation, checkpoints, records.
+
+    `Drive` calls the model's side of it: it hands out batches, and takes their losses.
+    """
+
+    def __init__(self, session: Session, stack: ExitStack, loss: LossFunction | None) -> None:
+        opened = open_run(session, stack)
+        parts, checkpoint = opened.parts, opened.checkpoint
+        self._session, self._checkpointer, self._loader = session, opened.checkpointer, opened.loader
+        self.parts, self.called_model = parts, opened.called_model
+        self.resumed_from = resume(session, parts, checkpoint)
+        self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
+        self.last: StepRecord | None = None
+        self.stepper = make_stepper(session, parts)
+        self.recorder = stack.enter_context(open_recorder(session, opened.folder, opened.loader, self.resumed_from))
+        if session.world.size == 1:
+            parts.watch.note = self._note
+        _tell(session, opened, self.resumed_from, self.recorder)
+        self.validation = make_validation(session, parts, checkpoint, self._report_validation, loss)
+        self._saver = CheckpointSaver(
+            opened.checkpointer,
+            session.world,
+            self.recorder,
+            self._state,
+            lambda: self.validation.best_step if self.validation else None,
+            beside=session.config.checkpoint.async_save,
+        )
+        stack.callback(self._saver.close)
+        self._memory = watch_memory(session.world.device, self.recorder.event, self.recorder.say)
+        self._saver.watch_frozen(parts.strategy.save)
+        self.trainer = self._make_trainer(checkpoint)
+        self._buffers = list(parts.model.buffers())
+        self._failure: Exception | None = None  # of the save when the loop was left
+        self._is_whole = True  # all that follows a step went well
+        self._remember()
+
+    def _make_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
+        session, parts = self._session, self.parts
+        return Trainer(
+            session.job,
+            session.world,
+            parts.model,
+            parts.optimizer,
+            self.stepper,
+            self._loader,
+            session.path,
+            self._saver,
+            self.recorder,
+            rates=parts.rates,
+            first_step=self.resumed_from,
+            has_moved=checkpoint is not None and checkpoint.meta.get("has_moved", True),
+            validation=self.validation,
+            average=parts.average,
+            before_step=self.recorder.before_step,
+            check_model=parts.watch.check,
+        )
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The last validation, by name; empty before the first."""
+        return self.validation.latest if self.validation else {}
+
+    @property
+    def stopped_because(self) -> str:
+        """Why validations ended the run; empty if they did not."""
+        return self.validation.stopped_because if self.validation else ""
+
+    def step(self) -> StepOutcome:
+        """Step the optimizer. Its outcome has to be settled before the state counts as whole again."""
+        self.parts.watch.check_frozen()
+        self._is_whole = False
+        return self.parts.strategy.step(self.trainer.wants_stop)
+
+    def settle(self, begun: Begun, outcome: StepOutcome) -> None:
+        """Do what follows a step: records, validations, hooks and checkpoints that are due."""
+        self.steps = begun.place.step + 1
+        self._remember()
+        for record in self.trainer.settle(begun, outcome):
+            self._write(record)
+        self._is_whole = True
+
+    def finish(self) -> bool:
+        """Wait for the last checkpoint and close the records. Return whether the job is done."""
+        self._saver.finish()
+        self._memory.close()
+        job = self._session.job
+        is_done = self._loader.position.is_over(job.max_steps, job.epochs)
+        finished = is_done or bool(self.stopped_because) or self.trainer.ended_by_hook
+        if finished:
+            self.trainer.refuse_unmoved(self.steps)
+        self.recorder.finish(finished, self.steps, self.stopped_because, compilation=self._session.compilation())
+        note_end(finished)
+        return finished
+
+    def left_early(self, error: BaseException) -> None:
+        """Write the outstanding records and a checkpoint.
+
+        A failure in this does not hide the error that ended the loop.
+        """
+        try:
+            for record in self.trainer.outstanding(leaving=True) if self._is_whole else self.trainer.last_words():
+                self._write(record)
+            self._saver.close()
+            self._save_alone()
+        except Exception as failure:
+            self._failure = failure
+            if isinstance(error, GeneratorExit):
+                raise
+            error.add_note(f"and step {self.steps} could not be saved: {failure}")
+
+    def raise_if_unsaved(self) -> None:
+        """Raise what went wrong where the loop was left and its state could not be saved."""
+        if self._failure is not None:
+            raise self._failure
+
+    def weights(self, *, is_over: bool) -> Checkpoint | LiveTensors:
+        """Return the weights as they are; after the loop, or where ranks hold parts, those of the last checkpoint."""
+        session = self._session
+        if is_over or (session.holds_parts and session.world.size > 1):
+            saved = checkpoint_of(session.path, "last")
+            if saved.step != self.steps and not is_over:
+                self._note(f"export writes the weights of step {saved.step}, the last one saved; {self.steps} are done")
+            return saved
+        found = {f"model/{name}": value for name, value in self.parts.model.state_dict().items()}
+        if self.parts.average is not None:
+            found |= {f"ema/{name}": value for name, (value, _) in self.parts.average.named().items()}
+        return LiveTensors(session.path, {key: local_part(value) for key, value in found.items()})
+
+    def _write(self, record: StepRecord) -> None:
+        self.recorder.write(record)
+        self._memory.observe(record)
+        self._saver.report()
+        self.last = record
+
+    def _report_validation(self, context: StepContext, metrics: dict[str, float], seconds: float) -> None:
+        epoch = context.epoch if self.last is None else self.last.epoch
+        self.recorder.metrics(context.step, epoch, metrics, seconds)
+
+    def _note(self, text: str) -> None:
+        self.recorder.event("note", text=text)
+        self.recorder.say(text)
+
+    def _remember(self) -> None:
+        """Remember the position at which the state is that of `steps` steps.
+
+        The next forward may change buffers; it does not change weights.
+        """
+        self._versions = [buffer._version for buffer in self._buffers]
+        self._position = self._loader.position
+
+    def _state(self) -> tuple[list[Shard], dict[str, Any]]:
+        self.parts.watch.check()
+        shards, meta = self.parts.strategy.save()
+        is_keyed = self._session.job.source.is_keyed
+        validation = dict(self.validation.state_dict()) if self.validation else None
+        meta |= {**self._session.meta(self.parts.division), "validation": validation}
+        meta |= {"has_moved": self.trainer.has_moved, "data": None if is_keyed else self._position.to_json()}
+        return shards, meta
+
+    def _save_alone(self) -> None:
+        """Save on the main process, which has the whole state; the others may be gone, or still looping."""
+        session = self._session
+        if not session.world.is_main or not self._is_whole or self.steps == self.resumed_from:
+            return
+        saved = self._checkpointer.steps()
+        if session.holds_parts and session.world.size > 1 and self.steps not in saved:
+            self.recorder.say(
+                f"the loop was left after step {self.steps}; with {session.strategy} a checkpoint takes all processes, "
+                f"and they may be gone: it will go on from step {max(saved, default=0)}"
+            )
+            return
+        if self.steps not in saved and self._versions != [buffer._version for buffer in self._buffers]:
+            self.recorder.say(
+                f"the loop was left inside step {self.steps + 1}, which has changed the model's buffers already: it "
+                f"will go on from step {max(saved, default=0)}"
+            )
+            return
+        self.recorder.flush()
+        if self.steps not in saved:
+            self._checkpointer.over(World()).save(self.steps, *self._state())
+            self.recorder.event("checkpoint", step=self.steps)
+        self.recorder.finish(False, self.steps)
+
+
+def open_run(session: Session, stack: ExitStack) -> Opened:
+    """Claim the folder, open the data and assemble the parts. The stack closes what was opened."""
+    job, world = session.job, session.world
+    folder = session.claim()
+    if folder is not None:
+        stack.callback(folder.close)
+    checkpointer = Checkpointer(session.path / CHECKPOINTS, world, job.keep_last)
+    checkpoint = checkpointer.latest()
+    recorded = None if checkpoint is None else session.recorded_way(checkpoint)
+    if recorded is not None:
+        session.follow(PlannedRun(recorded))
+    if session.config.batch.auto:
+        why = "not measured: only the loop itself can run its step"
+        session.follow(replace(session.planned, batch_size_found=why))
+    stack.enter_context(session.numerics())
+    division = division_of(session, job.model if isinstance(job.model, nn.Module) else None)
+    start = None if checkpoint is None else Position.from_json(checkpoint.step, checkpoint.meta.get("data"))
+    loader = make_loader(session, division, job.source, shuffle=job.shuffle, start=start)
+    stack.callback(session.close_loaders)
+    loader.first(job.max_steps, job.epochs)
+    refuse_unequal_orders(loader.fingerprint, world)
+
+    given = job.model if isinstance(job.model, nn.Module) else nn.Module()
+    changes = changes_since_start(session, given, folder, checkpoint.step if checkpoint else None)
+    prepared = _as_they_are(session)
+    parts = assemble(
+        session,
+        prepared,
+        Trial(None if session.sharded else partial(_touching_all, prepared.model), 1),
+        division,
+        loss=as_computed,
+        # Buffers are shared before the loop calls the model; DDP would do it when it is given the loss.
+        make_strategy=partial(session.make_strategy, broadcast_buffers=False),
+        takes_weights=checkpoint is None,
+        is_own_loop=True,
+    )
+    return Opened(folder, checkpointer, checkpoint, loader, parts, prepared.called_model, changes)
+
+
+def _tell(session: Session, opened: Opened, resumed_from: int, recorder: RunRecorder | NoRunRecorder) -> None:
+    """Report what the run found out and decided."""
+    tell_extension(session, opened.folder, opened.parts.optimizer, resumed_from, recorder)
+    keep_fingerprint(session, opened.folder)
+    if opened.parts.weights_taken is not None:
+        write_down(opened.parts.weights_taken, recorder)
+    tell_changes(opened.changes, resumed_from, recorder)
+    tell_notes(opened.loader, recorder)
+    tell_plain_optimizer(opened.parts.optimizer, recorder)
+    tell_rate(session, opened.parts.optimizer, recorder)
+    tell_sharding(session, recorder)
+    tell_batch_size(session, recorder)
+
+
+def as_computed(model: Any, loss: Any) -> Any:
+    """Return the loss that the loop computed already, or compute that of the trial; this is the job's loss function."""
+    return loss() if callable(loss) else loss
+
+
+def _as_they_are(session: Session) -> Prepared:
+    """Return the user's model and optimizer on the device. Parameters stay the same objects, modules in their mode."""
+    given = session.job.model
+    modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
+    model, optimizer, called = callable_model(session)
+    for module, training in modes:
+        module.training = training
+    parameter_names(
+        model, optimizer, session.sharded.owners if session.sharded else {}
+    )  # refuses the optimizer of another model
+    move_to_parameters(optimizer)
+    return Prepared(model, optimizer, called)
+
+
+def _touching_all(model: nn.Module) -> Tensor:
+    """Return zero, with a gradient for every parameter, the last ones first, as in a model's backward.
+
+    DDP settles its buckets by the first backward it sees. With this one, a resumed run reduces in the same order as one
+    that was never stopped.
+    """
+    sparse = {id(module.weight) for module in model.modules() if getattr(module, "sparse", False)}
+    total = torch.zeros(())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+            value = functional.embedding(first, parameter, sparse=True) if id(parameter) in sparse else parameter
+            total = total.to(parameter.device) + value.real.sum() * 0
+    return total
