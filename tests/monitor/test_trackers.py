@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -246,6 +246,64 @@ def test_pictures_histograms_and_texts(tmp_path: Path) -> None:
     assert [text for text in notes if "takes no pictures" in text] == [
         "csv takes no pictures, histograms and texts; the run's folder has them"
     ]
+
+
+class LateTracker:
+    """Looks at what it got only when it is told to."""
+
+    release = threading.Event()
+    seen: ClassVar[list[dict[str, Any]]] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def media(self, name: str, value: Any, step: int) -> None:
+        self.release.wait(60)
+        is_image = isinstance(value, dt.Image)
+        self.seen.append({name: value.as_bytes().flatten().tolist() if is_image else value.counted()[1]})
+
+    def close(self) -> None:
+        pass
+
+
+LATE = f"{__name__}:prepare_late"
+
+
+def prepare_late(start: TrackerStart) -> Callable[[], Tracker]:
+    return LateTracker
+
+
+@pytest.mark.parametrize("driven", [False, True], ids=["hook", "own loop"])
+def test_what_was_logged_does_not_change_with_the_tensor(tmp_path: Path, driven: bool) -> None:
+    """A tracker's thread reads it later, when the weights have changed; a hook may change it before it returns."""
+    LateTracker.release.clear()
+    LateTracker.seen.clear()
+    scalar, total, pixels, values = torch.ones(()), torch.ones(()), torch.zeros(1, 2), torch.tensor([0.0, 4.0])
+
+    def show(log: Callable[..., None]) -> None:
+        log("scalar", scalar)
+        log("mean", dt.LossSum(total, 2))
+        log("picture", dt.Image(pixels))
+        log("spread", dt.Histogram(values, bins=1))
+        for tensor in (scalar, total, pixels, values):
+            tensor.add_(1)
+
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", trackers=[LATE], monitor_gpu=False, report=False)
+    if driven:
+        model = torch.nn.Linear(1, 1)
+        optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), list(torch.ones(8, 1))
+        loop = drive(model, optimizer, data, name="suite", global_batch=8, epochs=1, config=config, quiet=True)
+        for batch in loop:
+            loop.backward(loop.model(batch).square().mean())
+            loop.step()
+            show(loop.log)
+            LateTracker.release.set()
+    else:
+        then = dt.every(6, lambda context: LateTracker.release.set())
+        train(make_job(name="suite", hooks=[dt.every(6, lambda context: show(dt.log)), then]), config, quiet=True)
+    assert LateTracker.seen == [{"train/picture": [0, 0]}, {"train/spread": [0.0, 4.0]}]
+    logged = {name: value for row in rows(tmp_path, "metrics") for name, value in row.items()}
+    assert (logged["scalar"], logged["mean"]) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize("value", [dt.Text("a"), dt.Image(torch.zeros(3, 2, 2)), dt.Histogram(torch.zeros(3))])

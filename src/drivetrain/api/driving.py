@@ -24,7 +24,7 @@ from drivetrain.core.arguments import suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, log, media_of, on_host
+from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, copied, log, media_of, on_host
 from drivetrain.core.metrics import LossSum, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
@@ -314,7 +314,7 @@ class Drive:
             value: A scalar tensor or a number; or `dt.LossSum(sum, count)`.
         """
         if self._micro is None or self._is_stepped:
-            values: LoggedValues = {name: [value]}
+            values: LoggedValues = {name: [copied(value)]}
             media = media_of(values)
             self._driven.recorder.logged(self.steps, self.epoch, on_host(values), media)
         else:

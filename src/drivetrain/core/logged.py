@@ -107,6 +107,7 @@ class _Current:
 
     def __init__(self) -> None:
         self.values: LoggedValues | None = None
+        self.copies = False  # in hooks: what was logged is read later, and the tensor may have changed by then
 
 
 _current = _Current()
@@ -142,6 +143,8 @@ def log(name: str, value: LoggedValue) -> None:
     found = _current.values
     if found is not None:
         # Only the dictionary is touched here: this is traced by the compiler. Values are checked when they are read.
+        if _current.copies:
+            value = copied(value)
         found.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
 
 
@@ -151,14 +154,33 @@ def collect_into(values: LoggedValues | None) -> None:
 
 
 @contextmanager
-def collecting() -> Iterator[LoggedValues]:
-    """Collect what is logged inside, such as in a hook."""
-    before = _current.values
-    values = _current.values = {}
+def collecting(*, copies: bool = False) -> Iterator[LoggedValues]:
+    """Collect what is logged inside, such as in a hook; `copies` makes it independent of tensors that change."""
+    before = _current.values, _current.copies
+    values: LoggedValues = {}
+    _current.values, _current.copies = values, copies
     try:
         yield values
     finally:
-        _current.values = before
+        _current.values, _current.copies = before
+
+
+def copied(value: LoggedValue) -> LoggedValue:
+    """Return a value that does not change with the tensors it was made of. Pictures and histograms are on the host."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Image):
+        return Image(_copy_on_host(value.pixels))
+    if isinstance(value, Histogram):
+        return Histogram(_copy_on_host(value.values), value.bins)
+    if isinstance(value, LossSum):
+        count = value.count.detach().clone() if isinstance(value.count, Tensor) else value.count
+        return LossSum(torch.as_tensor(value.total).detach().clone(), count)
+    return value
+
+
+def _copy_on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def logging_loss(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -406,7 +406,7 @@ class Trainer:
         verdicts = []
         for hook in hooks:
             put_away(self._model)
-            with collecting() as logged:
+            with collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
             if logged:
                 media = media_of(logged)
