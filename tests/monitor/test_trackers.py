@@ -248,6 +248,13 @@ def test_pictures_histograms_and_texts(tmp_path: Path) -> None:
     ]
 
 
+def test_media_are_encoded_once_for_the_folder_and_all_trackers() -> None:
+    image, histogram = dt.Image(torch.zeros(2, 2)), dt.Histogram(torch.zeros(3))
+    assert image.as_png() is image.as_png()
+    assert image.as_bytes() is image.as_bytes()
+    assert histogram.counted() is histogram.counted()
+
+
 class LateTracker:
     """Looks at what it got only when it is told to."""
 

@@ -5,9 +5,11 @@ lets the loss fill it, and returns it beside the result. A list or a context var
 step or break the graph.
 """
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -40,6 +42,14 @@ class Image:
 
     def as_bytes(self) -> Tensor:
         """Return the pixels as (height, width, channels) of `uint8`, on the host."""
+        return self._bytes
+
+    def as_png(self) -> bytes:
+        """Return the picture as a PNG file."""
+        return self._png
+
+    @cached_property  # once for the run's folder and all trackers, as the PNG
+    def _bytes(self) -> Tensor:
         found = self.pixels.detach().cpu()
         found = found.unsqueeze(0) if found.dim() == 2 else found
         if found.dim() != 3 or found.shape[0] not in (1, 3, 4):
@@ -50,6 +60,15 @@ class Image:
         if found.is_floating_point():
             found = found.float().nan_to_num().clamp(0, 1).mul(255).round()
         return found.to(torch.uint8).permute(1, 2, 0).contiguous()
+
+    @cached_property
+    def _png(self) -> bytes:
+        from PIL import Image as Picture
+
+        pixels = self._bytes.numpy()
+        written = io.BytesIO()
+        Picture.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(written, "png")
+        return written.getvalue()
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,10 @@ class Histogram:
 
     def counted(self) -> tuple[list[float], list[float]]:
         """Return how many values are in each bin, and the edges of the bins, one more than these."""
+        return self._counted
+
+    @cached_property
+    def _counted(self) -> tuple[list[float], list[float]]:
         found = self.values.detach().cpu().double().flatten()
         counts, edges = torch.histogram(found[found.isfinite()], self.bins)
         return counts.tolist(), edges.tolist()

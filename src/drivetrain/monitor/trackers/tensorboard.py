@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.logged import Histogram, Image, Media
-from drivetrain.monitor.media import png
 from drivetrain.monitor.tracking import Metrics, Tracker, TrackerStart
 
 
@@ -46,7 +45,7 @@ class TensorBoardTracker:
         if isinstance(value, Image):
             height, width, channels = value.as_bytes().shape
             picture = self._summary.Image(
-                height=height, width=width, colorspace=channels, encoded_image_string=png(value)
+                height=height, width=width, colorspace=channels, encoded_image_string=value.as_png()
             )
             made = self._summary.Value(tag=name, image=picture)
         elif isinstance(value, Histogram):
