@@ -4,7 +4,7 @@ The objective is a module whose forward is the user's whole loss function: what 
 forward with one output, while the user's function gets the plain model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,6 +99,18 @@ class StrategyParts:
         moved = self.move(factor, together)
         self.follow()
         return moved
+
+    def outcome(
+        self,
+        losses: Sequence[tuple[Tensor, float]],
+        count: Tensor | float,
+        stop: Tensor | float,
+        norm: Tensor | None,
+        skipped: Tensor | float,
+    ) -> StepOutcome:
+        """Return the outcome of a step, with the parts of its loss and what it logged. All ranks call it together."""
+        named, logged = self.loss_parts.take(), self.step_log.take()
+        return StepOutcome(losses if named is None else [], count, stop, norm, skipped, named=named, logged=logged)
 
     def forget_step(self) -> None:
         """Discard what the loss reported in a step that was begun."""

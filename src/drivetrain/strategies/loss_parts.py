@@ -57,11 +57,6 @@ class LossParts:
         self._ahead: dict[int, Tensor] = {}  # counts of steps that were fetched and not begun, by the step's number
 
     @property
-    def is_used(self) -> bool:
-        """Whether the loss has named parts, as far as that is known."""
-        return bool(self.names)
-
-    @property
     def num_values(self) -> int:
         """The number of values that a step's record needs for the parts."""
         return len(self.names) + len(self.counted)

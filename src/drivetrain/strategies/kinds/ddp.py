@@ -116,10 +116,7 @@ class DdpStrategy:
         norm, skipped = self._parts.update(factor, self.together)
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
-        parts, logged = self._parts.loss_parts, self._parts.step_log.take()
-        if parts.is_used:
-            return StepOutcome([], count, stopping, norm, skipped, named=parts.take(), logged=logged)
-        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped, logged=logged)
+        return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return the state, which is the same on every rank; only rank 0 writes it."""

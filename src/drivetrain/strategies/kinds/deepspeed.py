@@ -248,10 +248,7 @@ class DeepSpeedStrategy:
         skipped = float(self._zero.overflow)
         if skipped:
             self._forget_gradients()
-        parts, logged = self._parts.loss_parts, self._parts.step_log.take()
-        if parts.is_used:
-            return StepOutcome([], count, stopping, norm, skipped, named=parts.take(), logged=logged)
-        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped, logged=logged)
+        return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return what this rank updates; on rank 0 also what all ranks have."""

@@ -203,10 +203,7 @@ class FsdpStrategy:
             norm = norm.to(self._world.device)  # offloaded gradients have theirs in host memory
         self._clear()
         self._sums.stop = stop  # travels with the next sums
-        parts, logged = self._parts.loss_parts, self._parts.step_log.take()
-        if parts.is_used:
-            return StepOutcome([], count, stopping, norm, skipped, named=parts.take(), logged=logged)
-        return StepOutcome([(total, 1.0)], count, stopping, norm, skipped, logged=logged)
+        return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)
 
     def _hand_over_gradients(self) -> None:
         """Give the optimizer the reduced shards, without a copy. Gradients of replicated parameters are summed here.

@@ -61,8 +61,7 @@ class SingleStrategy:
         losses, count = self._objective.take_tallies()
         norm, skipped = self.parts.move(rescaling(self._samples, count) if self._objective.counts_items else None)
         self._begins = True
-        named = None if losses else self.parts.loss_parts.take()
-        return StepOutcome(losses, count, stop, norm, skipped, named=named, logged=self.parts.step_log.take())
+        return self.parts.outcome(losses, count, stop, norm, skipped)
 
     def follow(self) -> None:
         self.parts.follow()
