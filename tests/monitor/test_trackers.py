@@ -19,6 +19,8 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.run_folder import read_rows
+from drivetrain.monitor import recorder
 from drivetrain.monitor.trackers import csv as csv_tracker
 from drivetrain.monitor.trackers import tensorboard, wandb
 from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
@@ -253,6 +255,23 @@ def test_media_are_encoded_once_for_the_folder_and_all_trackers() -> None:
     assert image.as_png() is image.as_png()
     assert image.as_bytes() is image.as_bytes()
     assert histogram.counted() is histogram.counted()
+
+
+def test_the_results_at_the_end_have_the_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read from the run's file, whose last rows were not on the disk yet; and read once for all trackers."""
+    found, reads = list[Mapping[str, float]](), []
+
+    class Finishing(Recorder):
+        def finish(self, metrics: Mapping[str, float]) -> None:
+            found.append(metrics)
+
+    plant(monkeypatch, Finishing)
+    monkeypatch.setattr(recorder, "read_rows", lambda path: reads.append(path) or read_rows(path))
+    job = make_job(name="suite", valid=make_data(16, seed=5), test=make_data(16, seed=6))
+    settings = {"trackers": ["tensorboard", "csv"], "monitor_gpu": False, "report": False}
+    result = train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, **settings), quiet=True)
+    assert [metrics["test/loss"] for metrics in found] == [result.test["test_loss"]]
+    assert len(reads) == 1
 
 
 class LateTracker:

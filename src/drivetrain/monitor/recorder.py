@@ -442,8 +442,11 @@ class RunRecorder(NoRunRecorder):
             self.say(f"stopped at step {steps}{of}; the same command goes on from there")
         if finished:
             self._folder.finish({"steps": steps})
-            for tracker in self._trackers:
-                tracker.finish(self._results())
+            if self._trackers:
+                self._guarded("metrics", self._logs["metrics"].flush)
+                results = self._results()
+                for tracker in self._trackers:
+                    tracker.finish(results)
 
     def _results(self) -> dict[str, float]:
         """Return the last value of each metric, and after how many steps it was measured, under their tags."""
