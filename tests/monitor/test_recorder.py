@@ -1,6 +1,7 @@
 """The books of a run: the banner, rows on resume, ranks that write nothing, a profile, FLOPs."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,9 @@ def test_only_the_main_process_writes(gloo_pool: GlooPool, tmp_path: Path) -> No
     assert "communication" in summary
 
 
-def shown(capsys: Any, folder: Path, **settings: Any) -> str:
+def shown(capsys: Any, folder: Path, changes: Mapping[str, Any] | None = None, **settings: Any) -> str:
     config = configure(output_dir=folder, gpu_mode="cpu", batch_size=4, report=False, **settings)
-    train(make_job(SMALL), config)
+    train(make_job(SMALL, **(changes or {})), config)
     return str(capsys.readouterr().out)
 
 
@@ -163,6 +164,19 @@ def test_what_a_card_does_in_the_last_save_is_not_held_against_it(
     config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False, log_every=8, monitor_gpu=False)
     train(make_job(SMALL), config, quiet=True)
     assert seen == ["card", "steps", "card", "steps", "steps"]  # of steps 8, 16 and 20
+
+
+def test_the_first_set_is_shown_once_and_equal_metrics_are_all_shown(tmp_path: Path, capsys: Any) -> None:
+    """Of several sets the first has its values twice. Metrics that happen to be equal are different metrics."""
+    data, metrics = make_job(SMALL).data, {"accuracy": accuracy, "clean_accuracy": accuracy}
+    text = shown(capsys, tmp_path / "one", changes=validated(metrics=metrics))
+    assert "valid accuracy" in text
+    assert "valid clean accuracy" in text
+    text = shown(capsys, tmp_path / "two", changes=validated(valid={"clean": data, "other": data}))
+    assert "valid clean accuracy" in text
+    assert "valid other accuracy" in text
+    assert "valid accuracy" not in text
+    assert "valid loss" not in text
 
 
 def test_log_every_asks_for_lines(tmp_path: Path, capsys: Any) -> None:

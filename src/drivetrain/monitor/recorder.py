@@ -79,6 +79,7 @@ class RunFacts:
     compiled: bool = False
     captured: bool = False
     closed: tuple[str, ...] = ()  # settings of which the plan measured or ruled out the other way
+    first_set: str = ""  # the name of the first validation set; empty for a single one, which has none
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
@@ -380,12 +381,8 @@ class RunRecorder(NoRunRecorder):
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
         self._track(values, step)
         # Of several sets, the first has its values twice: under its own name, and without one.
-        again = {
-            name
-            for name, value in values.items()
-            for other in values
-            if other != name and other.endswith(name.removeprefix("valid")) and values[other] == value
-        }
+        own = f"valid_{self._facts.first_set}" if self._facts.first_set else None
+        again = {name for name in values if own is not None and f"{own}{name.removeprefix('valid')}" in values}
         shown = "   ".join(f"{name.replace('_', ' ')} {values[name]:.4f}" for name in values if name not in again)
         self.say(f"            {shown}")
 

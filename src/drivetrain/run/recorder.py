@@ -73,6 +73,7 @@ def open_recorder(
         compiled=run.way.compile_mode is not None,
         captured=run.way.capture,
         closed=() if planned is None else planned.closed,
+        first_set=next(iter(job.valid_sets), ""),
     )
     recorder = RunRecorder(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
     if run.preflight is not None:
