@@ -24,7 +24,24 @@ class FactorSchedule:
 
 
 @dataclass(frozen=True)
-class WarmupCosine(FactorSchedule):
+class _WarmupAndDown(FactorSchedule):
+    """A factor that rises over `warmup_steps`, and then falls from 1 to `floor` at the job's last step."""
+
+    warmup_steps: int = 0
+    floor: float = 0.0
+    needs_last_step: ClassVar[bool] = True
+
+    def factor(self, step: int, num_steps: int) -> float:
+        if step < self.warmup_steps:
+            return warmup_factor(step, self.warmup_steps)
+        return self._after(min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)))
+
+    @abstractmethod
+    def _after(self, way: float) -> float:
+        """Return the factor after a part of the way from the warm-up to the last step, from 0 to 1."""
+
+
+class WarmupCosine(_WarmupAndDown):
     """A learning-rate factor: up over `warmup_steps`, then down along a cosine to `floor` at the job's last step.
 
     Args:
@@ -36,20 +53,11 @@ class WarmupCosine(FactorSchedule):
         0.5
     """
 
-    warmup_steps: int = 0
-    floor: float = 0.0
-    needs_last_step: ClassVar[bool] = True
-
-    def factor(self, step: int, num_steps: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        span = max(1, num_steps - self.warmup_steps)
-        way = min(1.0, (step - self.warmup_steps) / span)
+    def _after(self, way: float) -> float:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-@dataclass(frozen=True)
-class WarmupLinear(FactorSchedule):
+class WarmupLinear(_WarmupAndDown):
     """A learning-rate factor: up over `warmup_steps`, then down along a line to `floor` at the job's last step.
 
     Args:
@@ -61,15 +69,8 @@ class WarmupLinear(FactorSchedule):
         0.5
     """
 
-    warmup_steps: int = 0
-    floor: float = 0.0
-    needs_last_step: ClassVar[bool] = True
-
-    def factor(self, step: int, num_steps: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        span = max(1, num_steps - self.warmup_steps)
-        return 1 - (1 - self.floor) * min(1.0, (step - self.warmup_steps) / span)
+    def _after(self, way: float) -> float:
+        return 1 - (1 - self.floor) * way
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Constant(FactorSchedule):
     warmup_steps: int = 0
 
     def factor(self, step: int, num_steps: int) -> float:
-        return _warmup(step, self.warmup_steps)
+        return warmup_factor(step, self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class StepDecay(FactorSchedule):
             raise _refused(self, "gamma", "a number above 0", "gamma=0.1")
 
     def factor(self, step: int, num_steps: int) -> float:
-        return float(self.gamma ** (step // self.every)) * _warmup(step, self.warmup_steps)
+        return float(self.gamma ** (step // self.every)) * warmup_factor(step, self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class MultiStep(FactorSchedule):
             raise _refused(self, "gamma", "a number above 0", "gamma=0.1")
 
     def factor(self, step: int, num_steps: int) -> float:
-        return float(self.gamma ** bisect_right(self.milestones, step)) * _warmup(step, self.warmup_steps)
+        return float(self.gamma ** bisect_right(self.milestones, step)) * warmup_factor(step, self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class WarmupStableDecay(FactorSchedule):
         num_decay = round(self.decay * num_steps)
         way = min(1.0, max(0.0, (step - (num_steps - num_decay)) / max(1, num_decay)))
         left = {"linear": 1 - way, "cosine": 0.5 * (1 + math.cos(math.pi * way)), "sqrt": 1 - math.sqrt(way)}
-        return (self.floor + (1 - self.floor) * left[self.shape]) * _warmup(step, self.warmup_steps)
+        return (self.floor + (1 - self.floor) * left[self.shape]) * warmup_factor(step, self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,8 @@ def is_factor(schedule: Any) -> bool:
     return True
 
 
-def _warmup(step: int, warmup_steps: int) -> float:
+def warmup_factor(step: int, warmup_steps: int) -> float:
+    """Return the factor of the step that follows `step` steps in a warm-up, and 1 after it."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 

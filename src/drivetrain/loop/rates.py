@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.schedules import OnPlateau, is_factor
+from drivetrain.core.schedules import OnPlateau, is_factor, warmup_factor
 from drivetrain.job import Job
 from drivetrain.strategies.optimizer_state import ON_HOST, are_rounded, rounded, set_rate
 
@@ -203,7 +203,7 @@ class Plateau:
 
     def rates(self, step: int) -> list[float]:
         """Return the rates of the groups in the step that follows `step` steps."""
-        warmup = min(1.0, (step + 1) / self._warmup_steps) if self._warmup_steps else 1.0
+        warmup = warmup_factor(step, self._warmup_steps)
         return [rate * warmup for rate in self._now()]
 
     def observe(self, metrics: Mapping[str, float]) -> str:
