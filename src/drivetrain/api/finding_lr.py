@@ -133,10 +133,7 @@ def _losses(session: Session, rates: list[float]) -> Iterator[float]:
         if loader.count_ahead is not None:
             loss_parts.begin(place.step)
         reading = Reading(stepper.run(place, micro_batches, False), session.world.device)
-        total, count, _, _, _, named, _ = reading.values()  # the host waits for each step here
-        loss = total / count if count else 0.0
-        if named is not None:
-            loss, _ = named[0].read(named[1], place.step, count)
+        loss, _ = reading.values().loss(place.step)  # the host waits for each step here
         yield loss
         seen.append(loss)
         if _is_over(seen):

@@ -10,13 +10,13 @@ import math
 import operator
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import PartReader, StepOutcome
+from drivetrain.core.records import PartLoss, PartReader, StepOutcome
 from drivetrain.data.division import Place
 from drivetrain.monitor.phases import PhaseClock
 
@@ -188,6 +188,13 @@ class Values(NamedTuple):
     skipped: float
     named: tuple[PartReader, list[float]] | None = None  # of a loss with named parts: `total` is 0 then
     logged: dict[str, float] | None = None  # of a loss that logs values
+
+    def loss(self, step: int) -> tuple[float, Mapping[str, PartLoss] | None]:
+        """Return the loss of the step that followed `step` steps, and each part's if it has named parts."""
+        if self.named is not None:
+            return self.named[0].read(self.named[1], step, self.num_items)
+        total, count = self.total, self.num_items
+        return total / count if count else total * math.inf if total else 0.0, None  # nothing counted: nothing learned
 
 
 class Reading:

@@ -335,13 +335,10 @@ class Trainer:
         enqueued, number, values, seconds = read
         place = enqueued.place
         step = place.step + 1 + number
-        total, count, stop, norm, skipped, named, logged = values
+        _, count, stop, norm, skipped, _, logged = values
         supervision.step(step)
         self.stopped_early |= stop > 0
-        loss = total / count if count else total * math.inf if total else 0.0  # nothing counted: nothing learned
-        parts = None
-        if named is not None:
-            loss, parts = named[0].read(named[1], step - 1, count)
+        loss, parts = values.loss(step - 1)
         if not math.isfinite(loss):
             raise self._not_finite(step, place.epoch, loss, parts)
         self._last_loss = loss if count else math.nan
