@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import evaluating
 from drivetrain.core.precision import Precision
-from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World
 from drivetrain.data.batch import map_tensors
 from drivetrain.data.loader import Loader
-from drivetrain.loop.validation import error_in_words, micro_batches, recording_outputs, seed_validation
+from drivetrain.loop.validation import micro_batches, raise_on_all_ranks, recording_outputs, seed_validation
 from drivetrain.strategies.base import LossFunction
 
 ForwardFunction = Callable[[Any, Any], Any]  # of (model, batch)
@@ -82,16 +81,9 @@ def predict_rows(
                 # A rank without samples has outputs of weight 0: these show their structure.
                 found.append(_on_host(output, micro.num_samples, keep=bool(micro.weight)))
         mine = _joined(found)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
         failure = error
-        if any(map(is_distributed, model.parameters())):
-            raise  # the others wait inside the model's forward, and not for words: they end with this rank
-    words = world.gather(error_in_words(failure))
-    if failure is not None:
-        raise failure
-    if any(words):
-        in_words = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
-        raise DrivetrainError(f"prediction failed: {in_words}", remedy="that rank shows where")
+    raise_on_all_ranks(failure, "prediction", model, world)
     return mine if world.size == 1 else _from_all_ranks(mine, loader, world)
 
 

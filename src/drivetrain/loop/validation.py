@@ -82,20 +82,14 @@ class Validator:
         failure: Exception | None = None
         try:
             counted = self._count(loader, model, called)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
             failure = error
-            if any(map(is_distributed, model.parameters())):
-                raise  # the others wait inside the model's forward, and not for words: they end with this rank
         own = ("loss", *self._functions)
-        told = self._world.gather([error_in_words(failure), [name for name in counted if name not in own]])
-        failures = [words for words, _ in told]
-        if failure is not None:
-            raise failure
-        if any(failures):
-            in_words = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-            raise DrivetrainError(f"validation failed: {in_words}", remedy="that rank shows where")
+        told = raise_on_all_ranks(
+            failure, "validation", model, self._world, [name for name in counted if name not in own]
+        )
         # A rank may have no sample of some part of the loss, or of something that it logs.
-        others = list(dict.fromkeys(name for _, names in told for name in names))
+        others = list(dict.fromkeys(name for names in told for name in names))
         if others:
             counted = {name: counted.get(name) for name in (*own, *others)}
         values = over_all_ranks(counted, self._world)
@@ -325,7 +319,30 @@ def micro_batches(loader: Loader) -> Iterator[MicroBatch]:
         yield from micro_batches
 
 
-def error_in_words(error: Exception | None) -> str:
+def raise_on_all_ranks(
+    failure: Exception | None, what: str, model: nn.Module, world: World, told: Any = None
+) -> list[Any]:
+    """Raise on all ranks if one of them failed; else return what each of them tells. Collective.
+
+    Args:
+        failure: What went wrong on this rank; None if nothing did.
+        what: What was done, such as `validation`, for the ranks that did not fail.
+        model: The model that was run.
+        world: The ranks.
+        told: What this rank tells the others, as JSON.
+    """
+    if failure is not None and any(map(is_distributed, model.parameters())):
+        raise failure  # the others wait inside the model's forward, and not for words: they end with this rank
+    by_rank = world.gather([_in_words(failure), told])
+    if failure is not None:
+        raise failure
+    failures = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(by_rank) if words]
+    if failures:
+        raise DrivetrainError(f"{what} failed: {'; '.join(failures)}", remedy="that rank shows where")
+    return [of_rank for _, of_rank in by_rank]
+
+
+def _in_words(error: Exception | None) -> str:
     """Return what went wrong, to tell other ranks; empty if nothing did."""
     if error is None:
         return ""
