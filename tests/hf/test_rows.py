@@ -44,6 +44,13 @@ def test_a_missing_column_of_a_file(tmp_path: Path) -> None:
     assert renamed.collate(renamed.data)["input_ids"].tolist() == [[5, 6]]
 
 
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"input_ids": [5]}\n{"input_ids": [5], "text": "caf\xe9"}\n')
+    with pytest.raises(dt.DrivetrainError, match=r"train.jsonl line 2: it is not UTF-8"):
+        dt.hf.job(tiny_llama(), path)
+
+
 @pytest.mark.parametrize(("data", "words"), [("train.csv", "has to end in"), ("train.jsonl", "there is no file")])
 def test_paths_that_are_not_data(data: str, words: str) -> None:
     with pytest.raises(dt.DrivetrainError, match=words):

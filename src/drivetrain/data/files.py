@@ -112,11 +112,10 @@ def read_table(path: Path, columns: Sequence[str], bad: BadInput, *, key: str = 
         raise ConfigError([Problem(key, f"{path} is not a table", str(path), allowed=allowed, remedy="convert it")])
     before = bad.count
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            if kind in JSON_LINES:
-                rows = list(_json_rows(file, path, columns, bad))
-            else:
-                rows = _delimited_rows(file, path, columns, bad, DELIMITERS[kind])
+        if kind in JSON_LINES:
+            rows = list(_json_rows(path, columns, bad))
+        else:
+            rows = _delimited_rows(path, columns, bad, DELIMITERS[kind])
     except OSError as error:
         problem = Problem(key, f"{path}: {error.strerror}", str(path), remedy="give the path of a table")
         raise ConfigError([problem]) from None
@@ -125,10 +124,11 @@ def read_table(path: Path, columns: Sequence[str], bad: BadInput, *, key: str = 
     return rows
 
 
-def _delimited_rows(file: Any, path: Path, columns: Sequence[str], bad: BadInput, delimiter: str) -> list[Row]:
+def _delimited_rows(path: Path, columns: Sequence[str], bad: BadInput, delimiter: str) -> list[Row]:
     limit = csv.field_size_limit(_LARGEST_FIELD)  # a process-wide setting, and a mail can be longer than its default
     try:
-        return list(_parsed(csv.reader(file, delimiter=delimiter, strict=True), path, columns, bad))
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            return list(_parsed(csv.reader(file, delimiter=delimiter, strict=True), path, columns, bad))
     finally:
         csv.field_size_limit(limit)
 
@@ -163,21 +163,28 @@ def _parsed(reader: Any, path: Path, columns: Sequence[str], bad: BadInput) -> I
             yield Row(line, {column: fields[place] for column, place in places.items()})
 
 
-def _json_rows(file: Any, path: Path, columns: Sequence[str], bad: BadInput) -> Iterator[Row]:
-    for line, text in enumerate(file, start=1):
-        if not text.strip():
-            continue
-        if _UNDECODED.search(text):
-            bad.add(path, "it is not UTF-8", line=line)
-            continue
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            bad.add(path, f"it is not JSON: {error}", line=line)
-            continue
-        if not isinstance(found, dict):
-            bad.add(path, f"it is a JSON {type(found).__name__}, and a row is an object", line=line)
-            continue
+def json_objects(path: Path, bad: BadInput) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a JSON-lines file, each with its line; lines that are none are added to `bad`."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            if _UNDECODED.search(text):
+                bad.add(path, "it is not UTF-8", line=line)
+                continue
+            try:
+                found = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                bad.add(path, f"it is not JSON: {error}", line=line)
+                continue
+            if isinstance(found, dict):
+                yield line, found
+            else:
+                bad.add(path, f"it is a JSON {type(found).__name__}, and a row is an object", line=line)
+
+
+def _json_rows(path: Path, columns: Sequence[str], bad: BadInput) -> Iterator[Row]:
+    for line, found in json_objects(path, bad):
         missing = [column for column in columns if found.get(column) is None]
         nested = [column for column in columns if isinstance(found.get(column), (list, dict))]
         if missing:

@@ -1,6 +1,5 @@
 """Opens what a job is given as data: samples, a data set of `datasets`, or a JSON-lines or Parquet file."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from drivetrain.core.errors import DrivetrainError, InputError
-from drivetrain.data.files import JSON_LINES, BadInput
+from drivetrain.data.files import JSON_LINES, BadInput, json_objects
 
 PARQUET = (".parquet", ".pq")
 
@@ -60,20 +59,8 @@ def _of_file(path: Path) -> Any:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    rows, bad = list[dict[str, Any]](), BadInput()
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                bad.add(path, f"it is not JSON: {error}", line=line)
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                bad.add(path, f"it is a JSON {type(row).__name__}, and a row is an object", line=line)
+    bad = BadInput()
+    rows = [row for _, row in json_objects(path, bad)]
     if not rows and not bad.count:
         bad.add(path, "it has no rows")
     bad.raise_if_any(remedy='a line holds one sample: {"input_ids": [5, 7, 2], "labels": [5, 7, 2]}')
