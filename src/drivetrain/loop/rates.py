@@ -206,15 +206,10 @@ class Plateau:
         warmup = warmup_factor(step, self._warmup_steps)
         return [rate * warmup for rate in self._now()]
 
-    def observe(self, metrics: Mapping[str, float]) -> str:
-        """Take a validation into account. Return in words what was reduced; empty if nothing was."""
-        if self.metric not in metrics:
-            raise DrivetrainError(
-                f"{self.metric!r} is none of the metrics that were measured: {', '.join(metrics)}",
-                remedy="name one of them in dt.OnPlateau(metric=...)",
-            )
+    def observe(self, value: float) -> str:
+        """Take a validation's value of the metric into account. Return what was reduced in words; empty if nothing."""
         before, waited = self._now(), self._scheduler.num_bad_epochs + 1
-        self._scheduler.step(metrics[self.metric])
+        self._scheduler.step(value)
         now = self._now()
         if now == before:
             return ""

@@ -219,7 +219,7 @@ class Validation:
         self.latest = self.measure(context.model)
         self._report(context, self.latest, time.perf_counter() - began)
         self._reduce_rates(context)
-        value = _picked(self.latest, self._best)
+        value = _picked(self.latest, self._best.metric)
         is_best = self._best.is_better(value, self.best_value)
         if is_best:
             self.best_step, self.best_value = context.step, value
@@ -230,7 +230,9 @@ class Validation:
 
     def _reduce_rates(self, context: StepContext) -> None:
         """Have the schedule look at the result, where it is one that does; the next step has the rate that follows."""
-        words = self._plateau.observe(self.latest) if self._plateau is not None else ""
+        if self._plateau is None:
+            return
+        words = self._plateau.observe(_picked(self.latest, self._plateau.metric))
         if words:
             context.tell("learning rate", step=context.step, words=words)
             context.say(f"  schedule   {words}")
@@ -275,7 +277,7 @@ class _Patience:
         self._best, self._waited = math.nan, 0
 
     def is_over(self, metrics: Mapping[str, float]) -> bool:
-        value = _picked(metrics, self._aim)
+        value = _picked(metrics, self._aim.metric)
         if self._aim.is_better(value, self._best, self._wanted.min_delta):
             self._best, self._waited = value, 0
         else:
@@ -349,13 +351,12 @@ def _in_words(error: Exception | None) -> str:
     return error.message if isinstance(error, DrivetrainError) else f"{type(error).__name__}: {error}"
 
 
-def _picked(metrics: Mapping[str, float], aim: Aim) -> float:
-    if aim.metric not in metrics:
+def _picked(metrics: Mapping[str, float], name: str) -> float:
+    if name not in metrics:
         raise DrivetrainError(
-            f"{aim.metric!r} is none of the metrics that were measured: {', '.join(metrics)}",
-            remedy="name one of them",
+            f"{name!r} is none of the metrics that were measured: {', '.join(metrics)}", remedy="name one of them"
         )
-    return metrics[aim.metric]
+    return metrics[name]
 
 
 def _target(batch: Any) -> Any:
