@@ -1,6 +1,8 @@
 """Runs made longer, moved aside, and begun anew after a start that did nothing."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,40 @@ def test_why_a_run_did_not_begin(
     (found,) = runs_in(tmp_path)
     assert (found.state, found.step) == (state, 0)
     assert found.cause.startswith(cause)
+
+
+REFUSED_OR_KILLED = """
+import os, signal, sys, torch
+import drivetrain as dt
+from drivetrain.api import driven_run
+
+def begin(*_, **__):
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise dt.DrivetrainError("it cannot work", remedy="mend it") if sys.argv[2] == "refused" else KeyError("planted")
+
+driven_run.changes_since_start = begin
+model = torch.nn.Linear(1, 1)
+config = dt.configure(output_dir=sys.argv[1], gpu_mode="cpu", num_workers=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dt.drive(model, optimizer, list(torch.ones(8, 1)), global_batch=4, epochs=1, config=config, quiet=True)
+"""
+
+
+@pytest.mark.parametrize(("first", "state"), [("refused", "refused"), ("failed", "crashed")])
+def test_a_start_that_is_killed_is_not_the_one_before(tmp_path: Path, first: str, state: str) -> None:
+    """What is recorded of the last start is no longer the news once another one has begun."""
+
+    def start(how: str) -> tuple[str, str]:
+        subprocess.run([sys.executable, "-c", REFUSED_OR_KILLED, str(tmp_path), how], capture_output=True, check=False)
+        (found,) = runs_in(tmp_path)
+        return found.state, found.cause
+
+    assert start(first)[0] == state
+    killed, cause = start("killed")
+    assert killed == "crashed"
+    assert cause.startswith("its process ended without a word")
+    assert start("refused")[0] == "refused"
 
 
 def test_a_driven_loop_is_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def _last_change(folder: Path) -> float:
 def _error_since_start(events: Sequence[Mapping[str, Any]]) -> str:
     """Return the error of a run in one process, which has no supervisor to record a crash."""
     for row in reversed(events):
-        if row.get("event") in ("start", "resume"):
+        if row.get("event") in ("claim", "start", "resume"):
             break
         if row.get("event") == "stopped by an error":
             return str(row.get("error", ""))

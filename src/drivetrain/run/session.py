@@ -5,9 +5,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
@@ -47,6 +46,7 @@ from drivetrain.run.extending import extended, settle_extension
 from drivetrain.run.job_settings import debugged, given_strategy, refuse_strategy, settled_job
 from drivetrain.run.preflight import Preflight, run_preflight
 from drivetrain.run.residency import Residency
+from drivetrain.run.start_notes import note_claim, note_failure
 from drivetrain.strategies import (
     Description,
     Sharded,
@@ -233,6 +233,7 @@ class Session:
                     raise
                 folder.extension = new
                 extensions.append(new)
+            note_claim(folder)
             target = target_of_run()
             arguments = sys.argv[1:] if target.endswith(".py") else []
             folder.write(SOURCE, json.dumps({"target": target, "arguments": arguments}) + "\n")
@@ -248,17 +249,8 @@ class Session:
 
     def note_failed_start(self, error: BaseException) -> None:
         """Record why the run did not begin. Once a recorder is open, it records the end itself."""
-        if self._folder is None or self.is_recorded:
-            return
-        facts: dict[str, Any] = {"event": "stopped by an error", "error": f"{type(error).__name__}: {error}"}
-        if isinstance(error, DrivetrainError):
-            facts = {"event": "refused", "error": error.message, "remedy": error.remedy}
-        elif isinstance(error, KeyboardInterrupt):
-            facts = {"event": "stop", "because": "Ctrl-C before it began; the same command begins it"}
-        with suppress(OSError):  # the error itself is the news
-            log = self._folder.log("events.jsonl")
-            log.append({**facts, "time": datetime.now(UTC).isoformat()})
-            log.close()
+        if self._folder is not None and not self.is_recorded:
+            note_failure(self._folder, error)
 
     def compilation(self) -> str:
         """Return what was compiled, asked of the compiler itself: `torch.compile` can do nothing without a message."""
