@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -354,6 +355,23 @@ def test_a_plateau_after_a_warm_up(tmp_path: Path) -> None:
     schedule = dt.OnPlateau(0.5, 100, warmup_steps=4)
     train(tmp_path, job_of(schedule, valid=data_of(6)))
     assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([0.0125, 0.025, 0.0375, *[0.05] * 9], abs=1e-15)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("kind", ["function", "torch"])
+def test_a_rate_that_is_no_number_is_refused(tmp_path: Path, kind: str, value: float) -> None:
+    """It names the schedule and the step, and the run goes on from its last checkpoint once that is mended."""
+
+    def warm_restarts(step: int) -> float:
+        return value if step == 7 else 1.0
+
+    made: Any = warm_restarts if kind == "function" else lambda it: torchs.LambdaLR(it, warm_restarts)
+    name = "warm_restarts" if kind == "function" else "LambdaLR"
+    with pytest.raises(dt.DrivetrainError, match=rf"{name} gives {value} as the learning rate of step 8"):
+        train(tmp_path, job_of(made, checkpoint_every=3))
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, 8)]
+    mended: Any = (lambda step: 1.0) if kind == "function" else lambda it: torchs.LambdaLR(it, lambda step: 1.0)
+    assert train(tmp_path, job_of(mended, checkpoint_every=3)).resumed_from == 6
 
 
 def test_a_plateau_of_a_metric_that_is_not_measured(tmp_path: Path) -> None:

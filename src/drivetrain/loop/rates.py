@@ -72,6 +72,8 @@ class LearningRates:
         else:
             assert self.plateau is not None
             rates = self.plateau.rates(step)
+        if not math.isfinite(sum(rates)):
+            raise self._refused(step, rates)
         for group, rate in zip(groups, rates, strict=True):
             set_rate(group, rounded(rate) if self._rounds else rate)
         if len(rates) > 1 and (self._differ or rates.count(rates[0]) != len(rates)):
@@ -79,6 +81,17 @@ class LearningRates:
             others = zip(self._names[1:], rates[1:], strict=True)
             self._others[step] = {f"lr_{name}": float(rate) for name, rate in others}
         return float(rates[0])
+
+    def _refused(self, step: int, rates: list[float]) -> DrivetrainError:
+        schedule = self._scheduled.scheduler if self._scheduled is not None else self._job.schedule
+        name = getattr(schedule, "__name__", type(schedule).__name__)
+        rate = next(rate for rate in rates if not math.isfinite(rate))
+        return DrivetrainError(
+            f"the schedule {'(a lambda)' if name == '<lambda>' else name} gives {rate} as the learning rate of step "
+            f"{step + 1}, which would spoil the weights",
+            remedy="look for a division by zero, a logarithm or a power in it; the same command goes on from the last "
+            "checkpoint",
+        )
 
     def take_others(self, step: int) -> dict[str, float] | None:
         """Return the rates of the other groups in the step that followed `step` steps, by name; None if all are equal.
