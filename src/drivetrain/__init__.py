@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from drivetrain.core.logged import Text as Text
     from drivetrain.core.logged import log as log
     from drivetrain.core.metrics import LossSum as LossSum
+    from drivetrain.core.optims import Optim as Optim
     from drivetrain.core.schedules import Constant as Constant
     from drivetrain.core.schedules import MultiStep as MultiStep
     from drivetrain.core.schedules import OneCycle as OneCycle
@@ -74,6 +75,7 @@ _HOME = {
     "WarmupStableDecay": "drivetrain.core.schedules",
     "OnPlateau": "drivetrain.core.schedules",
     "LossSum": "drivetrain.core.metrics",
+    "Optim": "drivetrain.core.optims",
     "log": "drivetrain.core.logged",
     "Image": "drivetrain.core.logged",
     "Histogram": "drivetrain.core.logged",

@@ -16,7 +16,8 @@ from drivetrain.core.arguments import returned, suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
-from drivetrain.core.optimizers import closure_error, needs_closure, use_fused
+from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, use_fused
+from drivetrain.core.optims import LossByTurn, Optim, Turn, chosen_parameters, turns_of
 from drivetrain.core.schedules import Constant, FactorSchedule, OnPlateau, Schedule
 from drivetrain.data.held_out import sets_of
 from drivetrain.data.source import Source, source_of
@@ -75,7 +76,9 @@ class Job:
         loss: A function of (model, batch). It returns a scalar, whose kind (a mean over samples or over tokens, a sum)
             is measured before the first step; or a `LossSum`; or a dictionary of named parts, each of them a scalar or
             a `LossSum`, whose weighted sum is trained.
-        optimizer: A function of the parameters that train, in groups, that returns the optimizer.
+            Or several losses by name, each trained in a turn of its own by the optimizers that name it.
+        optimizer: A function of the parameters that train, in groups, that returns the optimizer. Or several by name,
+            each a `dt.Optim` that says which parameters it trains.
         global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices.
         epochs: How often to go through the data.
         max_steps: How many optimizer steps to do at most.
@@ -133,8 +136,8 @@ class Job:
     name: str
     model: Callable[[], nn.Module] | nn.Module
     data: Any
-    loss: LossFunction
-    optimizer: Callable[[ParameterGroups], torch.optim.Optimizer]
+    loss: LossFunction | Mapping[str, LossFunction]
+    optimizer: Callable[[ParameterGroups], torch.optim.Optimizer] | Mapping[str, Optim]
     global_batch: int | None = None
     epochs: int | None = None
     max_steps: int | None = None
@@ -238,8 +241,26 @@ class Job:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Make the user's optimizer over the parameters that train; fused where possible, unless the user chose."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise DrivetrainError("no parameter of the model is trained", remedy="set requires_grad on those to train")
+        if not isinstance(self.optimizer, Mapping):
+            return self._made(self.optimizer, _groups(trained, self.weight_decay), model)
+        chosen = chosen_parameters(model, self.optims)
+        return JointOptimizer({
+            name: self._made(optim.make, _groups(chosen[name], self.of_optimizer(name).weight_decay), model)
+            for name, optim in self.optims.items()
+        })  # fmt: skip
+
+    def _made(
+        self,
+        make: Callable[[ParameterGroups], torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+        model: nn.Module,
+    ) -> torch.optim.Optimizer:
+        """Make one optimizer of the groups, or raise what is wrong with the function that makes it."""
         try:
-            optimizer = self.optimizer(self._groups(model))
+            optimizer = make(groups)
         except AttributeError as error:
             if isinstance(error.obj, list) and error.name in ("parameters", "named_parameters"):
                 message = "the optimizer function is called with the parameters, not with the model"
@@ -247,8 +268,8 @@ class Job:
             raise
         if isinstance(optimizer, (list, tuple, dict)):
             raise DrivetrainError(
-                f"the optimizer function returned {len(optimizer)} optimizers, and a job has one",
-                remedy="give each kind of parameter a group of its own in one optimizer, or train two jobs",
+                f"the optimizer function returned {len(optimizer)} optimizers, expected one",
+                remedy='name each: optimizer={"matrices": dt.Optim(lambda params: Muon(params), params="blocks.*"), …}',
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise DrivetrainError(
@@ -262,16 +283,43 @@ class Job:
         use_fused(optimizer, model)
         return optimizer
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
-            raise DrivetrainError("no parameter of the model is trained", remedy="set requires_grad on those to train")
-        if self.weight_decay is None:
-            return [{"params": trained}]
-        decayed = [parameter for parameter in trained if parameter.dim() >= 2]
-        others = [parameter for parameter in trained if parameter.dim() < 2]
-        groups = [(decayed, self.weight_decay), (others, 0.0)]
-        return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
+    @property
+    def optims(self) -> Mapping[str, Optim]:
+        """The optimizers of a job that has several; empty for a job with one."""
+        return self.optimizer if isinstance(self.optimizer, Mapping) else {}
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of a step, for a job with several losses; empty for a job with one."""
+        return turns_of(self.loss, self.optims) if isinstance(self.loss, Mapping) else ()
+
+    @cached_property
+    def loss_function(self) -> LossFunction:
+        """The loss as one function. Of several losses it returns all, as named parts."""
+        return LossByTurn(self.loss) if isinstance(self.loss, Mapping) else self.loss
+
+    @property
+    def clips(self) -> bool:
+        """Whether some gradient is clipped."""
+        return self.clip_norm is not None or any(optim.clip_norm is not None for optim in self.optims.values())
+
+    def of_turn(self, turn: Turn) -> "Job":
+        """Return the job with the loss of one turn alone."""
+        return replace(self, loss=turn.loss, optimizer=self.optims[turn.optimizers[0]].make)
+
+    def of_optimizer(self, name: str) -> "Job":
+        """Return the job with the settings of one of its optimizers."""
+        optim = self.optims[name]
+        return replace(
+            self,
+            schedule=self.schedule if optim.schedule is None else optim.schedule,
+            clip_norm=self.clip_norm if optim.clip_norm is None else optim.clip_norm,
+            weight_decay=self.weight_decay if optim.weight_decay is None else optim.weight_decay,
+        )
+
+    def with_one(self, name: str) -> "Job":
+        """Return the job with one of its optimizers alone, for what depends on its settings."""
+        return replace(self.of_optimizer(name), loss=self.loss_function, optimizer=self.optims[name].make)
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for a run to be continued."""
@@ -290,11 +338,31 @@ class Job:
             "weight_decay": self.weight_decay,
             "ema": self.ema,
             "init_from": None if self.init_from is None else str(self.init_from),
-            "schedule": repr(self.schedule) if isinstance(self.schedule, (FactorSchedule, OnPlateau)) else "a function",
+            "schedule": _as_text(self.schedule),
+            **({"optimizers": {name: self._identity_of(name) for name in self.optims}} if self.optims else {}),
         }
+
+    def _identity_of(self, name: str) -> dict[str, Any]:
+        optim = self.optims[name]
+        own = {field: getattr(optim, field) for field in ("loss", "every", "clip_norm", "weight_decay")}
+        return own | {"schedule": None if optim.schedule is None else _as_text(optim.schedule)}
 
     def settled(self, aim: AimKind) -> AimKind:
         """Return an aim with its better direction settled by the metric's own name, without that of its set."""
         of = next((of for of in self.valid_sets if of and aim.metric.startswith(f"valid_{of}_")), None)
         name = aim.metric if of is None else aim.metric.removeprefix(f"valid_{of}_")
         return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
+
+
+def _groups(trained: list[nn.Parameter], weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the groups that an optimizer is made of: without weight decay one, else those with and without it."""
+    if weight_decay is None:
+        return [{"params": trained}]
+    decayed = [parameter for parameter in trained if parameter.dim() >= 2]
+    others = [parameter for parameter in trained if parameter.dim() < 2]
+    groups = [(decayed, weight_decay), (others, 0.0)]
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
+
+
+def _as_text(schedule: Schedule) -> str:
+    return repr(schedule) if isinstance(schedule, (FactorSchedule, OnPlateau)) else "a function"

@@ -18,6 +18,7 @@ from drivetrain.core.arguments import call_problem
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import PERIODS, is_period
 from drivetrain.core.metrics import MetricObject
+from drivetrain.core.optims import Optim, complaints
 from drivetrain.core.run_folder import ALLOWED_NAMES, problem_with_name
 from drivetrain.core.schedules import FactorSchedule, OnPlateau
 from drivetrain.data.external_order import is_iterator
@@ -64,6 +65,7 @@ def problems_of(job: Any) -> Iterable[Problem]:
         yield _problem("epochs", None, "nothing says when to stop", "give epochs or max_steps")
     yield from _data_problems(job)
     yield from _function_problems(job)
+    yield from _several_problems(job)
     yield from _part_problems(job)
     yield from _validation_problems(job)
     yield from _schedule_problems(job)
@@ -130,7 +132,9 @@ def _function_problems(job: Any) -> Iterable[Problem]:
     }
     for name, arguments in called_with.items():
         value = getattr(job, name)
-        if isinstance(value, given_ready.get(name, ())):
+        if isinstance(value, given_ready.get(name, ())) or (
+            name in ("loss", "optimizer") and isinstance(value, Mapping)
+        ):
             continue
         kind = type(value).__name__
         message = call_problem(value, *arguments)
@@ -143,6 +147,17 @@ def _function_problems(job: Any) -> Iterable[Problem]:
         if message:
             remedy = EXAMPLES[name].replace("MyModel", value.__name__ if isinstance(value, type) else "MyModel")
             yield _problem(name, value, message, remedy)
+
+
+def _several_problems(job: Any) -> Iterable[Problem]:
+    """Find what is wrong with several losses or optimizers."""
+    for field, value, message, remedy in complaints(job.loss, job.optimizer):
+        yield _problem(field, value, message, remedy)
+    if isinstance(job.loss, Mapping):
+        for name in ("loss_weights", "count"):
+            if getattr(job, name) is not None:
+                message = "it is for the parts of one loss, and the job has several losses"
+                yield _problem(name, getattr(job, name), message, "weigh or count inside the functions: dt.LossSum")
 
 
 def _part_problems(job: Any) -> Iterable[Problem]:
@@ -225,18 +240,22 @@ def _validation_kinds(job: Any) -> Iterable[Problem]:
 
 
 def _schedule_problems(job: Any) -> Iterable[Problem]:
-    schedule: Any = job.schedule
-    kind = type(schedule).__name__
-    if isinstance(schedule, LRScheduler):
-        yield _problem(
-            "schedule",
-            kind,
-            f"this {kind} was made with another optimizer than the one that the job makes",
-            f"a function that gets the optimizer: schedule=lambda optimizer: {kind}(optimizer, …)",
-        )
-    elif isinstance(schedule, OnPlateau) and job.valid is None:
-        remedy = "give valid=…, or a schedule that needs no validation"
-        yield _problem("schedule", kind, "OnPlateau looks at validations, and there is no validation set", remedy)
+    schedules = {"schedule": job.schedule}
+    if isinstance(job.optimizer, Mapping):
+        optims = {name: optim for name, optim in job.optimizer.items() if isinstance(optim, Optim)}
+        schedules |= {f"optimizer[{name!r}].schedule": optim.schedule for name, optim in optims.items()}
+    for where, schedule in schedules.items():
+        kind = type(schedule).__name__
+        if isinstance(schedule, LRScheduler):
+            yield _problem(
+                where,
+                kind,
+                f"this {kind} was made with another optimizer than the one that the job makes",
+                f"a function that gets the optimizer: schedule=lambda optimizer: {kind}(optimizer, …)",
+            )
+        elif isinstance(schedule, OnPlateau) and job.valid is None:
+            remedy = "give valid=…, or a schedule that needs no validation"
+            yield _problem(where, kind, "OnPlateau looks at validations, and there is no validation set", remedy)
 
 
 def _hook_problems(job: Any) -> Iterable[Problem]:

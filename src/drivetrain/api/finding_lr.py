@@ -84,6 +84,11 @@ def find_lr(
 
 def _of_test(job: Job, config: Config, num_steps: int) -> Job:
     """Return the job with an optimizer at rate 1, and without all that follows a step."""
+    if job.optims:
+        raise DrivetrainError(
+            f"the job has several optimizers ({', '.join(job.optims)}), and a range test looks for one rate",
+            remedy="try a job with one optimizer, and give the others rates in proportion",
+        )
     given = _without_rate(config)
     job = with_optimizer_settings(job, given)
     return replace(

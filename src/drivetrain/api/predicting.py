@@ -74,7 +74,7 @@ def predict(
             whole_set_loader(session, session.job.valid_sets[""], size),
             session.precision,
             session.world,
-            forward or forward_of(given.loss),
+            forward or forward_of(given.loss_function),
             given.seed,
         )
         if target is None:

@@ -222,7 +222,7 @@ class _Run(Session):
             takes_weights=start.checkpoint is None,
             counts_flops=watches,
         )
-        check_aims(self.job, [*(f"loss_{name}" for name in self.loss_parts.names), *self.step_log.names])
+        check_aims(self.job, [*(f"loss_{name}" for name in self.part_names), *self.step_log.names])
         self.loss_parts.check_division(-(-self.rank_samples // loader.division.micro_batch))
         wants_capture = self.way.capture
         if wants_capture and parts.why_not_captured:  # known before the first step, so the plan says what is done
@@ -324,7 +324,7 @@ class _Loop:
         )
         self._saver.watch_frozen(parts.strategy.save)
         norms = None
-        if job.clip_norm is None and run.spec.norms:
+        if not job.clips and run.spec.norms:
             norms = self._norm_cadence(stepper, resumed_from)
         self._trainer = Trainer(
             job,
@@ -461,7 +461,7 @@ class _Loop:
         def loss(model: nn.Module, batch: Any) -> Tensor | LossSum:
             # A scaled loss belongs to the scaler's steps: without it, small gradients would vanish.
             with (None if precision.scales_loss else precision.around_forward()) or nullcontext():
-                result = job.loss(model, batch)
+                result = job.loss_function(model, batch)
             return run.loss_parts.total(result, batch) if isinstance(result, Mapping) else result
 
         samples = SamplesAgain(self._loader, Collated(job.collate), run.world.device, channels_last=run.channels_last)

@@ -1,4 +1,4 @@
-"""Optimizers: the fused form of torch's, only where it does what the plain one does; and those that need a closure.
+"""Optimizers: the fused form of torch's, only where it does what the plain one does; several as one; closures.
 
 Torch's fused kernels are faster, but take less than the plain ones: no sparse gradients, no momentum that begins later
 than that of other parameters, and nothing that lies in memory in another order than its parameter. The last of these is
@@ -8,7 +8,8 @@ depend neither on when it showed up first nor on interruptions.
 """
 
 import inspect
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -47,10 +48,11 @@ def use_fused(optimizer: Optimizer, model: nn.Module) -> None:
 
 def tell_plain_steps(optimizer: Optimizer, say: Callable[[str], None]) -> None:
     """Have `say` called, once, if steps have to be done by the plain form; at once if there were some already."""
-    guard = getattr(optimizer, _GUARD, None)
-    if guard is not None:
-        guard.say = say
-        guard.tell()
+    for each in members_of(optimizer).values():
+        guard = getattr(each, _GUARD, None)
+        if guard is not None:
+            guard.say = say
+            guard.tell()
 
 
 def as_parameters_lie(optimizer: Optimizer) -> None:
@@ -192,3 +194,65 @@ def closure_error(optimizer: Optimizer) -> DrivetrainError:
         "one forward and backward for each micro-batch here",
         remedy="use an optimizer that steps once per gradient, such as AdamW or SGD; LBFGS and SAM need another loop",
     )
+
+
+class JointOptimizer(Optimizer):
+    """Several optimizers as one: the groups and the state are those of all of them, and a step is one of each.
+
+    The members work on the same groups and the same state as the whole, so that a change of one is a change of both.
+    """
+
+    def __init__(self, members: Mapping[str, Optimizer]) -> None:
+        self.members: dict[str, Optimizer] = {}
+        super().__init__([nn.Parameter(torch.zeros(0))], {})  # has to be given one; the groups are the members'
+        self.members = dict(members)
+        states = [member.state for member in members.values()]
+        if any(state is not states[0] for state in states):
+            self._share(states)
+
+    @property
+    def state(self) -> "defaultdict[Any, Any]":
+        return next(iter(self.members.values())).state
+
+    @state.setter
+    def state(self, state: "defaultdict[Any, Any]") -> None:
+        for member in self.members.values():
+            member.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for member in self.members.values() for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Do nothing: torch sets them when it makes an optimizer."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do nothing: the groups are the members'."""
+
+    def _share(self, states: "Iterable[Mapping[Any, Any]]") -> None:
+        """Let all members keep their state in one place."""
+        together: defaultdict[Any, Any] = defaultdict(dict)
+        for state in states:
+            together.update(state)
+        self.state = together
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step each of them."""
+        for member in self.members.values():
+            member.step()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned: each member loads its own part, as it would alone."""
+        saved = iter(state_dict["param_groups"])
+        for member in self.members.values():
+            own = [next(saved) for _ in member.param_groups]
+            numbers = {number for group in own for number in group["params"]}
+            state = {number: value for number, value in state_dict["state"].items() if number in numbers}
+            member.load_state_dict({"state": state, "param_groups": own})
+        self._share([member.state for member in self.members.values()])
+
+
+def members_of(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that an optimizer consists of, by name; one that is not joint under an empty name."""
+    return optimizer.members if isinstance(optimizer, JointOptimizer) else {"": optimizer}

@@ -11,6 +11,8 @@ resident data, whose `Window` says which samples are next; the learning rate is 
 (`strategies.optimizer_state`); the generators' seeds are read when a replay begins. A step on resident data enqueues
 nothing but the replay: it writes its results into a table on the device, and the host copies many rows at once
 (`loop.read_back.DeviceResultTable`).
+
+A step with several turns is one graph for each turn: between two of them the generators are seeded for the next.
 """
 
 import inspect
@@ -19,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -44,6 +47,7 @@ from drivetrain.loop.stepper import Stepper
 from drivetrain.monitor.phases import DATA, STEP
 from drivetrain.strategies.base import CapturableStrategy, ObjectiveCall
 from drivetrain.strategies.optimizer_state import put_rates_on_device
+from drivetrain.strategies.turns import TurnsStrategy
 
 WARM_STEPS = 3  # of a shape, before it is recorded; all but the first are watched
 RARE = 16  # a shape that fewer than one in so many steps have is rare
@@ -66,11 +70,13 @@ class _Passage(NamedTuple):
     results: DeviceResultTable
     num_samples: int
 
-    def record(self, learn: Callable[[Any], StepOutcome]) -> StepOutcome:
-        outcome = learn(self.resident.gather(self.window.chosen(self.offsets)))
+    def gather(self) -> Any:
+        return self.resident.gather(self.window.chosen(self.offsets))
+
+    def keep(self, outcome: StepOutcome) -> None:
+        """Write the outcome into the table, and go on to the samples of the next replay."""
         self.results.keep(self.window.place, outcome)
         self.window.place.add_(self.num_samples)
-        return outcome
 
     def begin(self, start: int, most: int) -> TableRow:
         """Prepare for up to `most` replays from sample `start` on, each on the samples after the previous one's."""
@@ -110,25 +116,34 @@ class CapturedStep:
         num_samples: int,
         step_samples: int | None = None,
         weight: int = 1,
+        begin_turn: Callable[[int], None] = lambda turn: None,
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
-        parts = strategy.parts
-        self._passage = passage = _passage_of(batch, parts.loss_parts.num_values + parts.step_log.num_values)
+        self._passage = passage = _passage_of(batch, strategy.num_values)
 
-        def learn(data: Any) -> StepOutcome:
+        def learn() -> None:
+            rows = batch if isinstance(batch, Rows) else None
+            data = batch if rows is None else rows.gather() if passage is None else passage.gather()
             strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
-            return _on_device(strategy.move())
 
-        def body() -> None:
-            if passage is not None:
-                self._outcome = passage.record(learn)
-                return
-            outcome = learn(batch.gather() if isinstance(batch, Rows) else batch)
-            self._outcome = outcome._replace(packed=outcome.pack())
+        def end() -> None:
+            outcome = _on_device(strategy.move())
+            if passage is None:
+                self._outcome = outcome._replace(packed=outcome.pack())
+            else:
+                passage.keep(outcome)
+                self._outcome = outcome
+
+        def whole() -> None:
+            learn()
+            end()
 
         try:
-            self._replay = record(body)
+            if isinstance(strategy, TurnsStrategy):
+                self._replay = _in_turn(record, strategy, learn, end, begin_turn)
+            else:
+                self._replay = record(whole)
         except BaseException:
             strategy.abandon()
             raise
@@ -171,10 +186,37 @@ class CapturedStep:
             parameter.grad = gradient
 
 
+def _in_turn(
+    record: Record,
+    strategy: TurnsStrategy,
+    learn: Callable[[], None],
+    end: Callable[[], None],
+    begin_turn: Callable[[int], None],
+) -> Callable[[], None]:
+    """Record each turn of a step by itself, the end of the step with the last. Return what replays all of them."""
+    last = len(strategy.turns) - 1
+
+    def body(number: int) -> None:
+        with strategy.taking(number):
+            learn()
+        if number == last:
+            end()
+
+    first, *others = [record(partial(body, number)) for number in range(last + 1)]
+
+    def replay() -> None:
+        first()
+        for number, follower in enumerate(others, start=1):
+            begin_turn(number)
+            follower()
+
+    return replay
+
+
 def _on_device(outcome: StepOutcome) -> StepOutcome:
     """Keep tensors only where the device writes them in a replay. A count on the host is a constant of this shape."""
     count = outcome.num_items
-    if isinstance(count, Tensor) and count.device != outcome.losses[0][0].device:
+    if isinstance(count, Tensor) and outcome.losses and count.device != outcome.losses[0][0].device:
         return outcome._replace(num_items=count.item())
     return outcome
 
@@ -262,6 +304,7 @@ class CapturedStepper(Stepper):
         # Called with what to say of it, once steps are captured and once they are not any more.
         self.tell: Callable[[str, str], None] = lambda event, words: None
         self._num_steps = self._num_replays = self._num_starts = 0
+        self._step = 0  # that runs: how many were done before it
         self._start()
 
     def start_over(self) -> None:
@@ -318,6 +361,7 @@ class CapturedStepper(Stepper):
             return super().run(place, chain((micro,), following), stop)
         if self._looks_again:
             self._compare()
+        self._step = place.step
         batch = self.begin(place, micro)
         batch = batch if isinstance(batch, Rows) else self._moved(batch)
         leaves: list[Tensor] = []
@@ -365,6 +409,7 @@ class CapturedStepper(Stepper):
 
         def seeded() -> Iterator[int]:
             for step in begins:
+                self._step = step
                 self._seed_model(self._key_of(step, 0))
                 yield step
 
@@ -372,8 +417,20 @@ class CapturedStepper(Stepper):
 
     def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
         self._shown = self._last = None
-        self.learn(batch, place, micro)
+        if self._turns is None:
+            self.learn(batch, place, micro)
+            return self.end(stop)
+        for turn in self._turns.due(place.step):
+            if turn:
+                self._begin_turn(turn)
+            with self._turns.taking(turn, stop):
+                self.learn(batch, place, micro)
         return self.end(stop)
+
+    def _begin_turn(self, turn: int) -> None:
+        """Set the generators for another turn of the step that runs."""
+        if self._seeds:
+            self._seed_model(self._key_of(self._step, 0, turn))
 
     def _warm_up(
         self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: bool
@@ -431,7 +488,7 @@ class CapturedStepper(Stepper):
         objective, samples = self._objective, (micro.num_samples, place.num_samples, micro.weight)
 
         def make(inputs: Any) -> CapturedStep:
-            return CapturedStep(record, self._capturable, objective, inputs, *samples)
+            return CapturedStep(record, self._capturable, objective, inputs, *samples, begin_turn=self._begin_turn)
 
         state = self._python_state()
         try:

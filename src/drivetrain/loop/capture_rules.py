@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.optimizers import JointOptimizer
 from drivetrain.core.plugins import strategy_facts
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
@@ -82,6 +83,12 @@ def why_not_here(world: World, *, asserts: bool) -> str:
 
 
 def _why_not_optimizer(optimizer: Optimizer, device: torch.device, precision: Precision) -> str:
+    if isinstance(optimizer, JointOptimizer):
+        if precision.scales_loss and len(optimizer.members) > 1:
+            return "fp16: several optimizers of one loss ask the host whether gradients are infinite"
+        return next(
+            filter(None, (_why_not_optimizer(one, device, precision) for one in optimizer.members.values())), ""
+        )
     kind = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"functions are hooked to the step of {kind}, and a replay would not call them"

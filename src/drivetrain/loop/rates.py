@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.optimizers import JointOptimizer
 from drivetrain.core.schedules import OnPlateau, is_factor, warmup_factor
 from drivetrain.job import Job
 from drivetrain.strategies.optimizer_state import ON_HOST, are_rounded, rounded, set_rate
@@ -49,6 +50,11 @@ class LearningRates:
         self._differ = len({group["initial_lr"] for group in optimizer.param_groups}) > 1
         # By step, the rates of the groups after the first, where they differ: until the step's record is built.
         self._others: dict[int, dict[str, float]] = {}
+
+    @property
+    def plateaus(self) -> dict[str, "Plateau"]:
+        """The plateau, where the schedule is one, under an empty name; those of several optimizers have theirs."""
+        return {} if self.plateau is None else {"": self.plateau}
 
     @property
     def why_not_captured(self) -> str:
@@ -99,6 +105,49 @@ class LearningRates:
         They can be taken once.
         """
         return self._others.pop(step, None) if self._others else None
+
+
+class JointRates:
+    """Sets the rates of several optimizers, each by its own schedule."""
+
+    def __init__(self, job: Job, optimizer: JointOptimizer) -> None:
+        self._rates = {name: LearningRates(job.of_optimizer(name), one) for name, one in optimizer.members.items()}
+        self.plateaus = {name: rates.plateau for name, rates in self._rates.items() if rates.plateau is not None}
+        self._others: dict[int, dict[str, float]] = {}
+
+    @property
+    def why_not_captured(self) -> str:
+        """Why a captured step would not follow one of the schedules; empty if it does."""
+        return next((rates.why_not_captured for rates in self._rates.values() if rates.why_not_captured), "")
+
+    @property
+    def sets_own(self) -> str:
+        """The name of a torch scheduler whose rates are not those of its optimizer; empty if there is none."""
+        return next((rates.sets_own for rates in self._rates.values() if rates.sets_own), "")
+
+    def set(self, step: int, num_steps: int | None) -> float:
+        """Set the rates for the step that follows `step` steps. Return that of the first optimizer."""
+        others: dict[str, float] = {}
+        for name, rates in self._rates.items():
+            others[f"lr_{name}"] = rates.set(step, num_steps)
+            of_groups = rates.take_others(step) or {}
+            others |= {f"lr_{name}_{group.removeprefix('lr_')}": rate for group, rate in of_groups.items()}
+        self._others[step] = others
+        return next(iter(others.values()))
+
+    def take_others(self, step: int) -> dict[str, float] | None:
+        """Return the rates of all optimizers in the step that followed `step` steps, by name. They are taken once."""
+        return self._others.pop(step, None)
+
+
+Rates = LearningRates | JointRates
+
+
+def rates_of(job: Job, optimizer: Optimizer) -> Rates:
+    """Return what sets the rates of the job's optimizer or optimizers."""
+    if isinstance(optimizer, JointOptimizer):
+        return JointRates(job, optimizer)
+    return LearningRates(job, optimizer)
 
 
 class _StandIn(Optimizer):

@@ -1,6 +1,6 @@
 """Runs one optimizer step over one global batch: forward and backward of each micro-batch, then the strategy's step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from drivetrain.data.division import Place, Stretch, key_of, mix
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Draws, seed_all
 from drivetrain.monitor.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, NoClock, PhaseClock
 from drivetrain.strategies.base import ObjectiveCall, Strategy
+from drivetrain.strategies.turns import TurnsStrategy
 
-# Odd and far apart, so that no two (step, micro-step) of a run meet before `mix` takes them apart.
-_STEP, _MICRO_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+# Odd and far apart, so that no two (step, turn, micro-step) of a run meet before `mix` takes them apart.
+_STEP, _MICRO_STEP, _TURN = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xA0761D6478BD642F
 
 
 class Stepper:
-    """Runs steps. What the model draws at random is keyed by (seed, step, rank, micro-step), and so is not saved.
+    """Runs steps. What the model draws at random is keyed by (seed, step, turn, rank, micro-step), and so is not saved.
 
     Generators are set only for models that were seen to draw from them (`draws`): setting all three costs some 50 µs of
     a step, since the step before has taken everything out of the cache.
@@ -38,6 +39,7 @@ class Stepper:
         self.clock = clock or NoClock()
         self.why_not = ""  # why steps are not captured (any more), if capture was asked for
         self._strategy, self._objective, self._world = strategy, objective, world
+        self._turns = strategy if isinstance(strategy, TurnsStrategy) else None
         self._key = key_of(seed, world.rank)
         self._draws = draws
         self._seeds = draws.python or draws.torch
@@ -49,8 +51,20 @@ class Stepper:
         self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
 
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
+        if self._turns is not None:
+            return self._run_turns(self._turns, place, list(micro_batches), stop)
         for micro in micro_batches:
             self.learn(self.begin(place, micro), place, micro)
+        return self.end(stop)
+
+    def _run_turns(
+        self, strategy: TurnsStrategy, place: Place, micro_batches: Sequence[MicroBatch], stop: bool
+    ) -> StepOutcome:
+        """Take the turns of a step, each over all of its micro-batches."""
+        for turn in strategy.due(place.step):
+            with strategy.taking(turn, stop):
+                for micro in micro_batches:
+                    self.learn(self.begin(place, micro, turn), place, micro)
         return self.end(stop)
 
     def end(self, stop: bool) -> StepOutcome:
@@ -78,11 +92,11 @@ class Stepper:
         """Return whether steps are captured, for the summary; empty if capture was not asked for."""
         return f"not captured: {self.why_not}" if self.why_not else ""
 
-    def begin(self, place: Place, micro: MicroBatch) -> Any:
+    def begin(self, place: Place, micro: MicroBatch, turn: int = 0) -> Any:
         """Return the data of a micro-step, which the feed copied to the device, with the generators set for it."""
         self.clock.lap(self._arrives)
         if self._seeds:
-            self._seed_model(self._key_of(place.step, micro.number))
+            self._seed_model(self._key_of(place.step, micro.number, turn))
         if self._before_micro_step is not None:
             self._before_micro_step(micro.batch)
         if self.keeps_batch and micro.weight:
@@ -114,8 +128,8 @@ class Stepper:
                 strategy.backward(objective)
                 clock.lap(BACKWARD)
 
-    def _key_of(self, step: int, micro_step: int) -> int:
-        return mix(self._key + step * _STEP + micro_step * _MICRO_STEP)
+    def _key_of(self, step: int, micro_step: int, turn: int = 0) -> int:
+        return mix(self._key + step * _STEP + micro_step * _MICRO_STEP + turn * _TURN)
 
     def _seed_model(self, key: int) -> None:
         if self._draws.python:

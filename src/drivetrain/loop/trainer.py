@@ -27,7 +27,7 @@ from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
-from drivetrain.loop.rates import LearningRates
+from drivetrain.loop.rates import Rates
 from drivetrain.loop.read_back import InFlight, ReadStep
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
@@ -104,7 +104,7 @@ class Trainer:
         saver: Saver,
         recorder: RunLog,
         *,
-        rates: LearningRates,
+        rates: Rates,
         first_step: int = 0,
         has_moved: bool = False,
         validation: Validation | None = None,

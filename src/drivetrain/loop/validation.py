@@ -51,7 +51,7 @@ class Validator:
     ) -> None:
         self._prefix = prefix
         self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
-        self._loss = loss or job.loss
+        self._loss = loss or job.loss_function
         self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
         self._functions = {name: it for name, it in job.metrics.items() if not isinstance(it, MetricObject)}
         # torchmetrics objects are modules; one that was made on another device would stop in its first update.
@@ -203,7 +203,7 @@ class Validation:
         early_stopping: EarlyStopping | None,
         average: Average | None,
         report: Callable[[StepContext, dict[str, float], float], None],
-        plateau: Plateau | None = None,
+        plateaus: Mapping[str, Plateau] | None = None,  # by the name of their optimizer
     ) -> None:
         self.every = every
         self.latest: dict[str, float] = {}
@@ -211,7 +211,7 @@ class Validation:
         self.best_value = math.nan
         self.stopped_because = ""
         self._validator, self._best, self._early_stopping = validator, best, early_stopping
-        self._average, self._report, self._plateau = average, report, plateau
+        self._average, self._report, self._plateaus = average, report, plateaus or {}
         self._patience = _Patience(early_stopping) if early_stopping else None
 
     def __call__(self, context: StepContext) -> Verdict:
@@ -230,12 +230,12 @@ class Validation:
 
     def _reduce_rates(self, context: StepContext) -> None:
         """Have the schedule look at the result, where it is one that does; the next step has the rate that follows."""
-        if self._plateau is None:
-            return
-        words = self._plateau.observe(_picked(self.latest, self._plateau.metric))
-        if words:
-            context.tell("learning rate", step=context.step, words=words)
-            context.say(f"  schedule   {words}")
+        for name, plateau in self._plateaus.items():
+            words = plateau.observe(_picked(self.latest, plateau.metric))
+            if words:
+                words = f"{name}: {words}" if name else words
+                context.tell("learning rate", step=context.step, words=words)
+                context.say(f"  schedule   {words}")
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Measure as validation does, with the EMA weights where there are some, without recording the result."""
@@ -255,7 +255,7 @@ class Validation:
             "latest": {name: _or_none(value) for name, value in self.latest.items()},
             "stopped_because": self.stopped_because,
             "patience": self._patience.state_dict() if self._patience else None,
-            **({"plateau": self._plateau.state_dict()} if self._plateau is not None else {}),
+            **{_plateau_key(name): plateau.state_dict() for name, plateau in self._plateaus.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -265,8 +265,13 @@ class Validation:
         self.stopped_because = state["stopped_because"]
         if self._patience and state["patience"]:
             self._patience.load_state_dict(state["patience"])
-        if self._plateau is not None and state.get("plateau"):
-            self._plateau.load_state_dict(state["plateau"])
+        for name, plateau in self._plateaus.items():
+            if state.get(_plateau_key(name)):
+                plateau.load_state_dict(state[_plateau_key(name)])
+
+
+def _plateau_key(name: str) -> str:
+    return f"plateau {name}".strip()
 
 
 class _Patience:

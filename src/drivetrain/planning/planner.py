@@ -23,6 +23,7 @@ from drivetrain.core.processes import SetAside
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
+from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import BY_FIELD, StepWay, others_of
@@ -491,12 +492,19 @@ def _key(run: Session, model: nn.Module) -> str:
             for name, value in [*model.named_parameters(), *model.named_buffers()]
         ],
         "batch": [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(first.batch) if isinstance(leaf, Tensor)],
-        "source": _sources([job.loss, job.optimizer, *{type(module) for module in model.modules()}]),
-        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema],
+        "source": _sources([*_functions(job), *{type(module) for module in model.modules()}]),
+        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema, *(turn.every for turn in job.turns)],
         "machine": [run.machine(), torch.get_num_threads()],
         "versions": [torch.__version__, torch.version.cuda, platform.python_version()],
         "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},
     })  # fmt: skip
+
+
+def _functions(job: Job) -> list[Any]:
+    """Return the functions that a step consists of."""
+    losses: list[Any] = [turn.loss for turn in job.turns] or [job.loss]
+    makers: list[Any] = [optim.make for optim in job.optims.values()] or [job.optimizer]
+    return losses + makers
 
 
 def _sources(things: Iterable[Any]) -> list[str]:

@@ -29,6 +29,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.metrics import LossSum
+from drivetrain.core.optims import Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
 from drivetrain.core.world import World, synchronize
@@ -53,6 +54,7 @@ from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.layers import recompute, split_recurrent_dropout
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
+from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn, turns_in
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
 ROUND_SECONDS = 0.02
@@ -124,10 +126,7 @@ class StepProbe:
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
-            called, graphs = None, 0
-            if way.compile_mode:  # to look for the compiler alone takes seconds
-                graphs = num_graphs()
-                called = compiled(job.loss, way.compile_mode, fixed=way.repeat != "off")
+            graphs = num_graphs() if way.compile_mode else 0  # to look for the compiler alone takes seconds
             optimizer = job.make_optimizer(model)
             if way.capture:
                 problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision)
@@ -135,7 +134,7 @@ class StepProbe:
                     return Measurement(problem=problem)
                 make_capturable(optimizer)
                 put_rates_on_device(optimizer)
-            parts, strategy = self._parts(model, optimizer, precision, called), SingleStrategy(self._alone)
+            parts, strategy = self._parts(model, optimizer, precision, way)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
             captured: CapturedStep | None = None
@@ -144,8 +143,10 @@ class StepProbe:
                 if captured is not None:
                     captured.replay()
                     return
-                for _ in range(num_micro_steps):
-                    strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
+                for turn in turns_in(strategy):
+                    with turn:
+                        for _ in range(num_micro_steps):
+                            strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
                 strategy.step(False)
 
             count = -(-share // way.micro_batch)
@@ -156,7 +157,8 @@ class StepProbe:
                 captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
             synchronize(device)
             warm = time.perf_counter() - began
-            if way.compile_mode and not _was_compiled(logging_loss(job.loss), graphs):
+            losses = [turn.loss for turn in job.turns] or [job.loss_function]
+            if way.compile_mode and not all(_was_compiled(logging_loss(loss), graphs) for loss in losses):
                 return Measurement(problem="nothing was compiled")
             one, more = _step_seconds(step, device, seconds, count, at_once)
             whole = one + (count - 1) * max(more, 0.0)
@@ -172,19 +174,33 @@ class StepProbe:
             )
 
     def _parts(
-        self, model: nn.Module, optimizer: Optimizer, precision: Precision, called_loss: LossFunction | None
-    ) -> StrategyParts:
+        self, model: nn.Module, optimizer: Optimizer, precision: Precision, way: StepWay
+    ) -> tuple[StrategyParts, SingleStrategy | TurnsStrategy]:
+        """Return what is tried: the parts, and the strategy that they are for."""
         job = self._job
-        return StrategyParts(
+
+        def called(loss: LossFunction) -> LossFunction | None:
+            return compiled(loss, way.compile_mode, fixed=way.repeat != "off") if way.compile_mode else None
+
+        def own(turn: Turn) -> OwnLoss:
+            alone = LossParts(None, None, self._alone, alone=True)
+            return OwnLoss(logging_loss(turn.loss), called(turn.loss), alone)
+
+        parts = StrategyParts(
             model,
-            logging_loss(job.loss),
+            logging_loss(job.loss_function),
             optimizer,
-            job.clip_norm,
+            None if job.optims else job.clip_norm,
             precision,
-            called_loss=called_loss,
+            clips=clips_of(job, optimizer),
+            called_loss=None if job.turns else called(job.loss_function),
             average=None if job.ema is None else Average(model, job.ema),
             loss_parts=LossParts(job.loss_weights, job.count, self._alone, alone=True),
         )
+        turns = parts_by_turn(job, parts, own)
+        if not turns:
+            return parts, SingleStrategy(self._alone)
+        return parts, TurnsStrategy(lambda: SingleStrategy(self._alone), turns)
 
     def _copy(self, way: StepWay) -> nn.Module:
         """Return a copy of the model, prepared for a way of running a step."""
@@ -233,10 +249,10 @@ def _loss(job: Job, model: nn.Module, batch: Any, precision: Precision) -> float
     torch.manual_seed(0)  # the same dropout in both
     with torch.no_grad():
         if around is None:
-            result = job.loss(model, batch)
+            result = job.loss_function(model, batch)
         else:
             with around:
-                result = job.loss(model, batch)
+                result = job.loss_function(model, batch)
     if isinstance(result, Mapping):
         return float(LossParts(job.loss_weights, job.count).total(result, batch))
     return float(result.total / result.count) if isinstance(result, LossSum) else float(result)

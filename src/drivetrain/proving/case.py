@@ -134,7 +134,7 @@ class Case:
         `is_training=False`.
         """
         if not self.observed:
-            result = self.job.loss(model, batch)
+            result = self.job.loss_function(model, batch)
             if self.digests and is_training:
                 self.recorder.watch_loss((), result)
             return result
@@ -170,7 +170,9 @@ class Case:
         """Make the user's optimizer over a model, in the job's parameter groups, or over the given groups."""
         if isinstance(parameters, nn.Module):
             parameters = parameter_groups(self.job, parameters)
-        return self.job.optimizer(parameters)
+        make: Any = self.job.optimizer  # a function: prove refuses several
+        made: Optimizer = make(parameters)
+        return made
 
     def lr_factor(self, step: int) -> float:
         """Return the factor of the learning rate in step `step`, from 0."""
@@ -218,7 +220,7 @@ def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Any:
             if case.keys_draws:
                 stack.enter_context(generators_kept())
                 stack.enter_context(KeyedDraws(numbers, case.seed))
-        return case.job.loss(model, batch)
+        return case.job.loss_function(model, batch)
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:

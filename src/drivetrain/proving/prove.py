@@ -97,7 +97,7 @@ def _job_of(case: Case) -> Job:
         name="prove",
         model=case.model,
         data=source if case.observed else job.data,
-        loss=loss if case.observed or case.digests else job.loss,
+        loss=loss if case.observed or case.digests else job.loss_function,
         count=None if job.count is None else case.count,
         optimizer=case.optimizer,
         collate=case.collate if case.observed else job.collate,
@@ -193,6 +193,11 @@ def prove(
     if find_place().size > 1:
         raise DrivetrainError(
             "prove was started on several processes, and starts its own", remedy="start it once, without a launcher"
+        )
+    if job.optims:
+        raise DrivetrainError(
+            f"the job has {len(job.optims)} named optimizers, and prove compares with a loop that has one",
+            remedy="prove the job with one optimizer and one loss",
         )
     if not is_factor(job.schedule):
         raise DrivetrainError(

@@ -342,7 +342,7 @@ def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
         groups = [{"params": [parameter for group in groups for parameter in group["params"]]}]
         if case.job.weight_decay is not None:
             groups[0]["weight_decay"] = case.job.weight_decay
-    return model, case.job.optimizer(groups)
+    return model, case.optimizer(groups)
 
 
 def _backward(

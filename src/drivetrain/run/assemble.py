@@ -19,6 +19,7 @@ from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.hook import StepContext
 from drivetrain.core.logged import logging_loss
+from drivetrain.core.optims import Turn
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
@@ -28,7 +29,7 @@ from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_dra
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable
-from drivetrain.loop.rates import LearningRates
+from drivetrain.loop.rates import Rates, rates_of
 from drivetrain.loop.validation import Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock
 from drivetrain.monitor.profiler import count_apart, counted
@@ -39,6 +40,7 @@ from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyPar
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.step_log import StepLog
+from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
 
 
 def division_of(run: Session, model: nn.Module | None) -> Division:
@@ -115,7 +117,7 @@ def make_validation(
         None if job.early_stopping is None else job.settled(job.early_stopping),
         parts.average,
         report,
-        parts.rates.plateau,
+        parts.rates.plateaus,
     )
     if checkpoint is not None and checkpoint.meta["validation"]:
         validation.load_state_dict(checkpoint.meta["validation"])
@@ -132,7 +134,7 @@ def make_validator(
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
-    loss = run.weighted(run.job.loss) if loss is None else loss
+    loss = run.validated_loss() if loss is None else loss
     return Validator(run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_")
 
 
@@ -167,7 +169,7 @@ class RunParts:
 
     model: nn.Module
     optimizer: Optimizer
-    rates: LearningRates
+    rates: Rates
     average: Average | None  # the moving average of the weights
     strategy: Strategy
     given: StrategyParts  # what the strategy was prepared with
@@ -217,13 +219,12 @@ def assemble(
     if takes_weights and job.init_from is not None:
         taken = take_weights(job.init_from, model, world, run.experts)
     average = None if job.ema is None else Average(model, job.ema)
-    strategy = (make_strategy or run.make_strategy)()
-    run.strategy = strategy.name
     given = StrategyParts(
         model,
-        run.weighted(logging_loss(job.loss)) if loss is None else loss,
+        run.weighted(logging_loss(job.loss_function)) if loss is None else loss,
         optimizer,
-        clip_norm=job.clip_norm,
+        clip_norm=None if job.optims else job.clip_norm,
+        clips=clips_of(job, optimizer),
         precision=run.precision,
         called_model=called_model,
         called_loss=None if called_loss is None else run.weighted(called_loss),
@@ -232,8 +233,13 @@ def assemble(
         loss_parts=run.loss_parts if loss_parts is None else loss_parts,
         step_log=run.step_log if loss_parts is None else StepLog(world),
     )
+    make = make_strategy or run.make_strategy
+    apart = None if loss_parts is None else world
+    turns = parts_by_turn(job, given, lambda turn: _losses_of(run, turn, apart, compiles=given.called_loss is not None))
+    strategy = TurnsStrategy(make, turns) if turns else make()
+    run.strategy = strategy.name
     draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
-    rates = LearningRates(job, optimizer)  # before a checkpoint is loaded: it begins with the settings as made
+    rates = rates_of(job, optimizer)  # before a checkpoint is loaded: it begins with the settings as made
     if run.config.optimizer.learning_rate is not None and rates.sets_own:
         message = f"the job's schedule is a {rates.sets_own}, which sets rates of its own"
         raise ConfigError([Problem("--lr", message, remedy="leave it out, or use dt.OneCycle in the job")])
@@ -241,6 +247,8 @@ def assemble(
     if not is_own_loop:
         given.step_log.settle()
         why_not_captured = run.why_not_captured(optimizer, draws, division) or rates.why_not_captured
+        if any(turn.every > 1 for turn in job.turns):
+            why_not_captured = why_not_captured or "not every step has the same turns"
         if not why_not_captured:
             make_capturable(optimizer)
     return RunParts(
@@ -258,6 +266,14 @@ def assemble(
         weights_taken=taken,
         watch=watch,
     )
+
+
+def _losses_of(run: Session, turn: Turn, apart: World | None, *, compiles: bool) -> OwnLoss:
+    """Return the loss of one of several turns, weighted and compiled by itself. `apart`: the world it is tried in."""
+    own = run.of_turn(turn)
+    called = called_loss_of(own) if compiles else None
+    parts = own.loss_parts if apart is None else LossParts(None, None, apart, alone=True)
+    return OwnLoss(own.weighted(logging_loss(turn.loss)), None if called is None else own.weighted(called), parts)
 
 
 def _try_out(
@@ -312,7 +328,7 @@ def make_stepper(
         clock: Measures the phases of a step.
     """
     seed, world, clock = run.job.seed, world or run.world, clock or NoClock()
-    if isinstance(parts.strategy, SingleStrategy) and not parts.why_not_captured:
+    if isinstance(parts.strategy, (SingleStrategy, TurnsStrategy)) and not parts.why_not_captured:
         captured = CapturedStepper(parts.strategy, parts.objective, world, seed, draws=parts.draws, clock=clock)
         if loader is not None and isinstance(loader.feed, ResidentFeed):
             loader.feed.gathers = False  # the replay does it

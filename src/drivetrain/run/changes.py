@@ -88,7 +88,10 @@ class Fingerprint:
         return changed if changed and are_steady(self._items[name], seen) else []
 
     def _functions(self, job: Job) -> Iterator[tuple[str, str]]:
-        things: dict[str, Any] = {"loss function": job.loss, "optimizer function": job.optimizer}
+        losses: dict[str, Any] = {f"loss function {turn.name}": turn.loss for turn in job.turns}
+        makers: dict[str, Any] = {f"optimizer function {name}": optim.make for name, optim in job.optims.items()}
+        things = losses or {"loss function": job.loss}
+        things |= makers or {"optimizer function": job.optimizer}
         if not isinstance(job.schedule, (FactorSchedule, OnPlateau, ExtendedSchedule)):  # compared by their settings
             things["schedule"] = job.schedule
         if job.count is not None:

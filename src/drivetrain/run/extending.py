@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.run_folder import Extension
-from drivetrain.core.schedules import is_factor
+from drivetrain.core.schedules import FactorSchedule, is_factor
 from drivetrain.job import Job
 
 WAYS = {
@@ -53,6 +53,8 @@ class ExtendedSchedule:
 
 def depends_on_length(job: Job, extension: Extension) -> bool:
     """Return whether the longer job has another learning rate in a step that the shorter one has, too."""
+    if job.optims:
+        return any(depends_on_length(job.with_one(name), extension) for name in job.optims)
     before, after = extension.before, extension.after
     if before is None or after is None or not is_factor(job.schedule):
         return False  # a torch scheduler is not told the number of steps, nor is a plateau
@@ -80,7 +82,9 @@ def settle_extension(job: Job, earlier: Sequence[Extension], new: Extension, way
             remedy="add --extend-schedule: " + "; ".join(f"{name} {words}" for name, words in WAYS.items()),
         )
     settled = replace(new, schedule=way)
-    if way == "floor" and not ExtendedSchedule(job.schedule, (*earlier, settled))(new.before or 0):
+    if way == "floor" and not any(
+        ExtendedSchedule(schedule, (*earlier, settled))(new.before or 0) for schedule in _factors_of(job)
+    ):
         raise DrivetrainError(
             "the schedule ends with a learning rate of 0, and --extend-schedule floor would keep it: it learns nothing",
             remedy="--extend-schedule stretch or rewarm; or a schedule with a floor in a new run",
@@ -92,4 +96,17 @@ def extended(job: Job, extensions: Sequence[Extension]) -> Job:
     """Return the job with the learning rate of a run that was made longer."""
     if not any(it.schedule for it in extensions):
         return job
-    return replace(job, schedule=ExtendedSchedule(job.schedule, tuple(extensions)))
+
+    def longer(schedule: Any) -> Any:
+        return ExtendedSchedule(schedule, tuple(extensions)) if isinstance(schedule, FactorSchedule) else schedule
+
+    optimizer: Any = job.optimizer
+    if job.optims:
+        optimizer = {name: replace(optim, schedule=longer(optim.schedule)) for name, optim in job.optims.items()}
+    return replace(job, schedule=longer(job.schedule), optimizer=optimizer)
+
+
+def _factors_of(job: Job) -> list[FactorSchedule]:
+    """Return the schedules that are a factor of the step: the job's, or those of its optimizers."""
+    schedules = [job.of_optimizer(name).schedule for name in job.optims] or [job.schedule]
+    return [schedule for schedule in schedules if isinstance(schedule, FactorSchedule)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept, untouched
+from drivetrain.core.optims import chosen_parameters, only_training
 from drivetrain.core.world import World
 from drivetrain.data.batch import IGNORE_INDEX, MicroBatch, candidates
 from drivetrain.data.division import Place, SampleStream
@@ -43,10 +44,22 @@ BEFORE = "the run was begun by a version that weighted every scalar loss by samp
 
 
 def settle_weighting(run: Session, model: nn.Module, checkpoint: Checkpoint | None) -> None:
-    """Set `run.weighting`: recorded, asked for, or measured where samples can be had by number. All ranks call it."""
+    """Set `run.weighting`: recorded, asked for, or measured where samples can be had by number. All ranks call it.
+
+    Each of several losses is settled by itself; for the whole run only how its steps may be divided is kept.
+    """
+    if not run.job.turns:
+        _settle(run, model, None if checkpoint is None else recorded_weighting(checkpoint))
+        return
+    recorded = {} if checkpoint is None else checkpoint.meta["turn_losses"]
+    known = {name: Weighting.model_validate(found) for name, found in recorded.items()}
+    _settle_turns(run, model, lambda own, name: _settle(own, model, known.get(name)))
+
+
+def _settle(run: Session, model: nn.Module, recorded: Weighting | None) -> None:
     asked = run.config.batch.loss_weighting
-    if checkpoint is not None:
-        run.weighting = recorded_weighting(checkpoint)
+    if recorded is not None:
+        run.weighting = recorded
         if asked not in ("auto", run.weighting.by):
             raise DrivetrainError(
                 f"--loss-weighting {asked} would change what the run learns: it was begun {run.weighting}",
@@ -65,6 +78,23 @@ def settle_weighting(run: Session, model: nn.Module, checkpoint: Checkpoint | No
         run.weighs_first_batch = run.job.global_batch != 1
 
 
+def _settle_turns(run: Session, model: nn.Module, settle: Callable[[Session, str], None]) -> None:
+    """Settle the weighting of each of several losses, by the gradients of the parameters that it trains."""
+    chosen = chosen_parameters(model, run.job.optims)
+    trained = [parameter for parameters in chosen.values() for parameter in parameters]
+    found, weighs_first_batch = list[Weighting](), False
+    for turn in run.job.turns:
+        own = run.of_turn(turn)
+        with only_training(trained, [parameter for name in turn.optimizers for parameter in chosen[name]]):
+            settle(own, turn.name)
+        own.weighting = own.weighting.closed()
+        weighs_first_batch |= own.weighs_first_batch
+        found.append(own.weighting)
+    run.weighs_first_batch = weighs_first_batch
+    held = next((weighting.holds_division for weighting in found if weighting.holds_division), "")
+    run.weighting = Weighting(holds_division=held, reason="each loss by itself")
+
+
 def recorded_weighting(checkpoint: Checkpoint) -> Weighting:
     """Return how a run weighted its losses when the checkpoint was written."""
     recorded = checkpoint.meta.get("loss")
@@ -73,7 +103,14 @@ def recorded_weighting(checkpoint: Checkpoint) -> Weighting:
 
 def settle_by_batch(run: Session, model: nn.Module, batch: Any, num_samples: int) -> None:
     """Set `run.weighting` from the first batch of data that has no numbers. All ranks call it."""
-    if run.weighs_first_batch:
+    if run.weighs_first_batch and run.job.turns:
+
+        def settle(own: Session, name: str) -> None:
+            own.weighs_first_batch = True
+            settle_by_batch(own, model, batch, num_samples)
+
+        _settle_turns(run, model, settle)
+    elif run.weighs_first_batch:
         run.weighs_first_batch = False
         run.weighting = _measured_by_rank_0(run, model, lambda: _cut(batch, num_samples))
         _refuse_unfound(run)
@@ -140,7 +177,7 @@ class _UncountedLoss:
         self.has_parts = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        result = self._job.loss(model, batch)
+        result = self._job.loss_function(model, batch)
         if not isinstance(result, Mapping):
             return result
         self.has_parts = True
@@ -362,12 +399,14 @@ def _telling_samples(weighting: Weighting, fetch: Callable[[Tensor], Any], num_s
 def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     """Report a loss that is not a plain mean over samples, and what that means for the run."""
     weighting, job, lines = run.weighting, run.job, list[str]()
-    if weighting.by != "samples" and weighting.reason != "asked for":
-        lines.append(
-            f"measured to be {weighting.reason}: "
-            + ("added up" if weighting.by == "sum" else "weighted by that count")
-            + " over micro-batches and ranks (--loss-weighting samples takes it for a mean over samples)"
-        )
+    weightings = {f"{turn.name} is ": run.of_turn(turn).weighting for turn in job.turns} or {"": weighting}
+    for name, own in weightings.items():
+        if own.by != "samples" and own.reason != "asked for":
+            lines.append(
+                f"{name}measured to be {own.reason}: "
+                + ("added up" if own.by == "sum" else "weighted by that count")
+                + " over micro-batches and ranks (--loss-weighting samples takes it for a mean over samples)"
+            )
     if weighting.reason == BEFORE:
         lines.append(f"weighted by samples: {BEFORE}")
     if weighting.holds_division and job.global_batch != 1:

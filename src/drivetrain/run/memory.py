@@ -123,7 +123,7 @@ class _Steps:
 
     def __call__(self, size: int, change: Callable[[nn.Module], object] | None) -> Simulated:
         batch = self._batch(size)
-        found = simulate(self._model, self._job.loss, batch, self._precision, change, accumulates=True)
+        found = simulate(self._model, self._job.loss_function, batch, self._precision, change, accumulates=True)
         if change is None:
             self._kept[size] = found
         return found

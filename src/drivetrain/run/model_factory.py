@@ -25,6 +25,7 @@ from drivetrain.config import Config
 from drivetrain.core.arguments import returned
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
+from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
@@ -61,6 +62,7 @@ def build_model(run: Session) -> nn.Module:
     _refuse_meta(run, made)
     num_weights = sum(parameter.numel() for parameter in made.parameters())
     run.choose_strategy(strategy_for(run.config.distributed.strategy, made, run.job, run.world), num_weights)
+    _refuse_several_optimizers(run)
     if run.shards:
         refuse_uncuttable(made)
         if run.spec.shares_experts:
@@ -75,6 +77,16 @@ def build_model(run: Session) -> nn.Module:
         raise explained(
             run.job, made, run.way.precision, str(run.world.device), free, fraction, num_devices=run.num_devices
         ) from error
+
+
+def _refuse_several_optimizers(run: Session) -> None:
+    """Raise where the job has several optimizers and the strategy takes one."""
+    if run.job.optims and not run.spec.several_optimizers:
+        known = [name for name in STRATEGIES.names() if strategy_facts(name).several_optimizers]
+        raise DrivetrainError(
+            f"the strategy {run.strategy} trains with one optimizer, and the job has {', '.join(run.job.optims)}",
+            remedy=f"--parallel-strategy {' or '.join(known)}",
+        )
 
 
 def prepare_model(run: Session, model: nn.Module) -> Prepared:
@@ -130,7 +142,7 @@ def called_loss_of(run: Session) -> LossFunction | None:
     is_whole = run.way.compile_mode is not None and not run.shards and not run.config.compile.only
     if not is_whole:
         return None
-    return compiled(run.job.loss, run.way.compile_mode or "default", fixed=run.way.repeat != "off")
+    return compiled(run.job.loss_function, run.way.compile_mode or "default", fixed=run.way.repeat != "off")
 
 
 def couples_samples(model: nn.Module) -> bool:

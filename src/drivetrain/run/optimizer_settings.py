@@ -57,6 +57,7 @@ class ConfiguredOptimizer:
 def with_optimizer_settings(job: Job, config: Config) -> Job:
     """Return the job with what the configuration says of its optimizer, where it says something."""
     rate, decay, warmup = config.optimizer.learning_rate, config.optimizer.weight_decay, config.optimizer.warmup_steps
+    _refuse_for_several(job, config)
     has_optimizer = rate is not None or decay is not None
     return replace(
         job,
@@ -66,6 +67,23 @@ def with_optimizer_settings(job: Job, config: Config) -> Job:
         weight_decay=job.weight_decay if decay is None else decay,
         ema=config.optimizer.ema or job.ema,
     )
+
+
+def _refuse_for_several(job: Job, config: Config) -> None:
+    """Raise for settings of one optimizer, where a job has several."""
+    given = {
+        "--lr": config.optimizer.learning_rate,
+        "--weight-decay": config.optimizer.weight_decay,
+        "--warmup-steps": config.optimizer.warmup_steps,
+    }
+    names = ", ".join(job.optims)
+    problems = [
+        Problem(flag, f"the job has several optimizers ({names})", value, remedy="set it in dt.Optim(…), for each")
+        for flag, value in given.items()
+        if job.optims and value is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _with_warmup(schedule: Any, warmup_steps: int) -> Any:

@@ -39,6 +39,8 @@ def _refuse_weights(source: Path) -> None:
 
 def _refuse_schedule(job: Job) -> None:
     """Raise if the first or the last step has no learning rate; a schedule of the user's own may also raise itself."""
+    for name in job.optims:
+        _refuse_schedule(job.with_one(name))
     if not is_factor(job.schedule):
         return
     num_steps = job.num_steps

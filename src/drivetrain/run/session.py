@@ -19,6 +19,7 @@ from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import is_restart, supervision
 from drivetrain.core.log import notice
+from drivetrain.core.optims import LossByTurn, Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
 from drivetrain.core.run_folder import Extension, RunFolder, has_steps, read_extensions, read_job
@@ -151,6 +152,8 @@ class Session:
         folder = config.run.output_dir / self.name
         self.job, self.batch_by_rule = settled_job(job, config, self.settings, world, self.num_devices, folder)
         self._rule = LossRule(Weighting())
+        self._turn_rules = {turn.name: LossRule(Weighting()) for turn in job.turns}
+        self._turn_parts = {turn.name: LossParts(None, None, world) for turn in job.turns}
         self.loss_parts = LossParts(job.loss_weights, job.count, world)
         self.step_log = StepLog(world)
         self.residency = Residency(self.config, self.world.device, hardware.memory.free_bytes, quiet=quiet)
@@ -179,6 +182,13 @@ class Session:
         trial.quiet = True
         trial.follow(replace(self.planned, way=way))
         return trial
+
+    def of_turn(self, turn: Turn) -> Self:
+        """Return this run with the loss of one turn alone: how that is weighted, and the parts it has."""
+        found = copy.copy(self)
+        found.job = self.job.of_turn(turn)
+        found._rule, found.loss_parts = self._turn_rules[turn.name], self._turn_parts[turn.name]
+        return found
 
     def recorded_way(self, checkpoint: Checkpoint) -> StepWay | None:
         """Return how steps before a checkpoint were run, except what is pinned now; None if world or machine differ."""
@@ -363,7 +373,30 @@ class Session:
         """Return the user's loss function, or it compiled, with its results weighted by the rule that holds by then."""
         return self._rule.around(loss)
 
+    @property
+    def part_names(self) -> list[str]:
+        """The names of the parts that a loss was seen to have; of several losses, each is one and its parts are."""
+        if not self.job.turns:
+            return list(self.loss_parts.names)
+        return [
+            name
+            for turn, parts in self._turn_parts.items()
+            for name in (turn, *(f"{turn}_{part}" for part in parts.names))
+        ]
+
+    def validated_loss(self) -> LossFunction:
+        """Return the loss function of validations, with results weighted as in training."""
+        if not self.job.turns:
+            return self.weighted(self.job.loss_function)
+        by_turn = {turn.name: self.of_turn(turn) for turn in self.job.turns}
+        counted = {name: own.weighted(own.job.loss_function) for name, own in by_turn.items()}
+        return LossByTurn({
+            name: counted[name] if own.weighting.by == "tokens" else own.job.loss_function
+            for name, own in by_turn.items()
+        })  # fmt: skip
+
     def meta(self, division: Division) -> dict[str, Any]:
+        turns = {name: rule.weighting.model_dump(mode="json") for name, rule in self._turn_rules.items()}
         return {
             "plan": {
                 "world_size": self.world.size,
@@ -374,6 +407,7 @@ class Session:
             },
             "job": self.job.identity(),
             "loss": self.weighting.model_dump(mode="json"),
+            **({"turn_losses": turns} if turns else {}),
             "hooks": [dict(hook.state_dict()) for hook in self.job.hooks],
         }
 

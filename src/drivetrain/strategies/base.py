@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,13 @@ class NormDue:
         self.is_apart = False  # captured steps are without it, so this one is not replayed
 
 
+class Clip(NamedTuple):
+    """Parameters whose gradient is clipped by itself, and the norm it is clipped to; None: it is only measured."""
+
+    parameters: Sequence[Tensor]
+    most: float | None
+
+
 @dataclass(frozen=True)
 class StrategyParts:
     """The parts that a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
@@ -63,6 +70,10 @@ class StrategyParts:
     loss_parts: LossParts = field(default_factory=LossParts)  # for a loss that returns named parts
     step_log: StepLog = field(default_factory=StepLog)  # for a loss that logs values
     norms: NormDue = field(default_factory=NormDue)
+    clips: Sequence[Clip] = ()  # for several optimizers, in place of `clip_norm`
+    of_all_turns: "StrategyParts | None" = (
+        None  # for one of several turns: what is saved and loaded, and has the scaler
+    )
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
 
@@ -71,8 +82,15 @@ class StrategyParts:
         made_with = {"groups": settings, "attributes": plain_attributes(self.optimizer)}
         object.__setattr__(self, "made_with", made_with)
 
+    @property
+    def saved(self) -> "StrategyParts":
+        """The parts whose state is saved and loaded."""
+        return self.of_all_turns or self
+
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
+        if self.of_all_turns is not None:
+            return self.of_all_turns.scaler
         return torch.amp.GradScaler(self.precision.device_type, enabled=self.precision.scales_loss)
 
     @cached_property
@@ -141,10 +159,12 @@ class StrategyParts:
             gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
             torch._foreach_mul_(gradients, factor)
         norm = None
-        if self.clip_norm is not None:
-            norm = self._clip(self.clip_norm, together)
+        if self.clips:
+            norm = self._clip_each(together)
+        elif self.clip_norm is not None:
+            norm = self._clip(self.trained, self.clip_norm, together)
         elif self.norms.is_due:
-            norm = self._norm(together)
+            norm = self._norm(self.trained, together)
         if scales:
             # A fused optimizer skips on the device. Others ask the host, which waits to know.
             before = self.scale()
@@ -160,19 +180,27 @@ class StrategyParts:
                 raise
         return norm, skipped
 
-    def _norm(self, together: "Together | None") -> Tensor:
+    def _clip_each(self, together: "Together | None") -> Tensor:
+        """Clip the gradients of each optimizer. Return the norm of all of them before that."""
+        norms = [
+            self._norm(parameters, together) if most is None else self._clip(parameters, most, together)
+            for parameters, most in self.clips
+        ]
+        return torch.stack([norm.to(norms[0]) for norm in norms]).square().sum().sqrt()
+
+    def _norm(self, parameters: Sequence[Tensor], together: "Together | None") -> Tensor:
         if together is not None:
-            return together.norm(self.trained)
-        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+            return together.norm(list(parameters))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return torch.zeros_like(self._one)
         return nn.utils.get_total_norm([value.coalesce().values() if value.is_sparse else value for value in gradients])
 
-    def _clip(self, most: float, together: "Together | None") -> Tensor:
+    def _clip(self, parameters: Sequence[Tensor], most: float, together: "Together | None") -> Tensor:
         if together is None:
-            return nn.utils.clip_grad_norm_(self.trained, most)
-        norm = together.norm(self.trained)
-        nn.utils.clip_grads_with_norm_(self.trained, most, norm)
+            return nn.utils.clip_grad_norm_(parameters, most)
+        norm = together.norm(list(parameters))
+        nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return norm
 
 
@@ -233,6 +261,10 @@ class CapturableStrategy(Strategy, Protocol):
     """A strategy whose step can be captured as a CUDA graph and replayed: nothing in it asks the host."""
 
     parts: StrategyParts
+
+    @property
+    def num_values(self) -> int:
+        """The number of values that a step's record needs besides those that each has."""
 
     def move(self) -> StepOutcome:
         """Run the part of `step` that is captured."""

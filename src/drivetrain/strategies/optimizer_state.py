@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.optimizers import JointOptimizer
 
 NESTED = "optimizer_nested/"  # keys of tensors inside of other values
 UNSAVED = "unsaved_attributes"  # of an optimizer: names of attributes that hold nothing worth saving
@@ -154,6 +155,12 @@ def move_to_parameters(optimizer: Optimizer) -> None:
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return what an optimizer keeps as attributes, by name. Torch's own optimizers keep nothing there."""
+    if isinstance(optimizer, JointOptimizer):
+        return {
+            f"{of}.{name}": value
+            for of, member in optimizer.members.items()
+            for name, value in attributes_of(member).items()
+        }
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
     left_out = _attributes_of_any() | _NOT_STATE | set(getattr(optimizer, UNSAVED, ()))
@@ -210,8 +217,9 @@ def encode_attributes(optimizer: Optimizer, encoder: Encoder) -> dict[str, Any]:
 
 
 def load_attributes(optimizer: Optimizer, stored: Mapping[str, Any], decoder: Decoder) -> None:
-    for name, value in stored.items():
-        fresh = getattr(optimizer, name, None)
+    for full_name, value in stored.items():
+        holder, name = _holder(optimizer, full_name)
+        fresh = getattr(holder, name, None)
         if isinstance(value, Mapping) and value[_TAG] == "state_dict":
             if not _has_state_dict(fresh):
                 raise DrivetrainError(
@@ -225,7 +233,15 @@ def load_attributes(optimizer: Optimizer, stored: Mapping[str, Any], decoder: De
             fresh.clear()
             fresh.update(found)
         else:
-            setattr(optimizer, name, found)
+            setattr(holder, name, found)
+
+
+def _holder(optimizer: Optimizer, name: str) -> tuple[Optimizer, str]:
+    """Return the optimizer that has an attribute, and what it is called there: the inverse of `attributes_of`."""
+    if not isinstance(optimizer, JointOptimizer):
+        return optimizer, name
+    of = next(of for of in optimizer.members if name.startswith(f"{of}."))
+    return optimizer.members[of], name.removeprefix(f"{of}.")
 
 
 def _has_state_dict(value: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.optimizers import members_of
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
 from drivetrain.core.value import format_bytes
@@ -415,15 +416,16 @@ def _refuse_other_models(model: nn.Module, world: World) -> None:
 
 
 def refuse_unless_elementwise(optimizer: Optimizer, strategy: str) -> None:
-    kind = type(optimizer)
-    is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
-    if not is_torchs and not getattr(optimizer, "elementwise", False):
-        raise DrivetrainError(
-            f"{kind.__name__} is not known to treat every element of a weight alike, and with {strategy} a rank has "
-            "only a part of each weight",
-            remedy=f"use one of torch's {', '.join(ELEMENTWISE)}; or --parallel-strategy ddp; or, if it does, set "
-            "optimizer.elementwise = True",
-        )
+    for member in members_of(optimizer).values():
+        kind = type(member)
+        is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+        if not is_torchs and not getattr(member, "elementwise", False):
+            raise DrivetrainError(
+                f"{kind.__name__} is not known to treat every element of a weight alike, and with {strategy} a rank "
+                "has only a part of each weight",
+                remedy=f"use one of torch's {', '.join(ELEMENTWISE)}; or --parallel-strategy ddp; or, if it does, set "
+                "optimizer.elementwise = True",
+            )
 
 
 def _num_bytes(parameters: Any) -> int:

@@ -120,11 +120,11 @@ class DdpStrategy:
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return the state, which is the same on every rank; only rank 0 writes it."""
-        shards, meta = whole_state(self._parts)
+        shards, meta = whole_state(self._parts.saved)
         return (shards if self._world.is_main else []), meta
 
     def load(self, source: TensorSource) -> None:
-        load_whole_state(self._parts, source)
+        load_whole_state(self._parts.saved, source)
 
     def close(self) -> None:
         pass
@@ -145,5 +145,6 @@ def options_of(context: StrategyContext) -> DdpOptions:
 SPEC = StrategySpec(
     make=lambda context: DdpStrategy(context.world, options_of(context)),
     processes="several",
+    several_optimizers=True,
     options=("distributed.bucket_cap_mb", "distributed.static_graph", "distributed.gradient_as_bucket_view"),
 )

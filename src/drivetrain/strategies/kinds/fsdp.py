@@ -141,7 +141,10 @@ class FsdpStrategy:
     def prepare(self, parts: StrategyParts, trial: Trial) -> ObjectiveCall:
         """Take the parts over. A trial without a batch is not run: in a user's own loop the batch is not known yet."""
         sharded = self._sharded
-        self._parts = parts = replace(parts, owners=sharded.owners)
+        held = set(parts.trained)
+        owners = {part: owner for part, owner in sharded.owners.items() if part in held}
+        self._parts = parts = replace(parts, owners=owners)
+        self._saved = replace(parts.saved, owners=sharded.owners)
         parts.mixtures.group = self._world.group
         self._replicated = [p for p in sharded.replicated.values() if p.requires_grad]
         self._objective = Objective(parts, scale=1.0)
@@ -264,12 +267,12 @@ class FsdpStrategy:
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return this rank's shards; on rank 0 also what all ranks have."""
         put_away(self._parts.model)
-        shards, meta = whole_state(self._parts)
+        shards, meta = whole_state(self._saved)
         return [shard for shard in shards if shard.is_part or self._world.is_main], meta
 
     def load(self, source: TensorSource) -> None:
         put_away(self._parts.model)
-        load_whole_state(self._parts, source)
+        load_whole_state(self._saved, source)
 
     def close(self) -> None:
         pass
@@ -311,6 +314,7 @@ def _make(context: StrategyContext) -> FsdpStrategy:
 SPEC = StrategySpec(
     make=_make,
     memory="shards",
+    several_optimizers=True,
     options=("distributed.fsdp_offload", "distributed.fsdp_cast", "distributed.fsdp_accumulate"),
     conflicts=(
         Conflict(

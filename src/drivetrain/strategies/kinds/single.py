@@ -35,6 +35,11 @@ class SingleStrategy:
         self._begins = True
         return self._call
 
+    @property
+    def num_values(self) -> int:
+        """The number of values that a step's record needs for named parts of the loss and for logged values."""
+        return self.parts.loss_parts.num_values + self.parts.step_log.num_values
+
     def _call(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         if self._begins:
             # Here and not after the last step: what is freed now is at once used again, while it is in the cache.
@@ -78,10 +83,10 @@ class SingleStrategy:
                 vars(self.parts.optimizer).pop(name, None)
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
-        return whole_state(self.parts)
+        return whole_state(self.parts.saved)
 
     def load(self, source: TensorSource) -> None:
-        load_whole_state(self.parts, source)
+        load_whole_state(self.parts.saved, source)
 
     def close(self) -> None:
         pass
@@ -91,6 +96,7 @@ SPEC = StrategySpec(
     make=lambda context: SingleStrategy(context.world),
     processes="one",
     captures=True,
+    several_optimizers=True,
     takes=("ddp",),  # one process communicates nothing: they change nothing
     conflicts=(
         Conflict(
