@@ -227,14 +227,14 @@ def chosen_parameters(model: nn.Module, optims: Mapping[str, Optim]) -> dict[str
 
 @contextmanager
 def only_training(parameters: Iterable[Tensor], trained: Iterable[Tensor]) -> Iterator[None]:
-    """Let only some of the parameters have gradients inside the context.
+    """Let only some of the parameters have gradients inside the context. Those that are frozen stay so.
 
     Args:
         parameters: All that train in one turn or another.
         trained: Those that train now.
     """
     wanted = set(trained)
-    others = [parameter for parameter in parameters if parameter not in wanted]
+    others = [parameter for parameter in parameters if parameter not in wanted and parameter.requires_grad]
     for parameter in others:
         parameter.requires_grad_(False)
     try:
