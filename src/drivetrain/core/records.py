@@ -66,7 +66,7 @@ class StepOutcome(NamedTuple):
     num_items: Tensor | float
     stop: Tensor | float  # above 0 if any rank asks to stop
     grad_norm: Tensor | None
-    skipped: Tensor | float = 0.0  # above 0 if the optimizer left the weights as they were (fp16, infinite gradients)
+    skipped: Tensor | float = 0.0  # 1 if the weights stayed as they were (fp16, infinite gradients); of turns a share
     packed: Tensor | None = None  # what `pack` gives, where the device has it already; overwritten by the next step
     rows: "ResultRows | None" = None  # what `pack` gives of one replay or several, until it is read
     named: PartTotals | None = None  # of a loss with named parts, which has no `losses`

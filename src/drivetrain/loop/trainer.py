@@ -342,7 +342,7 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._not_finite(step, place.epoch, loss, parts)
         self._last_loss = loss if count else math.nan
-        if not skipped:
+        if skipped < 1:  # of several turns, some may be skipped
             self.has_moved = True
         lr, other_rates = enqueued.rates[number], self._rates.take_others(step - 1)
         if other_rates is not None:

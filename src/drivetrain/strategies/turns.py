@@ -194,7 +194,7 @@ class TurnsStrategy:
             entries[next(iter(outcomes))].known_count or found[0].num_items,
             _highest([outcome.stop for outcome in found]),
             torch.stack([norm.double() for norm in norms]).square().sum().sqrt() if norms else None,
-            _highest([outcome.skipped for outcome in found]),
+            _mean([outcome.skipped for outcome in found]),
             named=PartTotals(torch.cat(values), _TurnReader(entries)),
             logged=self.parts.step_log.take(),
         )
@@ -239,6 +239,12 @@ def _highest(values: Sequence[Tensor | float]) -> Tensor | float:
         return max(float(value) for value in values)
     numbers = max((float(value) for value in values if not isinstance(value, Tensor)), default=0.0)
     return torch.stack(tensors).max().clamp(min=numbers)
+
+
+def _mean(values: Sequence[Tensor | float]) -> Tensor | float:
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    numbers = sum(float(value) for value in values if not isinstance(value, Tensor))
+    return (torch.stack(tensors).sum() + numbers) / len(values) if tensors else numbers / len(values)
 
 
 class _Entry(NamedTuple):
