@@ -305,6 +305,8 @@ class CapturedStepper(Stepper):
         self.tell: Callable[[str, str], None] = lambda event, words: None
         self._num_steps = self._num_replays = self._num_starts = 0
         self._step = 0  # that runs: how many were done before it
+        self._drawn: list[str] | None = None  # generators that a step draws from, while it is watched
+        self._generators: State = {}  # since when
         self._start()
 
     def start_over(self) -> None:
@@ -430,7 +432,18 @@ class CapturedStepper(Stepper):
     def _begin_turn(self, turn: int) -> None:
         """Set the generators for another turn of the step that runs."""
         if self._seeds:
+            self._look_at_draws()
             self._seed_model(self._key_of(self._step, 0, turn))
+            self._look_at_draws(begins=True)
+
+    def _look_at_draws(self, *, begins: bool = False) -> None:
+        """While a step is watched, note what draws from generators of the host: between `begins` and the next call."""
+        if self._drawn is None:
+            return
+        now = generators_state(self._device)
+        if not begins:
+            self._drawn += changes(self._generators, now)
+        self._generators = now
 
     def _warm_up(
         self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: bool
@@ -457,10 +470,12 @@ class CapturedStepper(Stepper):
 
     def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
         """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
-        before = self._python_state() | generators_state(self._device)
+        before, self._drawn = self._python_state(), []
+        self._look_at_draws(begins=True)
         with noticed_waits(self._device) as waits:
             outcome = self._run_here(batch, place, micro, stop)
-        found = changes(before, self._python_state() | generators_state(self._device))
+        self._look_at_draws()
+        found, self._drawn = changes(before, self._python_state()) + self._drawn, None
         if waits:
             self._give_up(f"the step waits for the device ({waits[0]}), and a replay cannot")
         elif found:
