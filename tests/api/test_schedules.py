@@ -282,7 +282,7 @@ class Planned:
     """A metric with these values, one after the other."""
 
     def __init__(self, values: list[float]) -> None:
-        self.values, self.seen = values, 0
+        self.values, self.seen = values, -1  # it is tried once before the first step
 
     def __call__(self, output: Tensor, batch: Any) -> Tensor:
         value = self.values[self.seen]

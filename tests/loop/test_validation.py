@@ -103,13 +103,13 @@ def test_validation_has_a_batch_size_of_its_own(tmp_path: Path) -> None:
 
     job = make_job(FLOAT64, valid=valid_set(), metrics=METRICS, valid_batch=9, valid_every=100, loss=loss)
     result = trained(tmp_path / "job", job, 4)
-    assert sizes == [9, 9, NUM_VALID - 18]
+    assert sizes == [9, 9, 9, NUM_VALID - 18], "one batch tried before the first step, then the set"
     expected = by_hand(weights_at(result.folder, result.steps))
     assert dict(result.metrics) == pytest.approx(expected, rel=1e-9)
     sizes.clear()
     by_flag = trained(tmp_path / "flag", job, 4, valid_batch_size=20)
     assert dict(by_flag.metrics) == pytest.approx(expected, rel=1e-9)
-    assert sizes == [20, NUM_VALID - 20]
+    assert sizes == [20, 20, NUM_VALID - 20]
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -50,6 +50,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Undo on exit what is done to the model's buffers, in place or by putting others there."""
+    before = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer, saved in before:
+            buffer.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it
+            buffers[name] = buffer
+
+
 _uncounted = [0]
 
 
@@ -62,10 +79,8 @@ def is_counted() -> bool:
 def uncounted(model: nn.Module) -> Iterator[None]:
     """Run a forward whose samples are not part of the step: its changes to the model's buffers are undone."""
     _uncounted[0] += 1
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        yield
+        with buffers_kept(model):
+            yield
     finally:
         _uncounted[0] -= 1
-        for buffer, saved in before:
-            buffer.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it

@@ -7,7 +7,7 @@ when to stop.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -17,12 +17,13 @@ from torch import nn
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.core.isolation import evaluating
+from drivetrain.core.isolation import buffers_kept, evaluating, untouched
 from drivetrain.core.logged import LoggedValues, collecting, one_value
 from drivetrain.core.metrics import Counted, LossSum, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
 from drivetrain.core.world import World
+from drivetrain.data.batch import described
 from drivetrain.data.division import key_of
 from drivetrain.data.keyed_items import seed_all
 from drivetrain.data.loader import Loader, MicroBatch
@@ -48,8 +49,9 @@ class Validator:
         loss: LossFunction | None = None,
         loss_parts: LossParts | None = None,
         prefix: str = "valid_",  # of the names of metrics
+        on_device: Callable[[Any], Any] = lambda batch: batch,  # moves a batch that was fetched by itself
     ) -> None:
-        self._prefix = prefix
+        self._prefix, self._on_device = prefix, on_device
         self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
         self._loss = loss or job.loss_function
         self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
@@ -77,11 +79,29 @@ class Validator:
             values |= {f"{self._prefix}{of}_{name}": value for name, value in found.items()} if of else {}
         return values
 
+    def try_out(self, model: nn.Module) -> None:
+        """Run one batch of each set through the model, and raise what would end a validation. Nothing is kept of it."""
+        for name, loader in self._loaders.items():
+            failure: Exception | None = None
+            words = f"the first batch of the validation set{f' {name!r}' if name else ''}"
+            with untouched(self._world.device), buffers_kept(model):
+                try:
+                    first = loader.first()
+                    words += f", {described(first.batch)}"
+                    self._count([first._replace(batch=self._on_device(first.batch))], model, model)
+                except DrivetrainError as error:
+                    failure = DrivetrainError(f"{error.message}; it was tried on {words}", remedy=error.remedy)
+                    failure.__cause__ = error
+                except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
+                    error.add_note(f"drivetrain: {words}, was tried before the first step")
+                    failure = error
+            raise_on_all_ranks(failure, "validation", model, self._world)
+
     def _measure_set(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
         counted: dict[str, Counted | None] = {}
         failure: Exception | None = None
         try:
-            counted = self._count(loader, model, called)
+            counted = self._count(micro_batches(loader), model, called)
         except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
             failure = error
         own = ("loss", *self._functions)
@@ -107,13 +127,13 @@ class Validator:
         total = sum(value * weight for value, weight in found if not math.isnan(value))
         return {"loss": total} | {name: value for name, value in values.items() if name != "loss"}
 
-    def _count(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, Counted | None]:
+    def _count(self, batches: Iterable[MicroBatch], model: nn.Module, called: Any) -> dict[str, Counted | None]:
         tallies = {name: Tally(name) for name in ("loss", *self._functions)}
         for found in self._objects.values():
             found.reset()
         seed_validation(self._job.seed)
         with evaluating(model), torch.no_grad(), recording_outputs(called) as outputs:
-            for micro in micro_batches(loader):
+            for micro in batches:
                 outputs.clear()
                 with collecting() as logged, self._precision.around_forward() or nullcontext():
                     loss = self._loss(called, micro.batch)
@@ -213,6 +233,11 @@ class Validation:
         self._validator, self._best, self._early_stopping = validator, best, early_stopping
         self._average, self._report, self._plateaus = average, report, plateaus or {}
         self._patience = _Patience(early_stopping) if early_stopping else None
+
+    def check(self, context: StepContext) -> None:
+        """Try one batch of each set before the first step: a wrong metric is found now, and not an epoch later."""
+        if context.step == 0:
+            self._validator.try_out(context.model)
 
     def __call__(self, context: StepContext) -> Verdict:
         began = time.perf_counter()

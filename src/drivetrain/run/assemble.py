@@ -7,6 +7,7 @@ validation set.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -135,7 +136,10 @@ def make_validator(
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
     loss = run.validated_loss() if loss is None else loss
-    return Validator(run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_")
+    on_device = partial(to_device, device=run.world.device, channels_last=run.channels_last)
+    return Validator(
+        run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_", on_device=on_device
+    )
 
 
 def whole_set_loader(run: Session, source: Source, micro_batch: int) -> Loader:

@@ -1,0 +1,184 @@
+"""One batch of each validation set is tried before the first step, and leaves no trace."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import drivetrain as dt
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.loop.validation import Validation
+from tests.gloo_pool import GlooPool
+
+
+class Restless(nn.Module):
+    """Draws at random and changes its buffers in evaluation mode, too: one in place, one by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.replaced = self.replaced + 1
+        noise = torch.rand(()) + random.random() + float(np.random.rand())
+        return self.layers(inputs) * (1 + 0.01 * noise + 0.1 * self.calls + 0.1 * self.replaced)
+
+
+def data_of(num_samples: int = 24, width: int = 3, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(num_samples, width, generator=generator), torch.arange(num_samples) % 2)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def correct(output: Tensor, batch: Any) -> Tensor:
+    return output.argmax(1) == batch[1]
+
+
+def job_of(**changes: Any) -> dt.Job:
+    values: dict[str, Any] = {
+        "name": "tried",
+        "model": Restless,
+        "data": data_of(),
+        "loss": loss_of,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        "global_batch": 8,
+        "max_steps": 6,
+        "valid": data_of(10, seed=2),
+        "valid_every": 3,
+        "metrics": {"accuracy": correct},
+        "checkpoint_every": 3,
+    }
+    return dt.Job(**{**values, **changes})
+
+
+def train(folder: Path | str, job: dt.Job) -> dt.Result:
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", num_workers=0, loss_weighting="samples", report=False)
+    return dt.train(job, config, quiet=True)
+
+
+def flawed(output: Tensor, batch: Any) -> Tensor:
+    return batch[7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            {"metrics": {"accuracy": correct, "recall": flawed}},
+            dt.DrivetrainError,
+            r"the metric 'recall' raised IndexError.*first batch of the validation set",
+        ),
+        (
+            {"valid": {"clean": data_of(10), "noisy": data_of(10, width=4)}},
+            RuntimeError,
+            r"first batch of the validation set 'noisy'.*\(8, 4\)",
+        ),
+    ],
+    ids=["metric", "shape"],
+)
+def test_what_would_end_the_first_validation_ends_the_start(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as raised:
+        train(tmp_path, job_of(**changes))
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert re.search(words, said, re.DOTALL), said
+    assert (tmp_path / "tried" / "steps.jsonl").read_text() == ""
+
+
+def test_it_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and validation are the same to the bit as without it."""
+
+    def result_of(name: str) -> tuple[list[str], dict[str, Tensor]]:
+        result = train(tmp_path / name, job_of(ema=0.9))
+        saved = Checkpoint.open(result.folder / "checkpoints" / "step-00000006")
+        lines = [line.partition('"seconds"')[0] for line in (result.folder / "steps.jsonl").read_text().splitlines()]
+        lines += [line.partition('"seconds"')[0] for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+        return lines, {key: saved.read(key) for key in saved.keys}
+
+    tried, calls = Validation.check, list[str]()
+
+    def watched(validation: Validation, context: dt.StepContext) -> None:
+        def state() -> list[Any]:
+            model, generators = context.model, [random.getstate(), np.random.get_state()[1], torch.get_rng_state()]
+            modes = [module.training for module in model.modules()]
+            return [[*map(str, generators)], modes, {name: value.clone() for name, value in model.state_dict().items()}]
+
+        before = state()
+        tried(validation, context)
+        generators, modes, weights = state()
+        assert [generators, modes] == before[:2]
+        assert all(torch.equal(value, before[2][name]) for name, value in weights.items())
+        calls.append("tried")
+
+    monkeypatch.setattr(Validation, "check", watched)
+    with_it = result_of("with")
+    assert calls == ["tried"]
+    monkeypatch.setattr(Validation, "check", lambda *_: None)
+    without = result_of("without")
+    assert with_it[0] == without[0]
+    assert all(torch.equal(value, without[1][key]) for key, value in with_it[1].items())
+
+
+def test_a_run_that_goes_on_was_tried_before(tmp_path: Path) -> None:
+    seen, is_planted = list[int](), [True]
+
+    def counting(output: Tensor, batch: Any) -> Tensor:
+        seen.append(len(output))
+        return correct(output, batch)
+
+    def crash(context: dt.StepContext) -> None:
+        if context.step == 4 and is_planted and is_planted.pop():
+            raise KeyError("planted")
+
+    job = job_of(metrics={"accuracy": counting}, hooks=[dt.every(1, crash)], valid_batch=5)
+    with pytest.raises(KeyError):
+        train(tmp_path, job)
+    assert seen == [5, 5, 5], "one batch tried, then the two of the set"
+    assert train(tmp_path, job).resumed_from == 3
+    assert seen == [5] * 5
+
+
+def fail_on_one_rank(folder: str) -> str:
+    def loss(model: Any, batch: Any) -> Tensor:
+        if not model.training and torch.distributed.get_rank() == 1:
+            raise KeyError("planted")
+        return loss_of(model, batch)
+
+    try:
+        train(folder, job_of(loss=loss))
+    except (KeyError, dt.DrivetrainError) as error:
+        return " ".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+def test_all_ranks_end_together(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    first, second = gloo_pool.run(fail_on_one_rank, str(tmp_path), world=2)
+    assert "validation failed: rank 1: KeyError: 'planted'" in first
+    assert "first batch of the validation set" in second
+    assert (tmp_path / "tried" / "steps.jsonl").read_text() == ""
+
+
+def test_an_own_loop_is_tried_too(tmp_path: Path) -> None:
+    model = Restless()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, report=False)
+    run = dt.drive(
+        model, optimizer, data_of(), name="own", global_batch=8, epochs=1, valid=data_of(10), loss=loss_of,
+        metrics={"recall": flawed}, config=config, quiet=True,
+    )  # fmt: skip
+    with pytest.raises(dt.DrivetrainError, match="the metric 'recall' raised IndexError"):
+        next(iter(run))
