@@ -22,7 +22,7 @@ from drivetrain.core.log import notice
 from drivetrain.core.optims import LossByTurn, Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
-from drivetrain.core.run_folder import Extension, RunFolder, has_steps, read_extensions, read_job
+from drivetrain.core.run_folder import Extension, RunFolder
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import Draws
@@ -35,6 +35,7 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import Asked, StepWay, pinned_fields, way_by_rule
 from drivetrain.plan.loss_weighting import LossRule, Weighting
 from drivetrain.plan.plan import PlannedRun
+from drivetrain.run.claiming import claim_folder, note_failure
 from drivetrain.run.command_context import (
     count_run,
     given_on_command_line,
@@ -43,11 +44,10 @@ from drivetrain.run.command_context import (
     target_of_run,
     unused_gpus,
 )
-from drivetrain.run.extending import extended, settle_extension
+from drivetrain.run.extending import extended
 from drivetrain.run.job_settings import debugged, given_strategy, refuse_strategy, settled_job
 from drivetrain.run.preflight import Preflight, run_preflight
 from drivetrain.run.residency import Residency
-from drivetrain.run.start_notes import note_claim, note_failure
 from drivetrain.strategies import (
     Description,
     Sharded,
@@ -222,28 +222,7 @@ class Session:
 
         def claim() -> dict[str, Any]:
             nonlocal folder
-            # A checkpoint brings its own experts, whatever number is asked for.
-            experts = {} if self.config.moe.experts is None else {"experts": self.config.moe.experts}
-            identity, output_dir = self.job.identity() | experts, self.config.run.output_dir
-            if self.job.source.sizes_vary:  # what a step was taken to need is not what it is
-                recorded = read_job(output_dir / self.name) if has_steps(output_dir / self.name) else {}
-                identity |= {"global_batch": recorded.get("global_batch", self.job.global_batch)}
-            start = self.config.checkpoint
-            folder = RunFolder.claim(output_dir, self.name, identity, fresh=start.fresh, extend=start.extends)
-            if folder.moved_to is not None and not self.quiet:
-                notice(f"the run that was {folder.path} is {folder.moved_to} now")
-            extensions = read_extensions(folder.path)
-            if folder.extension is not None:
-                try:
-                    new = settle_extension(
-                        self.job, extensions, folder.extension, self.config.checkpoint.extend_schedule
-                    )
-                except DrivetrainError:
-                    folder.close()
-                    raise
-                folder.extension = new
-                extensions.append(new)
-            note_claim(folder)
+            folder, extensions = claim_folder(self.job, self.config, self.name, quiet=self.quiet)
             target = target_of_run()
             arguments = sys.argv[1:] if target.endswith(".py") else []
             folder.write(SOURCE, json.dumps({"target": target, "arguments": arguments}) + "\n")

@@ -1,0 +1,54 @@
+"""Claims the folder of a run, and notes in its events that a start has begun, and why it did not come to a step."""
+
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from drivetrain.config import Config
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
+from drivetrain.core.run_folder import Extension, RunFolder, has_steps, read_extensions, read_job
+from drivetrain.job import Job
+from drivetrain.run.extending import settle_extension
+
+
+def claim_folder(job: Job, config: Config, name: str, *, quiet: bool) -> tuple[RunFolder, list[Extension]]:
+    """Claim the folder of a job's run; return it with how the run was made longer, now and before."""
+    # A checkpoint brings its own experts, whatever number is asked for.
+    experts = {} if config.moe.experts is None else {"experts": config.moe.experts}
+    identity, output_dir, start = job.identity() | experts, config.run.output_dir, config.checkpoint
+    if job.source.sizes_vary:  # what a step was taken to need is not what it is
+        recorded = read_job(output_dir / name) if has_steps(output_dir / name) else {}
+        identity |= {"global_batch": recorded.get("global_batch", job.global_batch)}
+    folder = RunFolder.claim(output_dir, name, identity, fresh=start.fresh, extend=start.extends)
+    if folder.moved_to is not None and not quiet:
+        notice(f"the run that was {folder.path} is {folder.moved_to} now")
+    extensions = read_extensions(folder.path)
+    if folder.extension is not None:
+        try:
+            new = settle_extension(job, extensions, folder.extension, start.extend_schedule)
+        except DrivetrainError:
+            folder.close()
+            raise
+        folder.extension = new
+        extensions.append(new)
+    if folder.is_resumed:  # how an earlier start ended, such as by a refusal, is no longer the news
+        _note(folder, {"event": "claim"})
+    return folder, extensions
+
+
+def note_failure(folder: RunFolder, error: BaseException) -> None:
+    """Note why a run did not begin."""
+    facts: dict[str, Any] = {"event": "stopped by an error", "error": f"{type(error).__name__}: {error}"}
+    if isinstance(error, DrivetrainError):
+        facts = {"event": "refused", "error": error.message, "remedy": error.remedy}
+    elif isinstance(error, KeyboardInterrupt):
+        facts = {"event": "stop", "because": "Ctrl-C before it began; the same command begins it"}
+    _note(folder, facts)
+
+
+def _note(folder: RunFolder, facts: dict[str, Any]) -> None:
+    with suppress(OSError):  # a full disk: what follows is the news
+        log = folder.log("events.jsonl")
+        log.append({**facts, "time": datetime.now(UTC).isoformat()})
+        log.close()
