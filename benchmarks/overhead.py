@@ -29,7 +29,7 @@ from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.loop import CapturedStepper
-from drivetrain.run import Session, assemble
+from drivetrain.run import assemble
 
 ROUNDS = 7
 STEPS = 600
@@ -159,7 +159,7 @@ def captured(data: TensorDataset, *, stretches: bool = True) -> float:
 
     with ExitStack() as patches:
         # What keeps steps from being captured on a CPU is that nothing there replays them.
-        patches.enter_context(mock.patch.object(Session, "why_not_captured", return_value=""))
+        patches.enter_context(mock.patch.object(assemble, "device_reasons", return_value=""))
         stepper = partial(CapturedStepper, make_recorder=lambda device: record)
         patches.enter_context(mock.patch.object(assemble, "CapturedStepper", stepper))
         if not stretches:

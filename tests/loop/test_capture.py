@@ -24,7 +24,7 @@ from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.loop import CapturedStepper, capture, rates, read_back, trainer
 from drivetrain.loop.read_back import DeviceResultTable, TableRow, _Sent
 from drivetrain.moe import Balance, MixtureOfExperts
-from drivetrain.run import Session, assemble
+from drivetrain.run import assemble
 from drivetrain.strategies import SingleStrategy
 from tests.api.jobs import Trained, Variant, Vectors, make_model, run, vector_loss
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
@@ -42,7 +42,7 @@ class Captures:
         self.recorder: Callable[..., Any] = Rerun
         self.recorders: list[Any] = []
         monkeypatch.setattr(rates, "are_rounded", lambda optimizer: True)  # as on a GPU
-        monkeypatch.setattr(Session, "why_not_captured", lambda run, *rest: "" if run.way.capture else "not asked for")
+        monkeypatch.setattr(assemble, "device_reasons", lambda run, *rest: "" if run.way.capture else "not asked for")
         monkeypatch.setattr(assemble, "CapturedStepper", self._make)
 
     def _make(self, strategy: SingleStrategy, *rest: Any, **options: Any) -> CapturedStepper:

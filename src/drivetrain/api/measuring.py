@@ -213,7 +213,7 @@ def _on_device(session: Session, loader: Loader, place: Place) -> Iterator[Micro
 
 
 def _moved(micro: MicroBatch, session: Session) -> MicroBatch:
-    return micro._replace(batch=to_device(micro.batch, session.world.device, channels_last=session.channels_last))
+    return micro._replace(batch=to_device(micro.batch, session.world.device, channels_last=session.way.channels_last))
 
 
 def evaluate(

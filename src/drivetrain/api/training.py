@@ -464,5 +464,7 @@ class _Loop:
                 result = job.loss_function(model, batch)
             return run.loss_parts.total(result, batch) if isinstance(result, Mapping) else result
 
-        samples = SamplesAgain(self._loader, Collated(job.collate), run.world.device, channels_last=run.channels_last)
+        samples = SamplesAgain(
+            self._loader, Collated(job.collate), run.world.device, channels_last=run.way.channels_last
+        )
         return Rehearsal(samples, self._parts.optimizer, job.clip_norm, loss)

@@ -20,7 +20,7 @@ from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.hook import StepContext
 from drivetrain.core.logged import logging_loss
-from drivetrain.core.optims import Turn
+from drivetrain.core.optims import LossByTurn, Turn
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
@@ -29,7 +29,7 @@ from drivetrain.data.feed import ResidentFeed, feed_for
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_draws
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
-from drivetrain.loop import CapturedStepper, Stepper, make_capturable
+from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
 from drivetrain.loop.rates import Rates, rates_of
 from drivetrain.loop.validation import Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock
@@ -75,12 +75,12 @@ def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, s
         or run.settings.prefetch_factor.value
         or 2,
         start=start,
-        feed=feed_for(device, channels_last=run.channels_last),
+        feed=feed_for(device, channels_last=run.way.channels_last),
         may_do_without_workers=run.config.data.num_workers < 0,
         resident=run.residency.of(
             source,
             run.job.collate,
-            channels_last=run.channels_last,
+            channels_last=run.way.channels_last,
             num_workers=_num_workers(run, source),
             planned=None if run.planned.data_path is None else run.planned.data_path.resident,
         ),
@@ -135,11 +135,22 @@ def make_validator(
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
-    loss = run.validated_loss() if loss is None else loss
-    on_device = partial(to_device, device=run.world.device, channels_last=run.channels_last)
+    loss = _validated_loss(run) if loss is None else loss
+    on_device = partial(to_device, device=run.world.device, channels_last=run.way.channels_last)
     return Validator(
         run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_", on_device=on_device
     )
+
+
+def _validated_loss(run: Session) -> LossFunction:
+    """Return the loss function of validations, with results weighted as in training."""
+    if not run.job.turns:
+        return run.weighted(run.job.loss_function)
+    by_turn = {turn.name: run.of_turn(turn) for turn in run.job.turns}
+    counted = {name: own.weighted(own.job.loss_function) for name, own in by_turn.items()}
+    return LossByTurn({
+        name: counted[name] if own.weighting.by == "tokens" else own.job.loss_function for name, own in by_turn.items()
+    })  # fmt: skip
 
 
 def whole_set_loader(run: Session, source: Source, micro_batch: int) -> Loader:
@@ -244,17 +255,8 @@ def assemble(
     run.strategy = strategy.name
     draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
     rates = rates_of(job, optimizer)  # before a checkpoint is loaded: it begins with the settings as made
-    if run.config.optimizer.learning_rate is not None and rates.sets_own:
-        message = f"the job's schedule is a {rates.sets_own}, which sets rates of its own"
-        raise ConfigError([Problem("--lr", message, remedy="leave it out, or use dt.OneCycle in the job")])
-    why_not_captured = "the loop is the user's own"
-    if not is_own_loop:
-        given.step_log.settle()
-        why_not_captured = run.why_not_captured(optimizer, draws, division) or rates.why_not_captured
-        if any(turn.every > 1 for turn in job.turns):
-            why_not_captured = why_not_captured or "not every step has the same turns"
-        if not why_not_captured:
-            make_capturable(optimizer)
+    _refuse_own_rates(run, rates)
+    settled = "the loop is the user's own" if is_own_loop else _settle_capture(run, given, rates, draws, division)
     return RunParts(
         model=model,
         optimizer=optimizer,
@@ -265,10 +267,44 @@ def assemble(
         objective=objective,
         draws=draws,
         division=division,
-        why_not_captured=why_not_captured,
+        why_not_captured=settled,
         flops_per_sample=flops / trial.num_samples,
         weights_taken=taken,
         watch=watch,
+    )
+
+
+def _refuse_own_rates(run: Session, rates: Rates) -> None:
+    if run.config.optimizer.learning_rate is not None and rates.sets_own:
+        message = f"the job's schedule is a {rates.sets_own}, which sets rates of its own"
+        raise ConfigError([Problem("--lr", message, remedy="leave it out, or use dt.OneCycle in the job")])
+
+
+def _settle_capture(run: Session, given: StrategyParts, rates: Rates, draws: Draws, division: Division) -> str:
+    """Make the optimizer ready for steps that are captured. Return why they are not; empty if they are."""
+    given.step_log.settle()
+    found = device_reasons(run, given.optimizer, draws, division) or rates.why_not_captured
+    if not found and any(turn.every > 1 for turn in run.job.turns):
+        found = "not every step has the same turns"
+    if not found:
+        make_capturable(given.optimizer)
+    return found
+
+
+def device_reasons(run: Session, optimizer: Optimizer, draws: Draws, division: Division) -> str:
+    """Return why steps as the run makes them cannot be captured; empty if they can."""
+    if not run.way.capture:
+        return "not asked for"
+    return why_not_captured(
+        run.world,
+        run.strategy,
+        optimizer,
+        run.precision,
+        num_micro_steps=-(-division.global_batch // division.micro_batch),
+        activations="recompute" if run.way.recompute else run.settings.activations.value,
+        compile_mode=run.way.compile_mode or "",
+        asserts=run.config.device.assertions,
+        draws=draws,
     )
 
 
@@ -301,7 +337,7 @@ def _try_out(
 
 def trial_of(run: Session, batch: Any, num_samples: int) -> Trial:
     """Return a batch from the loader as a trial on the run's device."""
-    return Trial(to_device(batch, run.world.device, channels_last=run.channels_last), num_samples)
+    return Trial(to_device(batch, run.world.device, channels_last=run.way.channels_last), num_samples)
 
 
 def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:
@@ -336,7 +372,7 @@ def make_stepper(
         captured = CapturedStepper(parts.strategy, parts.objective, world, seed, draws=parts.draws, clock=clock)
         if loader is not None and isinstance(loader.feed, ResidentFeed):
             loader.feed.gathers = False  # the replay does it
-            captured.take_rows(channels_last=run.channels_last)
+            captured.take_rows(channels_last=run.way.channels_last)
         return captured
     check = run.device_check(parts.model)
     stepper = Stepper(

@@ -12,24 +12,22 @@ from typing import Any, Self, TypedDict
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import is_restart, supervision
 from drivetrain.core.log import notice
-from drivetrain.core.optims import LossByTurn, Turn
+from drivetrain.core.optims import Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
 from drivetrain.core.run_folder import Extension, RunFolder
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
-from drivetrain.data.keyed_items import Draws
 from drivetrain.data.loader import Loader
 from drivetrain.hardware import DeviceManager, Hardware, assert_on_device, detect
 from drivetrain.job import Job
-from drivetrain.loop import own_stream, why_not_captured
+from drivetrain.loop import own_stream
 from drivetrain.plan import Choice, Pins, choose_settings
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import Asked, StepWay, pinned_fields, way_by_rule
@@ -279,30 +277,10 @@ class Session:
         """Return the context of the run: steps that are captured need a separate stream."""
         return own_stream(self.world.device) if self.way.capture else nullcontext()
 
-    def why_not_captured(self, optimizer: Optimizer, draws: Draws, division: Division) -> str:
-        """Return why steps are not captured; empty if they are to be."""
-        if not self.way.capture:
-            return "not asked for"
-        return why_not_captured(
-            self.world,
-            self.strategy,
-            optimizer,
-            self.precision,
-            num_micro_steps=-(-division.global_batch // division.micro_batch),
-            activations="recompute" if self.way.recompute else self.settings.activations.value,
-            compile_mode=self.way.compile_mode or "",
-            asserts=self.config.device.assertions,
-            draws=draws,
-        )
-
     def close_loaders(self) -> None:
         """End the loaders' workers, however far the run came."""
         for loader in self.loaders:
             loader.close()
-
-    @property
-    def channels_last(self) -> bool:
-        return self.way.channels_last
 
     @property
     def spec(self) -> StrategySpec:
@@ -362,17 +340,6 @@ class Session:
             for turn, parts in self._turn_parts.items()
             for name in (turn, *(f"{turn}_{part}" for part in parts.names))
         ]
-
-    def validated_loss(self) -> LossFunction:
-        """Return the loss function of validations, with results weighted as in training."""
-        if not self.job.turns:
-            return self.weighted(self.job.loss_function)
-        by_turn = {turn.name: self.of_turn(turn) for turn in self.job.turns}
-        counted = {name: own.weighted(own.job.loss_function) for name, own in by_turn.items()}
-        return LossByTurn({
-            name: counted[name] if own.weighting.by == "tokens" else own.job.loss_function
-            for name, own in by_turn.items()
-        })  # fmt: skip
 
     def meta(self, division: Division) -> dict[str, Any]:
         turns = {name: rule.weighting.model_dump(mode="json") for name, rule in self._turn_rules.items()}
