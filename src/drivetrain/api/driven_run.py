@@ -51,6 +51,7 @@ from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
 from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import parameter_names
+from drivetrain.strategies.turns import TurnsStrategy
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ class DrivenRun:
     def stopped_because(self) -> str:
         """Why validations ended the run; empty if they did not."""
         return self.validation.stopped_because if self.validation else ""
+
+    def end_turn(self) -> None:
+        """Step the optimizers of one of several turns. The state is that of no step until the last turn is over."""
+        assert isinstance(self.parts.strategy, TurnsStrategy)
+        self._is_whole = False
+        self.parts.strategy.end_turn(self.trainer.wants_stop)
 
     def step(self) -> StepOutcome:
         """Step the optimizer. Its outcome has to be settled before the state counts as whole again."""

@@ -7,8 +7,9 @@ for batch in run:
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, copied, log, media_of, on_host
 from drivetrain.core.metrics import LossSum, MetricFunction, MetricObject, NamedLosses
+from drivetrain.core.optimizers import members_of
+from drivetrain.core.optims import Optim
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepRecord
 from drivetrain.core.schedules import Constant, Schedule
 from drivetrain.data.batch import MicroBatch
+from drivetrain.data.division import Place
 from drivetrain.job import OTHER_NAMES, Job, LossFunction
 from drivetrain.job_checks import EXAMPLES
 from drivetrain.loop.trainer import Begun
@@ -45,20 +49,22 @@ from drivetrain.run import (
 )
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.replicated import share_buffers
+from drivetrain.strategies.turns import TurnsStrategy
 
 
 @suggesting_keywords("drive", OTHER_NAMES, "settings of the run go to config=dt.configure(…)")
 def drive(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
     data: Any,
     *,
+    turns: bool = False,
     name: str = "drive",
     global_batch: int | None = None,
     epochs: int | None = None,
     max_steps: int | None = None,
     seed: int = 0,
-    schedule: Schedule = Constant(),  # noqa: B008  (frozen)
+    schedule: Schedule | Mapping[str, Schedule] = Constant(),  # noqa: B008  (frozen)
     clip_norm: float | None = None,
     collate: Callable[[list[Any]], Any] = default_collate,
     shuffle: bool = True,
@@ -85,16 +91,20 @@ def drive(
     Model and optimizer are used as they are: the model is moved to its device in place, modes stay as they were set.
 
     Args:
-        model: The model.
-        optimizer: Its optimizer.
+        model: The model. Or several by name: `run.model` is then an `nn.ModuleDict` of them.
+        optimizer: Its optimizer. Or several by name, each with parameters of its own; all are saved.
         data: A data set, a list of items, a dictionary of tensors, something to iterate, or a `DataLoader`.
+        turns: Whether each of several optimizers has a turn of its own in every step, as in a GAN. The loop then gets
+            the batches of a step once for each of them; `run.turn` is the name of the optimizer whose turn it is, and
+            only its parameters have gradients. Otherwise all step after one backward.
         name: Name of the run, and of its folder.
         global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices.
         epochs: How often to go through the data.
         max_steps: How many optimizer steps to do at most.
         seed: Seed of the sample order and of whatever a step draws at random.
-        schedule: The factor of the learning rate: `WarmupCosine`, `Constant`, or a function of the step.
-        clip_norm: The gradient norm to clip to.
+        schedule: The factor of the learning rate: `WarmupCosine`, `Constant`, or a function of the step. Of several
+            optimizers, one for all, or one for each by name.
+        clip_norm: The gradient norm to clip to; of several optimizers, that of each.
         collate: Makes a batch of a list of items.
         shuffle: Whether to draw samples in a new order in each epoch.
         loss: The loss of validation, a function of (model, batch). Needed with `valid` only: the loop has its own.
@@ -125,17 +135,19 @@ def drive(
         >>> run.steps
         4
     """
+    whole = model if isinstance(model, nn.Module) else nn.ModuleDict(model)
+    optims = _optims(whole, optimizer, schedule, turns=turns)
     job = Job(
         name=name,
-        model=model,
+        model=whole,
         data=data,
-        loss=as_computed,
-        optimizer=lambda groups: optimizer,
+        loss=dict.fromkeys(optims, as_computed) if turns else as_computed,
+        optimizer=optims or partial(_as_given, optimizer),
         global_batch=global_batch,
         epochs=epochs,
         max_steps=max_steps,
         seed=seed,
-        schedule=schedule,
+        schedule=Constant() if isinstance(schedule, Mapping) else schedule,
         clip_norm=clip_norm,
         collate=collate,
         shuffle=shuffle,
@@ -152,6 +164,44 @@ def drive(
     _refuse_without_loss(job, loss)
     done_instead(job)
     return _started(Session.join(job, config, quiet=quiet, fresh=fresh or None, extend=extend), loss)
+
+
+def _optims(
+    model: nn.Module,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    schedule: Schedule | Mapping[str, Schedule],
+    *,
+    turns: bool,
+) -> dict[str, Optim]:
+    """Return several optimizers as those of a job; empty for one."""
+    given = optimizer if isinstance(optimizer, Mapping) else {}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    schedules = schedule if isinstance(schedule, Mapping) else {}
+    problems = []
+    if turns and len(given) < 2:
+        message, remedy = "turns are for several optimizers", 'optimizer={"d": …, "g": …}, or leave turns out'
+        problems.append(Problem("dt.drive: turns", message, remedy=remedy))
+    unknown = [of for of in schedules if of not in given]
+    if unknown:
+        message = f"{unknown[0]!r} is none of the optimizers"
+        allowed = ", ".join(given) or "one schedule, since there is one optimizer"
+        problems.append(Problem("dt.drive: schedule", message, unknown[0], allowed=allowed, remedy="name one of them"))
+    if problems:
+        raise ConfigError(problems)
+    found = {}
+    for of, it in given.items():
+        own = {names[parameter] for group in it.param_groups for parameter in group["params"] if parameter in names}
+        found[of] = Optim(partial(_as_given, it), partial(_is_among, frozenset(own)), schedule=schedules.get(of))
+    return found
+
+
+def _as_given(optimizer: Any, groups: Any) -> Optimizer:
+    made: Optimizer = optimizer
+    return made
+
+
+def _is_among(names: frozenset[str], name: str, parameter: nn.Parameter) -> bool:
+    return name in names
 
 
 def _started(session: Session, loss: LossFunction | None) -> "Drive":
@@ -177,7 +227,11 @@ class Drive:
     def __init__(self, session: Session, stack: ExitStack, loss: LossFunction | None = None) -> None:
         driven = DrivenRun(session, stack, loss)
         parts = driven.parts
-        stack.callback(parts.optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
+        for optimizer in members_of(parts.optimizer).values():
+            stack.callback(optimizer.register_step_pre_hook(self._refuse_foreign_step).remove)
+        self._turns = parts.strategy if isinstance(parts.strategy, TurnsStrategy) else None
+        self._turn, self._is_last_turn = 0, True
+        self._in_turn = ExitStack()  # the context in which only the parameters of the turn have gradients
         self._driven, self._trainer, self._stepper = driven, driven.trainer, driven.stepper
         self._session, self.world, self._precision = session, session.world, session.precision
         self.model: Any = parts.model if driven.called_model is None else driven.called_model
@@ -219,6 +273,11 @@ class Drive:
     def epoch(self) -> int:
         """The epoch of the current batch, from 0."""
         return self._begun.place.epoch if self._begun else 0
+
+    @property
+    def turn(self) -> str:
+        """The name of the optimizer whose turn it is; empty where all step together."""
+        return "" if self._turns is None else self._turns.turns[self._turn].name
 
     @property
     def accumulating(self) -> bool:
@@ -336,7 +395,12 @@ class Drive:
         collect_into(None)
         if self._logged and micro.weight:
             self._session.step_log.add(self._logged, micro.num_samples)
-        if micro.is_last:
+        if micro.is_last and self._turns is not None:
+            self._is_stepping = True
+            self._driven.end_turn()
+            self._in_turn.close()
+            self._is_stepping = False
+        if micro.is_last and self._is_last_turn:
             self._check_rates()
             self._is_stepping = True
             outcome = self._driven.step()
@@ -378,6 +442,7 @@ class Drive:
                 self.finished = driven.finish()
             except BaseException as error:
                 self._leave_forward()
+                self._in_turn.close()
                 collect_into(None)
                 driven.left_early(error)
                 # `break` and an error in the loop's body look the same here. Neither is an error of this generator.
@@ -400,18 +465,29 @@ class Drive:
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
             if self._shares_buffers:
                 share_buffers(self._plain, self.world)
-            for micro in micro_batches:
-                batch = self._stepper.begin(place, micro)
-                self._micro = micro
-                self._is_learned = self._is_stepped = False
-                self._logged = {}
-                collect_into(self._logged)
-                self._enter_forward()
-                yield batch
-                self._check_body()
+            if self._turns is None:
+                yield from self._of_step(place, micro_batches)
+            else:
+                kept, due = list(micro_batches), self._turns.due(place.step)
+                for turn in due:
+                    self._turn, self._is_last_turn = turn, turn == due[-1]
+                    self._in_turn.enter_context(self._turns.training(turn))
+                    yield from self._of_step(place, kept, turn)
             if self._trainer.is_over:
                 break
         self._micro = None
+
+    def _of_step(self, place: Place, micro_batches: Iterable[MicroBatch], turn: int = 0) -> Iterator[Any]:
+        """Hand out the batches of a step, or of one turn of it."""
+        for micro in micro_batches:
+            batch = self._stepper.begin(place, micro, turn)
+            self._micro = micro
+            self._is_learned = self._is_stepped = False
+            self._logged = {}
+            collect_into(self._logged)
+            self._enter_forward()
+            yield batch
+            self._check_body()
 
     def _check_body(self) -> None:
         if not self._is_learned or not self._is_stepped:

@@ -250,7 +250,7 @@ def assemble(
     )
     make = make_strategy or run.make_strategy
     apart = None if loss_parts is None else world
-    turns = parts_by_turn(job, given, lambda turn: _losses_of(run, turn, apart, compiles=given.called_loss is not None))
+    turns = parts_by_turn(job, given, lambda turn: _losses_of(run, turn, apart, is_given=loss is not None))
     strategy = TurnsStrategy(make, turns) if turns else make()
     run.strategy = strategy.name
     draws, objective, flops = _try_out(run, strategy, given, trial, counts_flops=counts_flops, draws_all=is_own_loop)
@@ -308,10 +308,15 @@ def device_reasons(run: Session, optimizer: Optimizer, draws: Draws, division: D
     )
 
 
-def _losses_of(run: Session, turn: Turn, apart: World | None, *, compiles: bool) -> OwnLoss:
-    """Return the loss of one of several turns, weighted and compiled by itself. `apart`: the world it is tried in."""
+def _losses_of(run: Session, turn: Turn, apart: World | None, *, is_given: bool) -> OwnLoss:
+    """Return the loss of one of several turns, weighted and compiled by itself, unless it is given as it is.
+
+    `apart`: the world it is tried in, if not the run's.
+    """
     own = run.of_turn(turn)
-    called = called_loss_of(own) if compiles else None
+    if is_given:
+        return OwnLoss(turn.loss, None, own.loss_parts)
+    called = called_loss_of(own)
     parts = own.loss_parts if apart is None else LossParts(None, None, apart, alone=True)
     return OwnLoss(own.weighted(logging_loss(turn.loss)), None if called is None else own.weighted(called), parts)
 

@@ -139,7 +139,7 @@ class TurnsStrategy:
                 remedy="add the losses up in one function",
             )
         for number, (given, strategy) in enumerate(zip(self._given, self._strategies, strict=True)):
-            with self._training(number), _unchanged(trial.batch, given.turn.name):
+            with self.training(number), _unchanged(trial.batch, given.turn.name):
                 self._objectives.append(strategy.prepare(given.parts, trial))
         return self._call
 
@@ -153,7 +153,8 @@ class TurnsStrategy:
         return self._objectives[self._now](batch, num_samples, step_samples, weight)
 
     @contextmanager
-    def _training(self, number: int) -> Iterator[None]:
+    def training(self, number: int) -> Iterator[None]:
+        """Let a turn train inside the context: forwards and backwards are its own. It ends with `end_turn`."""
         self._now = number
         with only_training(self._all, self._given[number].trained):
             yield
@@ -165,9 +166,13 @@ class TurnsStrategy:
     @contextmanager
     def taking(self, number: int, stop: bool = False) -> Iterator[None]:
         """Take a turn: run its forwards and backwards inside the context. Its optimizers step at the end of it."""
-        with self._training(number):
+        with self.training(number):
             yield
-            self._outcomes[number] = self._strategies[number].step(stop)
+            self.end_turn(stop)
+
+    def end_turn(self, stop: bool) -> None:
+        """Step the optimizers of the turn that trains now."""
+        self._outcomes[self._now] = self._strategies[self._now].step(stop)
 
     def accumulate(self) -> AbstractContextManager[Any]:
         return self._strategies[self._now].accumulate()
