@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from drivetrain import Aim, ConfigError, DrivetrainError, EarlyStopping, Job, LossSum, export
+from drivetrain import Aim, ConfigError, DrivetrainError, EarlyStopping, Job, LossSum, export, log
 from drivetrain.api.training import Result, train
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
+from drivetrain.run import assemble
+from drivetrain.strategies.compiling import num_graphs
 from tests.api.jobs import Mlp, Sentences, Variant, Vectors, make_job, token_loss
 from tests.gloo_pool import GlooPool
 
@@ -557,3 +559,30 @@ def test_a_metric_with_the_name_of_a_set(tmp_path: Path) -> None:
     job = make_job(FLOAT64, valid={"clean": valid_set()}, best=Aim("valid_noisy_loss"))
     with pytest.raises(ConfigError, match="valid_loss, valid_clean_loss"):
         trained(tmp_path, job)
+
+
+def logging_loss(model: nn.Module, batch: Any) -> Tensor:
+    log("inputs", batch[0].mean())
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_compiled_validation_measures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of the full size are compiled, the last one is not; metrics and logged values are those of eager runs."""
+    valid: dict[str, Any] = {"valid": valid_set(), "metrics": METRICS, "valid_batch": 5, "valid_every": 5}
+    job = replace(make_job(FLOAT64), loss=logging_loss, **valid)
+    found, graphs = [], []
+    for enough in (10**9, 1):
+        torch._dynamo.reset()
+        monkeypatch.setattr(assemble, "ENOUGH_TO_COMPILE", enough)
+        before = num_graphs()
+        result = trained(tmp_path / str(enough), job, 16, compile=True)
+        graphs.append(num_graphs() - before)
+        found.append(rows(result.folder))
+    assert graphs[1] == graphs[0] + 1, "one graph for both validations"
+    assert len(found[0]) == 2
+    for row, other in zip(*found, strict=True):
+        assert row.keys() == other.keys()
+        assert {"valid_loss", "valid_accuracy", "valid_inputs"} <= row.keys()
+        assert [other[name] for name in row if name != "time"] == pytest.approx(
+            [row[name] for name in row if name != "time"], abs=1e-10
+        )

@@ -31,7 +31,7 @@ def forward_of(loss: LossFunction) -> ForwardFunction:
     """Return a function that calls the model as the loss function does, and returns what the model returned."""
 
     def forward(model: Any, batch: Any) -> Any:
-        with recording_outputs(model) as outputs:
+        with recording_outputs(model, []) as outputs:
             try:
                 loss(model, batch)
             except Exception as error:

@@ -18,7 +18,7 @@ from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
 from drivetrain.core.isolation import buffers_kept, evaluating, untouched
-from drivetrain.core.logged import LoggedValues, collecting, one_value
+from drivetrain.core.logged import Logged, LoggedValues, collecting, one_value
 from drivetrain.core.metrics import Counted, LossSum, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
@@ -50,8 +50,10 @@ class Validator:
         loss_parts: LossParts | None = None,
         prefix: str = "valid_",  # of the names of metrics
         on_device: Callable[[Any], Any] = lambda batch: batch,  # moves a batch that was fetched by itself
+        compiled_loss: LossFunction | None = None,  # for batches of the full size: others would be compiled anew
     ) -> None:
-        self._prefix, self._on_device = prefix, on_device
+        self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
+        self._outputs: list[Any] = []  # of the model: always the same list, since compiled code appends to it
         self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
         self._loss = loss or job.loss_function
         self._loss_parts = loss_parts or LossParts(job.loss_weights, job.count, world)
@@ -132,11 +134,16 @@ class Validator:
         for found in self._objects.values():
             found.reset()
         seed_validation(self._job.seed)
-        with evaluating(model), torch.no_grad(), recording_outputs(called) as outputs:
+        most, outputs = 0, self._outputs
+        with evaluating(model), torch.no_grad(), recording_outputs(called, outputs):
             for micro in batches:
                 outputs.clear()
+                most = max(most, micro.num_samples)
+                compiled = self._compiled_loss if micro.num_samples == most else None
                 with collecting() as logged, self._precision.around_forward() or nullcontext():
-                    loss = self._loss(called, micro.batch)
+                    loss: Any = (compiled or self._loss)(called, micro.batch)
+                if isinstance(loss, Logged):
+                    loss, logged = loss
                 if not micro.weight:
                     continue  # it only kept this rank in step with the others
                 self._add_logged(tallies, logged, micro.num_samples)
@@ -404,9 +411,8 @@ def _target(batch: Any) -> Any:
 
 
 @contextmanager
-def recording_outputs(called: Any) -> Iterator[list[Any]]:
+def recording_outputs(called: Any, outputs: list[Any]) -> Iterator[list[Any]]:
     """Collect the model's outputs while the loss function computes them, so that metrics need no second forward."""
-    outputs: list[Any] = []
     if not isinstance(called, nn.Module):
         yield outputs
         return

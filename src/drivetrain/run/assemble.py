@@ -5,7 +5,7 @@ is what is trained. The data is opened here too: how its steps are divided, its 
 validation set.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -42,6 +42,8 @@ from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.step_log import StepLog
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
+
+ENOUGH_TO_COMPILE = 500  # full batches that a run validates: then it compiles their forward as well
 
 
 def division_of(run: Session, model: nn.Module | None) -> Division:
@@ -135,11 +137,38 @@ def make_validator(
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
-    loss = _validated_loss(run) if loss is None else loss
+    compiled = None
+    if loss is None:
+        called = None if run.job.turns else called_loss_of(run)
+        compiled = None if called is None else run.weighted(called)
+        loss = _validated_loss(run)
     on_device = partial(to_device, device=run.world.device, channels_last=run.way.channels_last)
     return Validator(
-        run.job, loaders, run.precision, run.world, loss, run.loss_parts, prefix=f"{kind}_", on_device=on_device
+        run.job,
+        loaders,
+        run.precision,
+        run.world,
+        loss,
+        run.loss_parts,
+        prefix=f"{kind}_",
+        on_device=on_device,
+        compiled_loss=compiled if _pays(run, sets, micro_batch, kind) else None,
     )
+
+
+def _pays(run: Session, sets: Mapping[str, Source], micro_batch: int, kind: Literal["valid", "test"]) -> bool:
+    """Return whether a run validates so many full batches that compiling the forward pays, by its job alone.
+
+    A decision by time could be another one after an interruption, and compiled code rounds otherwise.
+    """
+    job = run.job
+    num_batches = sum(len(source.dataset) // (micro_batch * run.world.size) for source in sets.values())
+    num_times: float = 1
+    if kind == "valid" and job.valid_every is not None:
+        num_times = (job.num_steps or 0) // job.valid_every
+    elif kind == "valid":
+        num_times = job.epochs or (job.num_steps or 0) // (job.steps_per_epoch or 1)
+    return num_batches * num_times >= ENOUGH_TO_COMPILE
 
 
 def _validated_loss(run: Session) -> LossFunction:
