@@ -87,11 +87,12 @@ def dispatch(words: list[str]) -> int:
 
 
 def flag_parser(name: str, module: ModuleType) -> FlagParser:
-    used_by = {
-        setting.name: [f"`drivetrain {other}`" for other, command in COMMANDS.items() if setting in command.settings]
-        for setting in SETTINGS
-    }
-    command = COMMANDS[name]
+    commands = dict(COMMANDS)  # read once: each lookup reads the file of a command
+    used_by: dict[str, list[str]] = {setting.name: [] for setting in SETTINGS}
+    for other, obeying in commands.items():
+        for setting in obeying.settings:
+            used_by[setting.name].append(f"`drivetrain {other}`")
+    command = commands[name]
     own = options_of(module)
     return FlagParser(f"drivetrain {name}", command.summary, own, command.settings, used_by, module.EXAMPLES)
 
