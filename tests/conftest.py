@@ -1,9 +1,11 @@
 """Shared by every test: a cache folder of its own, and hypothesis profiles."""
 
+import gc
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported and collected, which stays: looking for garbage takes a third of that time
     if config.getoption("--measure-cpu"):
         config.pluginmanager.register(cpu_seconds.Measuring())
 
@@ -70,6 +73,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if PROFILE == "soak" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.soak)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """For tests of what is kept from the garbage collector."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

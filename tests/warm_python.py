@@ -24,18 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "drivetrain.api.training",
-    "drivetrain.cli",
-    "drivetrain.commands.train_in_process",
-    "drivetrain.recipes.digits",
-]
-
 warm_context = multiprocessing.get_context("forkserver")
-warm_context.set_forkserver_preload(PRELOADED)
+warm_context.set_forkserver_preload(["tests.preloaded"])
 
 
 class WarmProcess:

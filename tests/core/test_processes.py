@@ -126,6 +126,7 @@ class Ring:
         self.itself = self
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_is_there_is_set_aside_and_garbage_is_not_kept() -> None:
     before = gc.get_freeze_count()
     lost = weakref.ref(Ring())

@@ -447,6 +447,7 @@ def test_exported_weights_start_another_run(tmp_path: Path) -> None:
     assert Checkpoint.latest_in(tmp_path / "second" / "suite" / "checkpoints") is not None
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 @pytest.mark.parametrize("ends_badly", [False, True])
 def test_a_large_run_sets_objects_aside_for_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_badly: bool
