@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer, Shard
 from drivetrain.core.world import World
+from tests import warm_python
 from tests.checkpoint.crashing import ROWS, points_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,8 +36,7 @@ LONG: list[Case] = [
 
 def crash(folder: Path, cases: list[Case]) -> list[dict[str, Any]]:
     words = [f"{way}/{size}/{rank}" for way, size, rank in cases]
-    command = [sys.executable, "-m", "tests.checkpoint.crashing", str(folder), *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = warm_python.run(["-m", "tests.checkpoint.crashing", str(folder), *words], cwd=REPOSITORY, timeout=3000)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

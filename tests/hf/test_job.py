@@ -2,7 +2,6 @@
 
 import doctest
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from transformers import (
 
 import drivetrain as dt
 from drivetrain.data.division import SampleStream
+from tests import warm_python
 from tests.api.tiny_transformers import ARCHITECTURES, OTHER_HEADS, make
 from tests.hf.samples import NUM_SAMPLES, samples, tiny_llama
 
@@ -214,8 +214,8 @@ def test_labels_under_other_names() -> None:
 
 def test_transformers_is_imported_when_a_job_is_made() -> None:
     code = "import sys, drivetrain as dt; dt.hf.job; print(sorted({'transformers', 'peft'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = warm_python.run(["-c", code])  # it has imported the rest of the package
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 @pytest.mark.parametrize("name", ["job", "export"])

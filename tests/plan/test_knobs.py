@@ -77,7 +77,7 @@ def test_a_knob_is_a_row_and_a_setting(tmp_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:3]
     setting, field, row = (indent(dedent(code), "    ") for code in examples)
     package = tmp_path / "src" / "drivetrain"
-    shutil.copytree(ROOT / "src" / "drivetrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src" / "drivetrain", package)  # with the bytecode of all that stays as it is
     _insert(package / "config" / "schema.py", "    cudnn_benchmark: Annotated", setting)
     _insert(package / "plan" / "knobs.py", "\n    def __str__(self)", field)
     _insert(package / "plan" / "knobs.py", ")\nBY_FIELD", f"{row.rstrip()},\n")

@@ -3,7 +3,6 @@
 import json
 import shutil
 import struct
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from drivetrain.report import RunData, draw, summary, write_report
 from drivetrain.report.picture import _smoothed, _thinned
+from tests import warm_python
 from tests.api.jobs import Variant, make_job, run
 
 SMALL = Variant(dtype=torch.float32, steps=30, num_samples=80, global_batch=8, save_every=100)
@@ -120,7 +120,7 @@ def test_drawing_leaves_the_callers_matplotlib_alone(folder: Path) -> None:
         "assert matplotlib.get_backend() == 'pdf' and dict(matplotlib.rcParams) == before\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = warm_python.run(["-c", script])
     assert done.returncode == 0, done.stderr
 
 

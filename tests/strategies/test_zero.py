@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -31,6 +29,7 @@ from drivetrain.strategies.zero import (
     stage_of,
     told_of_fp16,
 )
+from tests import warm_python
 from tests.api.jobs import Variant, make_job
 
 FACTS = ZeroFacts(
@@ -298,13 +297,8 @@ def test_a_missing_package_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPat
 def test_a_missing_package_is_the_last_thing_on_the_screen(tmp_path: Path, processes: list[str]) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "drivetrain", "train", str(script), *processes]
-    done = subprocess.run(
-        [*command, "--parallel-strategy", "deepspeed", "--output-dir", str(tmp_path / "runs")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = ["-m", "drivetrain", "train", str(script), *processes]
+    done = warm_python.run([*command, "--parallel-strategy", "deepspeed", "--output-dir", str(tmp_path / "runs")])
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1].strip() == "remedy: pip install 'drivetrain[deepspeed]'", done.stderr
     assert "Traceback" not in done.stderr

@@ -1,8 +1,6 @@
 """The graph of experts and concepts: what holds whatever happens to it, and its questions against plain answers."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.moe.knowledge.graph import RELATIONS, KnowledgeGraph, Limits
+from tests import warm_python
 
 CONCEPTS = [f"label {number}" for number in range(6)]
 weights = st.floats(0, 1)
@@ -250,5 +249,5 @@ def test_what_cannot_be() -> None:
 
 def test_the_package_does_not_load_networkx() -> None:
     code = "import sys, drivetrain.moe.knowledge.graph; print('networkx' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = warm_python.run(["-c", code])  # it has imported the rest of the package
+    assert done.stdout.strip() == "False", done.stderr
