@@ -1,18 +1,35 @@
 """Tokenized samples of unequal length, as lists, for tiny models of transformers."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
 from tests.api.tiny_transformers import VOCABULARY
 
 NUM_SAMPLES = 12
 
 
-def tiny_llama() -> LlamaConfig:
+class Package:
+    """Imported when it is used: the two take seconds, in every process that only collects these tests."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks every object of a module for some of these
+            raise AttributeError(attribute)
+        return getattr(import_module(self._name), attribute)
+
+
+transformers, peft = Package("transformers"), Package("peft")
+
+
+def tiny_llama() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, eos_token_id=2, **sizes)
+    return transformers.LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, eos_token_id=2, **sizes
+    )
 
 
 def samples(kind: str = "causal", count: int = NUM_SAMPLES) -> list[dict[str, Any]]:

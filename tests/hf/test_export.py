@@ -5,22 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import drivetrain as dt
 from drivetrain.run.result import checkpoint_of
-from tests.hf.samples import samples, tiny_llama
+from tests.hf.samples import peft, samples, tiny_llama, transformers
 
 
-def base_model(seed: int = 1) -> LlamaForCausalLM:
+def base_model(seed: int = 1) -> Any:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(tiny_llama())
+    return transformers.LlamaForCausalLM(tiny_llama())
 
 
 def adapted(seed: int = 1) -> Any:
-    return get_peft_model(base_model(seed), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        base_model(seed), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
 
 
 def trained(model: Any, folder: Path, **fields: Any) -> dt.Result:
@@ -41,10 +41,12 @@ def same(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
 def test_a_whole_model(tmp_path: Path) -> None:
     run = trained(tiny_llama(), tmp_path, checkpoint_every=1)
     weights = of_checkpoint(run)
-    opened = LlamaForCausalLM.from_pretrained(dt.hf.export(run, tmp_path / "from result"))
+    opened = transformers.LlamaForCausalLM.from_pretrained(dt.hf.export(run, tmp_path / "from result"))
     assert same(opened, weights)
     assert not same(base_model(), weights)
-    opened = LlamaForCausalLM.from_pretrained(dt.hf.export(run.folder, tmp_path / "from folder", model=tiny_llama()))
+    opened = transformers.LlamaForCausalLM.from_pretrained(
+        dt.hf.export(run.folder, tmp_path / "from folder", model=tiny_llama())
+    )
     assert same(opened, weights)
     again: Any = dt.hf.job(tmp_path / "from folder", samples()).model
     assert same(again(), weights)
@@ -79,9 +81,9 @@ def test_an_adapter(tmp_path: Path) -> None:
     folder = dt.hf.export(run, tmp_path / "adapter")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
     assert size_of(folder) < sum(weight.nbytes for weight in before.values())
-    assert same(PeftModel.from_pretrained(base_model(), folder), weights)
+    assert same(peft.PeftModel.from_pretrained(base_model(), folder), weights)
     by_hand = dt.hf.export(run.folder, tmp_path / "by hand", model=adapted())
-    assert same(PeftModel.from_pretrained(base_model(), by_hand), weights)
+    assert same(peft.PeftModel.from_pretrained(base_model(), by_hand), weights)
 
     with pytest.raises(dt.DrivetrainError, match=r"another base model: \d+ of its \d+ weights differ"):
         dt.hf.export(run.folder, tmp_path / "other", model=adapted(seed=2))
@@ -111,6 +113,6 @@ def test_an_adapter_has_a_rate_of_its_own_and_prompts_are_refused() -> None:
     assert optimizer.defaults["lr"] == 2e-4
     trains = {id(each) for each in model.parameters() if each.requires_grad}
     assert {id(each) for group in optimizer.param_groups for each in group["params"]} == trains
-    prompts = get_peft_model(base_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    prompts = peft.get_peft_model(base_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(dt.DrivetrainError, match="PROMPT_TUNING puts tokens before each sample"):
         dt.hf.job(prompts, samples())

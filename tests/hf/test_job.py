@@ -10,23 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BartConfig,
-    BartForCausalLM,
-    BertConfig,
-    BertForQuestionAnswering,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
 import drivetrain as dt
 from drivetrain.data.division import SampleStream
 from tests import warm_python
 from tests.api.tiny_transformers import ARCHITECTURES, OTHER_HEADS, make
-from tests.hf.samples import NUM_SAMPLES, samples, tiny_llama
+from tests.hf.samples import NUM_SAMPLES, samples, tiny_llama, transformers
 
 KNOWN = {name: ARCHITECTURES[name][2] for name in ARCHITECTURES} | {"bert classification": "classes"}
 
@@ -74,7 +63,7 @@ def test_micro_batches_train_like_whole_batches(tmp_path: Path) -> None:
     )  # fmt: skip
     result = dt.train(job, dt.configure(output_dir=tmp_path, batch_size=1, quiet=True, report=False))
     torch.manual_seed(5)
-    reference = LlamaForCausalLM(tiny_llama()).train()
+    reference = transformers.LlamaForCausalLM(tiny_llama()).train()
     before = reference.state_dict()["lm_head.weight"].clone()
     plain_loop(reference, data, 6, 2, 5)
     trained = result.model.state_dict()
@@ -84,7 +73,7 @@ def test_micro_batches_train_like_whole_batches(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_labels_contributes_nothing() -> None:
-    model: Any = LlamaForCausalLM(tiny_llama())
+    model: Any = transformers.LlamaForCausalLM(tiny_llama())
     data = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}, {"input_ids": [5], "labels": [5]}]
     job: Any = dt.hf.job(model, data)
     for batch in (data, data[1:]):  # one token alone predicts nothing
@@ -128,7 +117,7 @@ def test_defaults() -> None:
 
 
 def test_a_folder_is_loaded_in_float32_and_a_task_chooses_the_head(tmp_path: Path) -> None:
-    saved = LlamaForCausalLM(tiny_llama()).bfloat16()
+    saved = transformers.LlamaForCausalLM(tiny_llama()).bfloat16()
     saved.save_pretrained(tmp_path / "model")
     loaded: Any = dt.hf.job(str(tmp_path / "model"), samples()).model
     state = loaded().state_dict()
@@ -154,11 +143,14 @@ BART = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decod
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: BertForQuestionAnswering(BertConfig(**SMALL, vocab_size=31)), "none of the models"),
-        (lambda: BartForCausalLM(BartConfig(**BART)), "how it shifts labels is not known"),
         (
-            lambda: MixtralForCausalLM(
-                MixtralConfig(**SMALL, num_key_value_heads=1, vocab_size=31, output_router_logits=True)
+            lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(**SMALL, vocab_size=31)),
+            "none of the models",
+        ),
+        (lambda: transformers.BartForCausalLM(transformers.BartConfig(**BART)), "how it shifts labels is not known"),
+        (
+            lambda: transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(**SMALL, num_key_value_heads=1, vocab_size=31, output_router_logits=True)
             ),
             "the loss of its router",
         ),
@@ -172,7 +164,9 @@ def test_models_that_are_not_known(model: Any, words: str) -> None:
 
 
 def test_padding_that_the_model_would_take_for_words() -> None:
-    model = RobertaForSequenceClassification(RobertaConfig(**SMALL, vocab_size=31, num_labels=3, pad_token_id=1))
+    model = transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**SMALL, vocab_size=31, num_labels=3, pad_token_id=1)
+    )
     with pytest.raises(dt.DrivetrainError, match="padded with token 0, and the model takes 1 for padding"):
         dt.hf.job(model, samples("classes"), pad_id=0)
 
