@@ -144,7 +144,8 @@ class FsdpStrategy:
         held = set(parts.trained)
         owners = {part: owner for part, owner in sharded.owners.items() if part in held}
         self._parts = parts = replace(parts, owners=owners)
-        self._saved = replace(parts.saved, owners=sharded.owners)
+        whole = parts.of_all_turns  # has the scaler, which a copy of it would not share by itself
+        self._saved = parts if whole is None else replace(whole, owners=sharded.owners, of_all_turns=whole)
         parts.mixtures.group = self._world.group
         self._replicated = [p for p in sharded.replicated.values() if p.requires_grad]
         self._objective = Objective(parts, scale=1.0)
