@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import drivetrain as dt
 from tests.hf.samples import samples, tiny_llama
@@ -41,7 +44,7 @@ def test_a_missing_column_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(dt.DrivetrainError, match="no column 'input_ids'; the columns are 'tokens', 'text'"):
         dt.hf.job(tiny_llama(), samples(), valid=path)
     renamed: Any = dt.hf.job(tiny_llama(), path, columns={"input_ids": "tokens"})
-    assert renamed.collate(renamed.data)["input_ids"].tolist() == [[5, 6]]
+    assert renamed.collate(renamed.source.dataset)["input_ids"].tolist() == [[5, 6]]
 
 
 def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
@@ -58,8 +61,6 @@ def test_paths_that_are_not_data(data: str, words: str) -> None:
 
 
 def test_parquet_trains_like_a_list(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(samples()), tmp_path / "train.parquet")
     found = trained_weights(tmp_path / "train.parquet", tmp_path / "file")
     assert found == trained_weights(samples(), tmp_path / "list")
@@ -69,7 +70,6 @@ def test_parquet_trains_like_a_list(tmp_path: Path) -> None:
 
 
 def test_a_data_set_of_datasets_trains_like_a_list(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(samples())
     assert trained_weights(data, tmp_path / "set") == trained_weights(samples(), tmp_path / "list")
     with pytest.raises(dt.DrivetrainError, match="no column 'target'; the columns are 'text', 'input_ids', 'labels'"):
