@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from drivetrain.core.schedules import WarmupCosine as WarmupCosine
     from drivetrain.core.schedules import WarmupLinear as WarmupLinear
     from drivetrain.core.schedules import WarmupStableDecay as WarmupStableDecay
+    from drivetrain.data.by_length import by_length as by_length
     from drivetrain.hardware import DeviceManager as DeviceManager
     from drivetrain.hardware import Hardware as Hardware
     from drivetrain.hardware import assert_on_device as assert_on_device
@@ -61,6 +62,7 @@ _HOME = {
     "configure": "drivetrain.config",
     "ConfigError": "drivetrain.core.errors",
     "DrivetrainError": "drivetrain.core.errors",
+    "by_length": "drivetrain.data.by_length",
     "DeviceManager": "drivetrain.hardware",
     "Hardware": "drivetrain.hardware",
     "assert_on_device": "drivetrain.hardware",

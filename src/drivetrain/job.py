@@ -324,9 +324,11 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for a run to be continued."""
         others_order = {} if self.source.is_keyed else {"order": self.source.order_name, "epochs": self.epochs}
+        grouping = self.source.grouping
         weights = {name: "a function" if callable(it) else it for name, it in (self.loss_weights or {}).items()}
         return {
             **others_order,
+            **({"grouped by length": grouping} if grouping else {}),
             **({"loss_weights": weights} if weights else {}),
             "name": self.name,
             "num_samples": self.num_samples,

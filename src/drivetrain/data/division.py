@@ -30,6 +30,10 @@ Indices = NDArray[np.int64]
 # below is not cryptographic, so twice as many are spent.
 _ROUNDS = 8
 _BLOCK = 8192
+# Samples are grouped by length within pools of so many global batches, but at most a quarter of an epoch: other samples
+# come together in each epoch.
+POOL_BATCHES, LEAST_POOLS = 64, 4
+_BATCH_ORDER = 2**64 - 2  # replaces a position in the key of the order of a pool's batches
 
 
 def key_of(*parts: int) -> int:
@@ -98,16 +102,23 @@ class SampleStream:
         self._block_at: tuple[int, int] = (-1, -1)  # (epoch, first position) of the block at hand
         self._block: Indices = np.zeros(0, np.int64)
 
+    def copy(self) -> "SampleStream":
+        """Return the same stream for another thread: the block at hand must not be shared."""
+        return SampleStream(self.num_samples, self.seed, shuffle=self.shuffle)
+
     def samples(self, epoch: int, start: int, stop: int) -> Indices:
         """Return the samples at positions `start` to `stop` of an epoch, all within it."""
-        if not 0 <= start <= stop <= self.num_samples:
-            raise ValueError(f"positions {start} to {stop} are not within an epoch of {self.num_samples} samples")
+        self._check(start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         first = start - start % _BLOCK
         if stop <= first + _BLOCK:
             return self._cached_block(epoch, first)[start - first : stop - first]
         return self._permuted(epoch, start, stop)
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.num_samples:
+            raise ValueError(f"positions {start} to {stop} are not within an epoch of {self.num_samples} samples")
 
     def _cached_block(self, epoch: int, first: int) -> Indices:
         """Compute a whole block: numpy's cost per call is then spread over thousands of samples."""
@@ -119,6 +130,55 @@ class SampleStream:
     def _permuted(self, epoch: int, start: int, stop: int) -> Indices:
         permutation = Permutation(self.num_samples, key_of(self.seed, epoch))
         return permutation(np.arange(start, stop, dtype=np.int64))
+
+
+class LengthGroupedStream(SampleStream):
+    """A sample stream whose global batches hold samples of similar length, longest first within a batch.
+
+    It is a function of seed, epoch, global batch and lengths. The shuffled epoch is cut into pools; the samples of a
+    pool are sorted by length and cut into global batches, and these batches are shuffled. What does not fill a batch is
+    the end of the shuffled epoch, whatever its lengths. The first batch of an epoch is the longest of its pool, since
+    memory is planned by it.
+    """
+
+    def __init__(self, lengths: Indices, seed: int, global_batch: int) -> None:
+        super().__init__(len(lengths), seed)
+        self.lengths, self.global_batch = lengths, global_batch
+        num_batches = min(POOL_BATCHES, self.num_samples // (LEAST_POOLS * global_batch))
+        self._pool_size = max(1, num_batches) * global_batch
+
+    def copy(self) -> "LengthGroupedStream":
+        return LengthGroupedStream(self.lengths, self.seed, self.global_batch)
+
+    def samples(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return the samples at positions `start` to `stop` of an epoch, all within it."""
+        self._check(start, stop)
+        size, found = self._pool_size, []
+        while start < stop:
+            first = start - start % size
+            pool = self._cached_block(epoch, first)
+            found.append(pool[start - first : stop - first])
+            start = first + size
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _cached_block(self, epoch: int, first: int) -> Indices:
+        if self._block_at != (epoch, first):
+            self._block = self._grouped(epoch, first, min(first + self._pool_size, self.num_samples))
+            self._block_at = (epoch, first)
+        return self._block
+
+    def _grouped(self, epoch: int, first: int, stop: int) -> Indices:
+        drawn = self._permuted(epoch, first, stop)
+        num_batches = len(drawn) // self.global_batch
+        whole, rest = np.split(drawn, [num_batches * self.global_batch])
+        batches = self._longest_first(whole).reshape(num_batches, self.global_batch)
+        order = Permutation(num_batches, key_of(self.seed, epoch, first, _BATCH_ORDER))(np.arange(num_batches))
+        if first == 0:
+            order = np.concatenate([order[order == 0], order[order != 0]])
+        return np.concatenate([batches[order].reshape(-1), self._longest_first(rest)])
+
+    def _longest_first(self, samples: Indices) -> Indices:
+        return samples[np.argsort(-self.lengths[samples], kind="stable")]
 
 
 class MicroStep(NamedTuple):

@@ -188,7 +188,7 @@ class NumbersAhead:
         resident: Resident,
     ) -> None:
         # A separate stream: the loader's caches a block, which two threads must not share.
-        self._stream = SampleStream(stream.num_samples, stream.seed, shuffle=stream.shuffle)
+        self._stream = stream.copy()
         self._division, self._rank, self._resident = division, rank, resident
         self._next_step, self._last_step = first_step, last_step
         self._thread = ThreadPoolExecutor(1, "drivetrain-samples")

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
-from drivetrain.data.division import SampleStream
+from drivetrain.data.division import Indices, LengthGroupedStream, SampleStream
 from drivetrain.data.external_order import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
 from drivetrain.data.keyed_items import Collate, Columns, Generators, KeyedItems, spread_over
 
@@ -77,6 +77,7 @@ class Source:
     global_batch: int | None = None
     sizes_vary: bool = False  # of the batch sampler's batches, as far as is known: `global_batch` is the largest seen
     drop_last: bool = False
+    lengths: Indices | None = field(default=None, compare=False, repr=False)  # samples are grouped by them
     wishes: WorkerWishes = WorkerWishes()
     notes: tuple[str, ...] = ()
 
@@ -106,7 +107,16 @@ class Source:
         samples = self.samples_per_epoch(global_batch)
         return None if samples is None else -(-samples // global_batch)
 
+    @property
+    def grouping(self) -> str:
+        """A mark of the lengths that samples are grouped by; empty if they are not."""
+        if self.lengths is None:
+            return ""
+        return hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
+
     def order(self, global_batch: int, seed: int, *, shuffle: bool) -> SampleStream | ReadOrder:
+        if self.is_keyed and self.lengths is not None:
+            return LengthGroupedStream(self.lengths, seed, global_batch)
         if self.is_keyed:
             return SampleStream(len(self.dataset), seed, shuffle=shuffle)
         if self.batch_sampler is not None:
