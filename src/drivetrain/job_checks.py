@@ -112,7 +112,7 @@ def _data_problems(job: Any) -> Iterable[Problem]:
         )
     if source.lengths is not None and not job.shuffle:
         said = "shuffle=False keeps the data set's own order, and dt.by_length makes another"
-        yield problem("shuffle", False, said, "leave one of them out")
+        yield _problem("shuffle", False, said, "leave one of them out")
     needs_end = isinstance(job.schedule, FactorSchedule) and job.schedule.needs_last_step
     if source.steps_per_epoch(1) is None and job.max_steps is None and needs_end:
         yield _problem(

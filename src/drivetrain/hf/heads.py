@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum, summed_by_count
@@ -89,14 +91,25 @@ def class_for(config: Any, task: Task | None) -> type:
 def make_loss(head: Head) -> Callable[[nn.Module, Any], LossSum]:
     """Make the loss function of a job: the model's own loss, as a sum over the labels that count."""
 
+    # A cache of keys and values is of no use here; a decoder that fills one does not look for packed samples.
+    options = {"use_cache": False} if "use_cache" in head.inputs else {}
+
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossSum:
-        mean = model(**batch).loss
+        output = model(**batch, **options)
+        mean = output.loss
+        if head.task == "causal-lm" and output.logits.dtype is torch.float64:
+            mean = _mean_in_float64(output.logits, batch["labels"])
         # A batch without any label that counts has a mean of 0/0: it contributes nothing.
         summed = summed_by_count({"loss": mean}, {"loss": _num_items(head, batch["labels"])})["loss"]
         assert isinstance(summed, LossSum)
         return summed
 
     return loss
+
+
+def _mean_in_float64(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the causal loss in the precision of the logits; that of transformers rounds them to float32 first."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=MASKED)
 
 
 def _num_items(head: Head, labels: Tensor) -> Tensor | int:

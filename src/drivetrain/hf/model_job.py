@@ -1,8 +1,8 @@
 """Makes a `Job` of a transformers model and tokenized data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,21 +12,13 @@ from drivetrain.core.schedules import WarmupCosine
 from drivetrain.data.source import Source, source_of
 from drivetrain.hf.heads import OWN_LOSS, Task, class_for, head_of, make_loss
 from drivetrain.hf.padding import Collator, pad_id_for
+from drivetrain.hf.row_shape import OpenedModel, RowShape
 from drivetrain.hf.rows import open_rows
 from drivetrain.job import Job
 
 LR, ADAPTER_LR, WEIGHT_DECAY, CLIP_NORM = 5e-5, 2e-4, 0.01, 1.0
 EPOCHS, GLOBAL_BATCH = 3, 16
 MOST_WARMUP_STEPS, WARMUP_PART = 100, 10
-
-
-class OpenedModel(NamedTuple):
-    """A model, or the function that makes it, with what is known of it before it is made."""
-
-    model: nn.Module | Callable[[], nn.Module]
-    model_class: type
-    config: Any
-    is_adapter: bool = False
 
 
 def job(
@@ -39,6 +31,8 @@ def job(
     pad_id: int | None = None,
     columns: Mapping[str, str] | None = None,
     length: int | None = None,
+    packing: bool | None = None,
+    group_by_length: bool = False,
     valid: Any = None,
     test: Any = None,
     lr: float | None = None,
@@ -47,8 +41,11 @@ def job(
     """Make a `Job` that trains a transformers model on tokenized data.
 
     The loss is the model's own, as a sum over the labels that are not -100: any micro-batch and any number of devices
-    train like the whole batch at once. A batch in which no label counts contributes nothing. Samples are padded at
-    their end, each batch to its longest one, and padding is no label.
+    train like the whole batch at once. A batch in which no label counts contributes nothing.
+
+    Where samples have different lengths, those of a micro-batch of a causal model are packed into rows, each of which
+    attends to itself alone, if that saves much padding; otherwise they are padded at their end, to one of a few
+    lengths. Neither changes the loss, and the run tells which was chosen. A global batch counts samples in either case.
 
     Unless `fields` say otherwise, the optimizer is `torch.optim.AdamW`, with a weight decay of 0.01 on weights of two
     dimensions and more; the schedule is `WarmupCosine`, with a warm-up of a tenth of the steps, at most 100; gradients
@@ -70,7 +67,11 @@ def job(
         pad_id: The token that pads samples. Default: the tokenizer's, the model's, or the model's end of text.
         columns: What the data calls a column, by the name that the model takes it under: `{"labels": "target"}`.
             `label` and `label_ids` are found as they are.
-        length: The length that every sample is padded to, for steps of one shape. Default: the longest of a batch.
+        length: The length of every row; samples must not be longer. Default: one of a few lengths, the shortest that
+            holds a batch's longest sample.
+        packing: Whether several samples may share a row. Default: where it saves a tenth of the tokens or more, the
+            model can tell samples of a row apart, and there are no `metrics`, which would get such rows.
+        group_by_length: Whether global batches are made of samples of similar length, as `dt.by_length` does.
         valid: The validation set, like `data`, or several by name.
         test: The test set, likewise.
         lr: The highest learning rate. Default: 5e-5; 2e-4 for an adapter.
@@ -91,8 +92,8 @@ def job(
     opened = open_model(model, task)
     head = head_of(opened.model_class, opened.config)
     collate = Collator(head, pad_id_for(head, opened.config, tokenizer, pad_id), dict(columns or {}), length)
-    rows, valid_rows, test_rows = open_rows(data), _open_sets(valid), _open_sets(test)
-    source = source_of(rows)
+    valid_rows, test_rows = _open_sets(valid), _open_sets(test)
+    source = source_of(open_rows(data))
     if lr is not None and "optimizer" in fields:
         raise DrivetrainError("both lr and an optimizer are given", remedy="give the rate to the optimizer")
     rate = lr if lr is not None else ADAPTER_LR if opened.is_adapter else LR
@@ -108,9 +109,18 @@ def job(
     }
     fields = {**defaults, **fields}
     fields.setdefault("schedule", WarmupCosine(warmup_steps=_warmup_steps(source, fields)))
-    made = Job(model=opened.model, data=rows, loss=make_loss(head), valid=valid_rows, test=test_rows, **fields)
+    if fields["collate"] is collate:  # a user's own may take other columns
+        shape = RowShape(opened, collate, packing, group_by_length)
+        source, opened, collate = shape.settled(source, fields)
+        fields["collate"] = collate
+    elif packing or group_by_length:
+        raise DrivetrainError(
+            "packing and group_by_length are done by the job's own collate function, and another is given",
+            remedy="leave collate out; or group with data=dt.by_length(data, lengths)",
+        )
+    made = Job(model=opened.model, data=source, loss=make_loss(head), valid=valid_rows, test=test_rows, **fields)
     for each in (made.source, *made.valid_sets.values(), *made.test_sets.values()):
-        if made.collate is collate:  # a user's own may take other columns
+        if made.collate is collate:
             _try_first(each, collate)
     return made
 

@@ -1,7 +1,7 @@
-"""Makes batches of tokenized samples of unequal length, as a model takes them."""
+"""Makes batches of tokenized samples of unequal length, as a model takes them: padded, or packed into rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,13 +10,14 @@ from torch.nn.functional import pad
 
 from drivetrain.core.errors import DrivetrainError, InputError
 from drivetrain.hf.heads import MASKED, Head
+from drivetrain.hf.lengths import next_bucket, pack_rows
 
 _LABELS = ("labels", "label", "label_ids")  # what data sets call them; a model takes the first
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads a list of samples at their end, to the longest of them.
+    """Pads a list of samples at their end, to one length of a few; or packs several into each row.
 
     Columns that the model does not take, such as texts, are left out. Where a causal model is given no labels, they are
     its tokens, except those that the attention mask hides. Labels of padding are -100.
@@ -25,13 +26,23 @@ class Collator:
         head: What the model learns, and the columns it takes.
         pad_id: The token that pads `input_ids`.
         columns: What the data calls a column, by the name that the model takes it under.
-        length: The length to pad to; None: that of the longest sample of each batch.
+        length: The length that no sample may exceed, and that all are padded to; None: there is none.
+        buckets: The lengths to pad to: the first that holds the longest sample of a batch. Empty: exactly that length.
+        packs: Whether samples share rows. Positions then begin anew with each sample, by which the model tells
+            them apart, and the first token of a sample is no label: nothing before it predicts it.
     """
 
     head: Head
     pad_id: int
     columns: Mapping[str, str]
     length: int | None = None
+    buckets: tuple[int, ...] = ()
+    packs: bool = False
+
+    @property
+    def by_sample(self) -> "Collator":
+        """The same, with a row per sample."""
+        return replace(self, packs=False)
 
     def __call__(self, items: Sequence[Any]) -> dict[str, Tensor]:
         samples = [self.sample(item) for item in items]
@@ -41,6 +52,8 @@ class Collator:
                 f"samples of one batch have different columns: {sorted({', '.join(sample) for sample in samples})}",
                 remedy="give every sample the same columns",
             )
+        if self.packs:
+            return self._packed(samples)
         return {name: self._stacked(name, [sample[name] for sample in samples]) for name in names}
 
     def sample(self, item: Any) -> dict[str, Tensor]:
@@ -63,7 +76,7 @@ class Collator:
         if "labels" not in found:
             mask = found.get("attention_mask", torch.ones_like(tokens))
             found["labels"] = tokens.masked_fill(mask == 0, MASKED)  # a tokenizer may have padded it already
-        return found
+        return _document(found) if self.packs else found
 
     def _columns_of(self, item: Mapping[str, Any]) -> dict[str, Any]:
         taken = {name: name for name in self.head.inputs if name in item}
@@ -101,8 +114,55 @@ class Collator:
         if is_whole:
             return torch.stack(values)
         filler = {"input_ids": self.pad_id, "labels": MASKED}.get(name, 0)
-        length = max(max(map(len, values)), self.length or 0)
+        length = self._padded_to(max(map(len, values)))
         return torch.stack([pad(value, (0, length - len(value)), value=filler) for value in values])
+
+    def _padded_to(self, longest: int) -> int:
+        return max(next_bucket(longest, self.buckets), self.length or 0)
+
+    def _packed(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        row = self._padded_to(max(lengths))
+        rows = pack_rows(lengths, row)
+        # What fills up a row is one more document, whose tokens are no labels.
+        rest = [row - sum(lengths[index] for index in each) for each in rows]
+        fillers = {"input_ids": self.pad_id, "labels": MASKED}
+        found = {
+            name: torch.stack(
+                [
+                    pad(torch.cat([samples[index][name] for index in each]), (0, left), value=fillers.get(name, 0))
+                    for each, left in zip(rows, rest, strict=True)
+                ]
+            )
+            for name in samples[0]
+        }
+        found["position_ids"] = torch.stack(
+            [
+                torch.cat([torch.arange(length) for length in (*(lengths[index] for index in each), left)])
+                for each, left in zip(rows, rest, strict=True)
+            ]
+        )
+        return found
+
+
+def _document(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what goes into a row of a sample: without the padding at its end, and without its first label."""
+    mask, labels = found.pop("attention_mask", torch.ones_like(found["input_ids"])), found["labels"]
+    is_kept = (mask != 0) | (labels != MASKED)
+    length = int(is_kept.nonzero()[-1]) + 1 if bool(is_kept.any()) else 1
+    if bool((mask[:length] == 0).any()):
+        raise InputError(
+            "the attention_mask of a sample hides tokens before the end, which cannot be packed",
+            remedy="pad on the right or not at all when tokenizing; or give packing=False",
+        )
+    others = [name for name, value in found.items() if value.shape != labels.shape]
+    if "position_ids" in found or others:
+        said = f"a {others[0]} that has no entry per token" if others else "position_ids of its own"
+        raise InputError(f"a sample has {said}, which cannot be packed", remedy="leave it out, or give packing=False")
+    found = {name: value[:length] for name, value in found.items()}
+    found["labels"] = found["labels"].clone()
+    found["labels"][0] = MASKED
+    return found
 
 
 def pad_id_for(head: Head, config: Any, tokenizer: Any, pad_id: int | None) -> int:

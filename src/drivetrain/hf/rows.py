@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from drivetrain.core.errors import DrivetrainError, InputError
+from drivetrain.data.division import Indices
 from drivetrain.data.files import JSON_LINES, BadInput, json_objects
 
 PARQUET = (".parquet", ".pq")
@@ -28,9 +30,24 @@ class ParquetRows(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
+    def lengths(self, column: str) -> Indices | None:
+        """Return how many entries a column's lists have, without making the rows; None if there are no lists."""
+        return list_lengths(self._table, column) if column in self._table.column_names else None
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
         return row
+
+
+def list_lengths(table: Any, column: str) -> Indices | None:
+    """Return how many entries the lists of an Arrow column have; None if it has no lists, or some are missing."""
+    from pyarrow import ArrowInvalid, ArrowNotImplementedError, compute
+
+    try:
+        found = compute.list_value_length(table.column(column)).to_numpy()
+    except (ArrowInvalid, ArrowNotImplementedError):
+        return None
+    return None if np.isnan(found).any() else np.asarray(found, dtype=np.int64)
 
 
 def open_rows(data: Any) -> Any:
