@@ -20,7 +20,7 @@ from transformers import (
 
 import drivetrain as dt
 from drivetrain.hf.lengths import buckets_for
-from drivetrain.strategies.compiling import compiled, num_graphs
+from drivetrain.strategies import compiling
 from tests.api.jobs import Trained, read
 from tests.api.tiny_transformers import VOCABULARY
 from tests.gloo_pool import GlooPool
@@ -234,16 +234,22 @@ def test_packing_is_chosen_where_much_would_be_padding() -> None:
         assert "position_ids" not in padded.collate(data[:4])  # type: ignore[operator]
 
 
-def test_compiled_steps_of_few_lengths_are_compiled_few_times() -> None:
-    """Each new shape may be compiled anew: 40 micro-batches of any length, against bucketed ones."""
-    data, model = long_samples(160), llama(torch.float32)
-    job: Any = dt.hf.job(model, data, packing=True)
+@pytest.mark.parametrize("packing", [True, False])
+def test_batches_of_any_size_are_compiled_once(packing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "compile_options", lambda mode, fixed: {"backend": "eager"})  # kernels take minutes
+    data, model = long_samples(160), llama()
+    job: Any = dt.hf.job(model, data, packing=packing)
     torch._dynamo.reset()
-    before = num_graphs()
-    step = compiled(job.loss, "default")
-    for at in range(0, 160, 4):
-        step(model, job.collate(data[at : at + 4]))
-    assert num_graphs() - before <= 4
+    before = compiling.num_graphs()
+    step = compiling.compiled(job.loss, "default")
+    shapes = set()
+    for at in range(0, 160, 10):  # a single row would be compiled by itself
+        batch = job.collate(data[at : at + 10])
+        shapes.add(batch["input_ids"].shape)
+        eager, found = job.loss(model, batch), step(model, batch)
+        torch.testing.assert_close(found.total, eager.total)
+    assert len(shapes) > 2
+    assert compiling.num_graphs() - before == 1
 
 
 def make_job(way: str, **changes: Any) -> dt.Job:

@@ -88,8 +88,11 @@ def class_for(config: Any, task: Task | None) -> type:
     return by_task
 
 
-def make_loss(head: Head) -> Callable[[nn.Module, Any], LossSum]:
-    """Make the loss function of a job: the model's own loss, as a sum over the labels that count."""
+def make_loss(head: Head, varying_dims: tuple[int, ...] = ()) -> Callable[[nn.Module, Any], LossSum]:
+    """Make the loss function of a job: the model's own loss, as a sum over the labels that count.
+
+    `varying_dims` are those of its batches, for the compiler (`strategies/compiling.py`).
+    """
 
     # A cache of keys and values is of no use here; a decoder that fills one does not look for packed samples.
     options = {"use_cache": False} if "use_cache" in head.inputs else {}
@@ -104,6 +107,7 @@ def make_loss(head: Head) -> Callable[[nn.Module, Any], LossSum]:
         assert isinstance(summed, LossSum)
         return summed
 
+    loss.varying_dims = varying_dims  # type: ignore[attr-defined]
     return loss
 
 

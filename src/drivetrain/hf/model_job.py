@@ -118,7 +118,8 @@ def job(
             "packing and group_by_length are done by the job's own collate function, and another is given",
             remedy="leave collate out; or group with data=dt.by_length(data, lengths)",
         )
-    made = Job(model=opened.model, data=source, loss=make_loss(head), valid=valid_rows, test=test_rows, **fields)
+    loss = make_loss(head, collate.varying_dims)
+    made = Job(model=opened.model, data=source, loss=loss, valid=valid_rows, test=test_rows, **fields)
     for each in (made.source, *made.valid_sets.values(), *made.test_sets.values()):
         if made.collate is collate:
             _try_first(each, collate)

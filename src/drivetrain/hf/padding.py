@@ -44,6 +44,12 @@ class Collator:
         """The same, with a row per sample."""
         return replace(self, packs=False)
 
+    @property
+    def varying_dims(self) -> tuple[int, ...]:
+        """The dimensions of its batches whose sizes vary: 0, the number of rows, and 1, their length."""
+        rows, lengths = (0,) if self.packs else (), () if len(self.buckets) == 1 else (1,)
+        return (*rows, *lengths)
+
     def __call__(self, items: Sequence[Any]) -> dict[str, Tensor]:
         samples = [self.sample(item) for item in items]
         names = list(samples[0])

@@ -15,9 +15,10 @@ from drivetrain.data.source import Source
 from drivetrain.hf.lengths import buckets_for, in_words, known_lengths, padding_share
 from drivetrain.hf.padding import Collator
 
-MOST_BUCKETS, MOST_ROW_LENGTHS = 6, 2  # rows of packed samples are nearly full whatever their length
+MOST_BUCKETS, MOST_ROW_LENGTHS = 6, 1  # of padded samples, and of packed ones: their rows are nearly full anyway
 LEAST_SAVED = 0.1  # of the tokens, for packing by default
 _TRIAL_TOKENS = 6
+_COMPILED = "; compiled once for all sizes"
 NO_PACKING = "give packing=False; group_by_length=True saves padding, too"
 
 
@@ -114,7 +115,7 @@ def _note(
     grouped = ", grouped by length" if source.lengths is not None else ""
     yield (
         f"{how} {in_words(collate.buckets)} tokens{grouped}: {100 * share:.0f} % of the tokens are padding, with a "
-        f"global batch of {batch} in one piece"
+        f"global batch of {batch} in one piece{_COMPILED if collate.varying_dims else ''}"
     )
 
 

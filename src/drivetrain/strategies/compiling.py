@@ -5,6 +5,7 @@ tensor of the step. Compiled together with the model, it is fused with the opera
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.logged import logging_loss
+from drivetrain.data.batch import map_tensors
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction
 
@@ -65,9 +67,24 @@ def num_graphs() -> int:
 def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunction:
     """Compile the loss function, with what it logs as an output.
 
-    With `fixed`, no kernel whose choice changes results is chosen by timing.
+    With `fixed`, no kernel whose choice changes results is chosen by timing. A loss function that says which dimensions
+    of its batches vary (`varying_dims`) is compiled once for all sizes, instead of once for the first size and once
+    more for all when the second comes.
     """
-    return torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed))
+    called = torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed))
+    varying: tuple[int, ...] = getattr(loss, "varying_dims", ())
+    if not varying:
+        return called
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        return called(model, map_tensors(partial(_of_any_size, varying), batch))
+
+    return call
+
+
+def _of_any_size(dims: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in dims if dim < tensor.dim()])
+    return tensor
 
 
 def compile_options(mode: str, *, fixed: bool) -> dict[str, Any]:
