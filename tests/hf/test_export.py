@@ -92,6 +92,36 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+def test_an_adapter_goes_on_training(tmp_path: Path) -> None:
+    folder = dt.hf.export(trained(adapted(), tmp_path / "runs"), tmp_path / "adapter")
+    base = base_model()
+    job: Any = dt.hf.job(base, samples(), adapter=folder)
+    assert same(PeftModel.from_pretrained(base_model(), folder), job.model.state_dict())
+    assert all(weight.requires_grad == ("lora_" in name) for name, weight in job.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 32}, r"belongs to another base model: 4 of its weights do not fit.* is \(2, 16\) there"),
+        ({"num_hidden_layers": 1}, "4 of its weights do not fit"),
+        ({"num_hidden_layers": 3}, "4 of its weights do not fit"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path, changes: dict[str, int], words: str) -> None:
+    folder = dt.hf.export(trained(adapted(), tmp_path / "runs"), tmp_path / "adapter")
+    config = tiny_llama()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    base = LlamaForCausalLM(config)
+    names = list(base.state_dict())
+    with pytest.raises(dt.DrivetrainError, match=words):
+        dt.hf.job(base, samples(), adapter=folder)
+    assert list(base.state_dict()) == names
+    with pytest.raises(dt.DrivetrainError, match="there is no adapter in"):
+        dt.hf.job(base, samples(), adapter=tmp_path)
+
+
 def test_checkpoints_of_an_adapter_hold_the_base_model_once(tmp_path: Path) -> None:
     model = adapted()
     run = trained(model, tmp_path, checkpoint_every=1)

@@ -75,7 +75,7 @@ def test_micro_batches_train_like_whole_batches(tmp_path: Path) -> None:
 def test_a_batch_without_labels_contributes_nothing() -> None:
     model: Any = transformers.LlamaForCausalLM(tiny_llama())
     data = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}, {"input_ids": [5], "labels": [5]}]
-    job: Any = dt.hf.job(model, data)
+    job: Any = dt.hf.job(model, [*data, {"input_ids": [5, 6]}])
     for batch in (data, data[1:]):  # one token alone predicts nothing
         found = job.loss(model, job.collate(batch))
         assert float(found.total.detach()) == 0
@@ -87,6 +87,10 @@ def test_a_batch_without_labels_contributes_nothing() -> None:
 def test_the_end_of_a_text_is_learned_though_it_also_pads() -> None:
     job: Any = dt.hf.job(tiny_llama(), [{"input_ids": [5, 2]}], tokenizer=SimpleNamespace(pad_token_id=2))
     batch: dict[str, Tensor] = job.collate([{"input_ids": [5, 2]}, {"input_ids": [5, 6, 7, 2]}])
+    assert {value.shape for value in batch.values()} == {(2, 8)}  # longer than all it was made with
+    assert int(batch["attention_mask"][:, 4:].sum()) == 0
+    assert bool((batch["labels"][:, 4:] == -100).all())
+    batch = {name: value[:, :4] for name, value in batch.items()}
     assert batch["input_ids"].tolist() == [[5, 2, 2, 2], [5, 6, 7, 2]]
     assert batch["labels"].tolist() == [[5, 2, -100, -100], [5, 6, 7, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
@@ -180,6 +184,8 @@ def test_padding_that_the_model_would_take_for_words() -> None:
         ([{"input_ids": [5, 6, 7]}], {"length": 2}, "has 3 tokens, and length=2"),
         ([{"input_ids": "words"}], {}, "holds no numbers"),
         (["a text"], {}, "and not str"),
+        ([{"input_ids": [5, 6], "labels": [-100, -100]}] * 3, {}, "none of the 3 samples that were read has a label"),
+        ([{"input_ids": [5]}], {}, "none of the 1 samples that were read has a label"),
         ([{"input_ids": [5, 6]}], {"task": "poetry"}, "there is no task 'poetry'"),
     ],
 )
@@ -212,7 +218,7 @@ def test_transformers_is_imported_when_a_job_is_made() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.parametrize("name", ["job", "export"])
+@pytest.mark.parametrize("name", ["job", "export", "job_from"])
 def test_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     function = getattr(dt.hf, name)

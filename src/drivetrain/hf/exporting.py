@@ -12,8 +12,9 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
+from drivetrain.hf.adapters import is_adapted
 from drivetrain.hf.heads import Task
-from drivetrain.hf.model_job import is_adapted, open_model
+from drivetrain.hf.model_job import open_model
 from drivetrain.run.result import Result, Which, checkpoint_of, load_whole, new_model
 
 _SHOWN = 3

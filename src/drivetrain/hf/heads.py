@@ -88,20 +88,26 @@ def class_for(config: Any, task: Task | None) -> type:
     return by_task
 
 
-def make_loss(head: Head, varying_dims: tuple[int, ...] = ()) -> Callable[[nn.Module, Any], LossSum]:
+def make_loss(
+    head: Head, varying_dims: tuple[int, ...] = (), label_smoothing: float = 0.0
+) -> Callable[[nn.Module, Any], LossSum]:
     """Make the loss function of a job: the model's own loss, as a sum over the labels that count.
 
-    `varying_dims` are those of its batches, for the compiler (`strategies/compiling.py`).
+    Args:
+        head: What the model learns.
+        varying_dims: The dimensions of its batches that vary, for the compiler (`strategies/compiling.py`).
+        label_smoothing: The part of each label that is spread over all classes, as torch's `cross_entropy` does.
     """
 
-    # A cache of keys and values is of no use here; a decoder that fills one does not look for packed samples.
+    # A cache of keys and values is of no use here.
     options = {"use_cache": False} if "use_cache" in head.inputs else {}
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossSum:
-        output = model(**batch, **options)
+        output = model(**{**options, **batch})
         mean = output.loss
-        if head.task == "causal-lm" and output.logits.dtype is torch.float64:
-            mean = _mean_in_float64(output.logits, batch["labels"])
+        if label_smoothing or (head.task == "causal-lm" and output.logits.dtype is torch.float64):
+            # The causal loss of transformers rounds logits to float32.
+            mean = _cross_entropy(head, output.logits, batch["labels"], label_smoothing)
         # A batch without any label that counts has a mean of 0/0: it contributes nothing.
         summed = summed_by_count({"loss": mean}, {"loss": _num_items(head, batch["labels"])})["loss"]
         assert isinstance(summed, LossSum)
@@ -111,9 +117,12 @@ def make_loss(head: Head, varying_dims: tuple[int, ...] = ()) -> Callable[[nn.Mo
     return loss
 
 
-def _mean_in_float64(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the causal loss in the precision of the logits; that of transformers rounds them to float32 first."""
-    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=MASKED)
+def _cross_entropy(head: Head, logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    if head.task == "causal-lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    classes = logits.reshape(-1, logits.shape[-1])
+    return cross_entropy(classes, labels.flatten(), ignore_index=MASKED, label_smoothing=label_smoothing)
 
 
 def _num_items(head: Head, labels: Tensor) -> Tensor | int:

@@ -36,6 +36,8 @@ def known_lengths(data: Any, column: str) -> Indices | None:
 
 def buckets_for(lengths: NDArray[Any], most: int) -> tuple[int, ...]:
     """Return at most so many lengths, such that padding each sample to the next of them adds the fewest tokens."""
+    if lengths.min() == lengths.max():
+        return (max(1, int(lengths.max())),)
     coarse = MULTIPLE * max(1, -(-int(lengths.max()) // (MULTIPLE * MOST_CANDIDATES)))
     values, counts = np.unique(-(-np.maximum(lengths, 1) // coarse) * coarse, return_counts=True)
     until = np.concatenate([[0], np.cumsum(counts)])

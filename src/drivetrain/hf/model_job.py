@@ -1,5 +1,6 @@
 """Makes a `Job` of a transformers model and tokenized data."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import DrivetrainError, InputError
+from drivetrain.core.isolation import generators_kept
 from drivetrain.core.schedules import WarmupCosine
+from drivetrain.data.keyed_items import spread_over
 from drivetrain.data.source import Source, source_of
-from drivetrain.hf.heads import OWN_LOSS, Task, class_for, head_of, make_loss
+from drivetrain.hf.adapters import is_adapted, with_adapter
+from drivetrain.hf.heads import MASKED, OWN_LOSS, Task, class_for, head_of, make_loss
 from drivetrain.hf.padding import Collator, pad_id_for
 from drivetrain.hf.row_shape import OpenedModel, RowShape
 from drivetrain.hf.rows import open_rows
@@ -18,6 +22,7 @@ from drivetrain.job import Job
 
 LR, ADAPTER_LR, WEIGHT_DECAY, CLIP_NORM = 5e-5, 2e-4, 0.01, 1.0
 EPOCHS, GLOBAL_BATCH = 3, 16
+_SPREAD, _LOOK_SECONDS = 16, 5.0  # samples that are read first for labels, and how long others are
 MOST_WARMUP_STEPS, WARMUP_PART = 100, 10
 
 
@@ -27,6 +32,7 @@ def job(
     *,
     name: str | None = None,
     task: Task | None = None,
+    adapter: Path | str | None = None,
     tokenizer: Any = None,
     pad_id: int | None = None,
     columns: Mapping[str, str] | None = None,
@@ -36,6 +42,7 @@ def job(
     valid: Any = None,
     test: Any = None,
     lr: float | None = None,
+    label_smoothing: float = 0.0,
     **fields: Any,
 ) -> Job:
     """Make a `Job` that trains a transformers model on tokenized data.
@@ -63,6 +70,8 @@ def job(
         task: What a configuration or folder is built for: `causal-lm`, `masked-lm`, `seq2seq-lm`,
             `token-classification` or `sequence-classification`. Default: the first of its `architectures`, else
             `causal-lm`.
+        adapter: The folder of an adapter of peft that goes on training, on top of `model`. Its base model must have
+            the same shapes.
         tokenizer: Its `pad_token_id` pads samples.
         pad_id: The token that pads samples. Default: the tokenizer's, the model's, or the model's end of text.
         columns: What the data calls a column, by the name that the model takes it under: `{"labels": "target"}`.
@@ -75,6 +84,7 @@ def job(
         valid: The validation set, like `data`, or several by name.
         test: The test set, likewise.
         lr: The highest learning rate. Default: 5e-5; 2e-4 for an adapter.
+        label_smoothing: The part of each label that is spread over all classes.
         fields: Any other field of `Job`, such as `max_steps`, `global_batch`, `seed` or `optimizer`.
 
     Returns:
@@ -90,6 +100,9 @@ def job(
         2
     """
     opened = open_model(model, task)
+    if adapter is not None:
+        base = opened.model if isinstance(opened.model, nn.Module) else opened.model()
+        opened = open_model(with_adapter(base, Path(adapter)))
     head = head_of(opened.model_class, opened.config)
     collate = Collator(head, pad_id_for(head, opened.config, tokenizer, pad_id), dict(columns or {}), length)
     valid_rows, test_rows = _open_sets(valid), _open_sets(test)
@@ -118,11 +131,13 @@ def job(
             "packing and group_by_length are done by the job's own collate function, and another is given",
             remedy="leave collate out; or group with data=dt.by_length(data, lengths)",
         )
-    loss = make_loss(head, collate.varying_dims)
+    loss = make_loss(head, collate.varying_dims, label_smoothing)
     made = Job(model=opened.model, data=source, loss=loss, valid=valid_rows, test=test_rows, **fields)
     for each in (made.source, *made.valid_sets.values(), *made.test_sets.values()):
         if made.collate is collate:
             _try_first(each, collate)
+    if made.collate is collate:
+        _refuse_masked(made.source, collate)
     return made
 
 
@@ -151,15 +166,6 @@ def open_model(model: Any, task: Task | None = None) -> OpenedModel:
     )
 
 
-def is_adapted(model: Any) -> bool:
-    """Return whether a model is a `PeftModel`, without importing peft for one that is not."""
-    if not any(base.__module__.partition(".")[0] == "peft" for base in type(model).__mro__):
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
-
-
 def _refuse_prompts(model: Any) -> None:
     if model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
@@ -172,7 +178,7 @@ def _open_folder(folder: Path, task: Task | None) -> OpenedModel:
     if (folder / "adapter_config.json").is_file():
         raise DrivetrainError(
             f"{folder} holds an adapter, without the model it belongs to",
-            remedy=f"give PeftModel.from_pretrained(base_model, {str(folder)!r}, is_trainable=True)",
+            remedy=f"dt.hf.job(base_model, …, adapter={str(folder)!r})",
         )
     if not (folder / "config.json").is_file():
         raise DrivetrainError(
@@ -204,6 +210,27 @@ def _try_first(source: Source, collate: Collator) -> None:
     """Look at the first sample, so that a missing column is told before anything is started."""
     if source.is_keyed and len(source.dataset):
         collate.sample(source.dataset[0])
+
+
+def _refuse_masked(source: Source, collate: Collator) -> None:
+    """Raise where no label counts: such a run would learn nothing, and say so nowhere."""
+    if not source.is_keyed or not collate.head.labels_are_tokens:
+        return
+    began, num_read = time.monotonic(), 0
+    numbers = dict.fromkeys([*spread_over(len(source.dataset), _SPREAD), *range(len(source.dataset))])
+    with generators_kept():
+        for number in numbers:
+            labels = collate.sample(source.dataset[number])["labels"]
+            if bool((labels[1:] if collate.head.task == "causal-lm" else labels).ne(MASKED).any()):
+                return
+            num_read += 1
+            if time.monotonic() - began > _LOOK_SECONDS:
+                break
+    raise InputError(
+        f"none of the {num_read} samples that were read has a label that counts: all are {MASKED}, hidden by the "
+        "attention_mask, or the only token",
+        remedy="check how labels are made: a prompt may be masked, its answer must not",
+    )
 
 
 def _warmup_steps(source: Source, fields: Mapping[str, Any]) -> int:

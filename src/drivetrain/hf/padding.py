@@ -50,7 +50,7 @@ class Collator:
         rows, lengths = (0,) if self.packs else (), () if len(self.buckets) == 1 else (1,)
         return (*rows, *lengths)
 
-    def __call__(self, items: Sequence[Any]) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Any]) -> dict[str, Any]:
         samples = [self.sample(item) for item in items]
         names = list(samples[0])
         if any(list(sample) != names for sample in samples):
@@ -126,14 +126,14 @@ class Collator:
     def _padded_to(self, longest: int) -> int:
         return max(next_bucket(longest, self.buckets), self.length or 0)
 
-    def _packed(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _packed(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
         lengths = [len(sample["input_ids"]) for sample in samples]
         row = self._padded_to(max(lengths))
         rows = pack_rows(lengths, row)
         # What fills up a row is one more document, whose tokens are no labels.
         rest = [row - sum(lengths[index] for index in each) for each in rows]
         fillers = {"input_ids": self.pad_id, "labels": MASKED}
-        found = {
+        found: dict[str, Any] = {
             name: torch.stack(
                 [
                     pad(torch.cat([samples[index][name] for index in each]), (0, left), value=fillers.get(name, 0))
@@ -148,6 +148,8 @@ class Collator:
                 for each, left in zip(rows, rest, strict=True)
             ]
         )
+        if "use_cache" in self.head.inputs:
+            found["use_cache"] = False  # a decoder that fills a cache does not look for packed samples
         return found
 
 

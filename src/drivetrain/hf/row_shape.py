@@ -76,6 +76,8 @@ class RowShape:
             return self.packing
         if self.groups or lengths is None or self.collate.length is not None or fields.get("metrics"):
             return False
+        if lengths.min() == lengths.max():
+            return False
         if self._why_not_packed() or not _looks_at_positions(self.opened.model_class):
             return False
         stream = source.order(batch, fields.get("seed", 0), shuffle=True)

@@ -86,7 +86,8 @@ def _train(case: Case, config: Config) -> dict[str, torch.Tensor] | None:
 def _job_of(case: Case) -> Job:
     """Return the user's job with the length of the case, and with the case's parts in place of the original ones."""
     job = case.job
-    source = replace(job.source, dataset=case.data, collate=None, notes=())
+    lengths = None if job.source.lengths is None else job.source.lengths[: len(case.data)]
+    source = replace(job.source, dataset=case.data, collate=None, lengths=lengths, notes=())
 
     def loss(model: Any, batch: Any) -> Any:
         return case.loss(model, batch, is_training=is_counted())
