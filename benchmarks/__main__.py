@@ -83,6 +83,7 @@ CONTESTS = {
     "cpu-mlp": "benchmarks.cpu",
     "cpu-cnn": "benchmarks.cpu",
     "cpu-transformer": "benchmarks.cpu",
+    "lora-race": "benchmarks.lora_race",
 }
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
@@ -113,6 +114,7 @@ NEEDS_A_GPU = {
     "repeat-attention",
     "saving",
     "saving-explained",
+    "lora-race",
     *SEVERAL["plan"],
     *SEVERAL["whole-job"],
 }
