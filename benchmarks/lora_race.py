@@ -1,4 +1,4 @@
-"""LoRA on a Llama of 0.4 B with samples of 128 to 1,024 tokens: ours with no flags, against the Trainer of transformers.
+"""LoRA on a Llama of 0.4 B, samples of 128 to 1,024 tokens: ours with no flags, against the Trainer of transformers.
 
 What counts is tokens of samples; padding does not. Rates are over the steps after the first 40; how long the first step
 and the first 40 take is told beside, from the call of `dt.train` or `trainer.train()` on, planning and compiling
@@ -9,7 +9,6 @@ import dataclasses
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np

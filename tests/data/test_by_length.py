@@ -32,8 +32,9 @@ def test_each_sample_exactly_once_and_any_slice_equals_the_whole(
     assert sorted(whole) == list(range(size))
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    assert LengthGroupedStream(random_lengths(size), seed, batch).samples(epoch, start, stop).tolist() == (
-        whole[start:stop]
+    assert (
+        LengthGroupedStream(random_lengths(size), seed, batch).samples(epoch, start, stop).tolist()
+        == (whole[start:stop])
     )
     assert stream.copy().samples(epoch, start, stop).tolist() == whole[start:stop]
 

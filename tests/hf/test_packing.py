@@ -87,10 +87,10 @@ def reference(model: Any, data: list[dict[str, Any]]) -> tuple[float, dict[str, 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("way", [{"packing": True}, {"packing": False}, {"packing": True, "length": 24}, {"length": 24}])
-def test_loss_and_gradients_are_those_of_the_samples_alone(
-    name: str, dtype: torch.dtype, way: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "way", [{"packing": True}, {"packing": False}, {"packing": True, "length": 24}, {"length": 24}]
+)
+def test_loss_and_gradients_are_those_of_the_samples_alone(name: str, dtype: torch.dtype, way: dict[str, Any]) -> None:
     make, in_float64 = MODELS[name]
     tolerance = in_float64 if dtype is torch.float64 else 1e-5
     model, data = make(dtype), samples()
@@ -275,10 +275,10 @@ def by_hand(way: str) -> tuple[list[float], Any]:
     """The undivided batches of the job's order, sample by sample, with torch's own parts."""
     job: Any = make_job(way)
     model: Any = job.model
-    optimizer = torch.optim.AdamW([
-        {"params": [each for each in model.parameters() if each.requires_grad and each.dim() > 1], "weight_decay": 0.01},
-        {"params": [each for each in model.parameters() if each.requires_grad and each.dim() < 2], "weight_decay": 0.0},
-    ], lr=0.01)  # fmt: skip
+    trained = [each for each in model.parameters() if each.requires_grad]
+    decayed, others = [each for each in trained if each.dim() > 1], [each for each in trained if each.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
     data, stream, losses = samples(count=40), job.source.order(8, 3, shuffle=True), []
     for step in range(10):
         epoch, number = divmod(step, 5)

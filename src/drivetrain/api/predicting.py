@@ -65,7 +65,9 @@ def predict(
     folder = folder_of(run)
     # One that packs several samples into a row says how to make a row per sample.
     collate = getattr(given.collate, "by_sample", given.collate)
-    with loaded_model(replace(given, valid=source, collate=collate), folder, config, which or best_or_last(folder)) as loaded:
+    with loaded_model(
+        replace(given, valid=source, collate=collate), folder, config, which or best_or_last(folder)
+    ) as loaded:
         session, model, called = loaded
         size = session.way.micro_batch
         if session.job.valid_batch is not None:

@@ -39,7 +39,7 @@ def by_length(data: Any, lengths: Lengths = len) -> Source:
     source = source_of(data)
     if not source.is_keyed:
         raise DrivetrainError(
-            f"{type(source.dataset).__name__} has an order of its own or can only be iterated, so its samples cannot be "
+            f"{type(source.dataset).__name__} has an order of its own or can only be iterated: its samples cannot be "
             "grouped by length",
             remedy="give a map-style data set, or a list, without a sampler",
         )

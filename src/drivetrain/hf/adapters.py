@@ -39,7 +39,7 @@ def with_adapter(base: nn.Module, folder: Path) -> Any:
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     try:
-        ghost = get_peft_model(without_memory(base), PeftConfig.from_pretrained(folder))  # type: ignore[arg-type]
+        ghost = get_peft_model(without_memory(base), PeftConfig.from_pretrained(folder))
     except ValueError as error:  # none of its target modules is there
         raise _other_base(folder, str(error)) from None
     needed = {name: tuple(value.shape) for name, value in get_peft_model_state_dict(ghost).items()}

@@ -184,7 +184,9 @@ def _unknown_parts(trainer: Any) -> Iterator[Problem]:
         for name in sorted({name for base in kind.__mro__[: kind.__mro__.index(Trainer)] for name in vars(base)}):
             if callable(getattr(Trainer, name, None)) and getattr(kind, name) is not getattr(Trainer, name):
                 said = f"{kind.__name__} overrides {name}"
-                yield _problem(name, said, remedy=REMEDIES.get(name, "write the job with dt.Job or a loop with dt.drive"))
+                yield _problem(
+                    name, said, remedy=REMEDIES.get(name, "write the job with dt.Job or a loop with dt.drive")
+                )
     for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"):
         if getattr(trainer, name, None) is not None:
             yield _problem(name, f"{name} is not obeyed")

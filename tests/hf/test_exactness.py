@@ -1,0 +1,58 @@
+"""Packed, grouped and LoRA jobs: `prove` finds nothing, and runs that are killed go on to the bit."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drivetrain as dt
+from drivetrain.proving import Extent
+from tests import warm_python
+from tests.api.jobs import read
+from tests.api.test_kill import Announce
+from tests.api.test_resume import assert_identical
+from tests.hf.test_packing import make_job, run
+
+REPOSITORY = Path(__file__).parents[2]
+CHILD = "import sys; from tests.hf.test_exactness import train; train(*sys.argv[1:])"
+
+
+def train(folder: str, way: str) -> None:
+    run(folder, way, 3, hooks=[Announce()], checkpoint_every=2)
+
+
+def kill_until_finished(folder: Path, way: str, num_kills: int) -> int:
+    chance, kills = random.Random(1), 0
+    while True:
+        child = warm_python.WarmProcess(["-c", CHILD, str(folder), way], cwd=REPOSITORY, drops_stderr=True)
+        assert child.stdout is not None
+        steps_to_go = chance.randint(2, 4) if kills < num_kills else 10**9
+        for line in child.stdout:
+            steps_to_go -= line.startswith("step ")
+            if steps_to_go == 0:
+                time.sleep(chance.random() * 0.03)
+                break
+        if steps_to_go > 0:
+            assert child.wait(timeout=240) == 0
+            return kills
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        kills += 1
+
+
+@pytest.mark.parametrize("way", ["lora, packed", "grouped"])
+def test_killed_runs_go_on_to_the_bit(tmp_path: Path, way: str) -> None:
+    assert kill_until_finished(tmp_path / "whole", way, 0) == 0
+    assert kill_until_finished(tmp_path / "broken", way, 2) > 0
+    assert_identical(read(tmp_path / "broken" / "suite"), read(tmp_path / "whole" / "suite"))
+
+
+@pytest.mark.parametrize("way", [pytest.param("packed", marks=pytest.mark.soak), "grouped", "lora, packed"])
+def test_nothing_is_found_to_prove_against(tmp_path: Path, way: str) -> None:
+    extent = Extent(num_steps=6, max_world=2)
+    certificate: Any = dt.prove(make_job(way), extent=extent, output=tmp_path / "c.json", quiet=True)
+    assert certificate.ok, [str(verdict) for verdict in certificate.verdicts]
+    assert {check.status for check in certificate.checks} == {"ok"}, certificate.checks
