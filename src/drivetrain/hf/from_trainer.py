@@ -70,7 +70,7 @@ def job_from(trainer: Any) -> tuple[Job, Config]:
     The job means what the Trainer would have trained: model, loss, optimizer, schedule, global batch, length, seed,
     validation, checkpoints. Samples come in the order of the job's own seed, which is another one. Whatever else was
     set is refused by its name, all of it at once: other fields of `TrainingArguments`, overridden methods, callbacks
-    (except `EarlyStoppingCallback`), `compute_metrics`, an optimizer of one's own. The Trainer is left as it is.
+    (except `EarlyStoppingCallback`), `compute_metrics`, your own optimizer. The Trainer is left as it is.
 
     The global batch is `per_device_train_batch_size` × `gradient_accumulation_steps` × the devices that the Trainer
     sees. How a step is divided is planned anew; `torch_compile=False`, the default, leaves compiling to the plan.

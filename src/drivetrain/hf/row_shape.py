@@ -15,7 +15,7 @@ from drivetrain.data.source import Source
 from drivetrain.hf.lengths import buckets_for, in_words, known_lengths, padding_share
 from drivetrain.hf.padding import Collator
 
-MOST_BUCKETS, MOST_ROW_LENGTHS = 6, 1  # of padded samples, and of packed ones: their rows are nearly full anyway
+MOST_BUCKETS, MOST_ROW_LENGTHS = 8, 1  # of padded samples, and of packed ones: their rows are nearly full anyway
 LEAST_SAVED = 0.1  # of the tokens, for packing by default
 _TRIAL_TOKENS = 6
 _COMPILED = "; compiled once for all sizes"
