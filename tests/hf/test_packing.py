@@ -302,3 +302,15 @@ def test_any_world_trains_like_a_plain_loop(
     assert trained.losses == pytest.approx(losses, abs=1e-9)
     for name, weight in model.named_parameters():
         np.testing.assert_allclose(trained.weights[f"model/{name}"], weight.detach().numpy(), rtol=0, atol=1e-9)
+
+
+def test_predictions_have_a_row_per_sample(tmp_path: Path) -> None:
+    data = samples()
+    job: Any = dt.hf.job(gpt2(), data, packing=True, length=16, max_steps=1, global_batch=4)
+    result = dt.train(job, dt.configure(output_dir=tmp_path, gpu_mode="cpu", quiet=True, report=False))
+    found = dt.predict(result, data, forward=lambda model, batch: model(**batch).logits)
+    assert found.shape[:2] == (len(data), 16)
+    model: Any = result.model
+    for row, each in zip(found, data, strict=True):
+        alone = model(input_ids=torch.tensor([each["input_ids"]])).logits[0].detach()
+        torch.testing.assert_close(row[: len(alone)], alone)
