@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from benchmarks.contest import Circumstances
 
 from benchmarks import lora_race
-from benchmarks.contest import Circumstances
 
 
 @pytest.mark.parametrize("name", ["ours", "ours-grouped", "trainer-defaults"])
