@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from drivetrain.config import Config, configure
+from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.data.by_length import by_length
 from drivetrain.data.source import source_of
 from drivetrain.hf.lengths import known_lengths
 from drivetrain.hf.model_job import job
-from drivetrain.job import Aim, EarlyStopping, Job
+from drivetrain.job import Job
 
 OPTIMIZERS: dict[str, Callable[..., Callable[[Any], torch.optim.Optimizer]]] = {
     "adamw_torch": (adamw := lambda args: lambda groups: torch.optim.AdamW(
