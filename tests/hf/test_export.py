@@ -94,6 +94,8 @@ def test_an_adapter(tmp_path: Path) -> None:
 
 def test_an_adapter_goes_on_training(tmp_path: Path) -> None:
     folder = dt.hf.export(trained(adapted(), tmp_path / "runs"), tmp_path / "adapter")
+    from peft import PeftModel
+
     base = base_model()
     job: Any = dt.hf.job(base, samples(), adapter=folder)
     assert same(PeftModel.from_pretrained(base_model(), folder), job.model.state_dict())
@@ -113,6 +115,8 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path, changes: dict[str
     config = tiny_llama()
     for name, value in changes.items():
         setattr(config, name, value)
+    from transformers import LlamaForCausalLM
+
     base = LlamaForCausalLM(config)
     names = list(base.state_dict())
     with pytest.raises(dt.DrivetrainError, match=words):
