@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain.config import configure as configure
     from drivetrain.core.aims import Aim as Aim
     from drivetrain.core.aims import EarlyStopping as EarlyStopping
+    from drivetrain.core.averaging import SWA as SWA
     from drivetrain.core.errors import ConfigError as ConfigError
     from drivetrain.core.errors import DrivetrainError as DrivetrainError
     from drivetrain.core.hook import Hook as Hook
@@ -78,6 +79,7 @@ _HOME = {
     "OneCycle": "drivetrain.core.schedules",
     "WarmupStableDecay": "drivetrain.core.schedules",
     "OnPlateau": "drivetrain.core.schedules",
+    "SWA": "drivetrain.core.averaging",
     "LossSum": "drivetrain.core.metrics",
     "Optim": "drivetrain.core.optims",
     "log": "drivetrain.core.logged",

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.arguments import returned, suggesting_keywords
+from drivetrain.core.averaging import SWA
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
@@ -103,6 +104,8 @@ class Job:
         best: Which checkpoint is kept as the best; needs `valid`.
         early_stopping: When to stop because validation no longer improves.
         ema: Decay of a moving average of the weights, for example 0.999. The average is what is validated.
+        swa: Stochastic weight averaging, as in `dt.SWA(start=0.75)`: the mean of the weights of the last part of the
+            run. Once it has begun, the mean is what is validated. Not together with `ema`.
         loss_weights: The weight of each named part of the loss: a number, or a function of the steps done. Default: 1.
         count: For named parts of the loss that are a mean over something other than samples: a function of a batch that
             returns their number of items, `{"name": count}`. It gets the batch as the loss does, or before it is
@@ -155,6 +158,7 @@ class Job:
     best: Aim = Aim()  # noqa: RUF009  (frozen)
     early_stopping: EarlyStopping | None = None
     ema: float | None = None
+    swa: SWA | None = None
     loss_weights: Mapping[str, LossWeight] | None = None
     count: CountFunction | None = None
     items: str = "items"
@@ -339,6 +343,7 @@ class Job:
             "clip_norm": self.clip_norm,
             "weight_decay": self.weight_decay,
             "ema": self.ema,
+            **({"swa": repr(self.swa)} if self.swa is not None else {}),
             "init_from": None if self.init_from is None else str(self.init_from),
             "schedule": _as_text(self.schedule),
             **({"optimizers": {name: self._identity_of(name) for name in self.optims}} if self.optims else {}),

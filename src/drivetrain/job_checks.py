@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.arguments import call_problem
+from drivetrain.core.averaging import SWA
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import PERIODS, is_period
 from drivetrain.core.metrics import MetricObject
@@ -70,6 +71,7 @@ def problems_of(job: Any) -> Iterable[Problem]:
     yield from _validation_problems(job)
     yield from _schedule_problems(job)
     yield from _hook_problems(job)
+    yield from _average_problems(job)
     for name, example, allowed, is_allowed in _NUMBERS:
         value = getattr(job, name)
         if value is not None and not (isinstance(value, Real) and is_allowed(value)):
@@ -259,6 +261,20 @@ def _schedule_problems(job: Any) -> Iterable[Problem]:
         elif isinstance(schedule, OnPlateau) and job.valid is None:
             remedy = "give valid=…, or a schedule that needs no validation"
             yield _problem(where, kind, "OnPlateau looks at validations, and there is no validation set", remedy)
+
+
+def _average_problems(job: Any) -> Iterable[Problem]:
+    swa: Any = job.swa
+    if swa is None:
+        return
+    if not isinstance(swa, SWA):
+        yield _problem("swa", swa, f"got {type(swa).__name__}, expected dt.SWA", "swa=dt.SWA(start=0.75)")
+        return
+    for name, value, allowed in swa.problems():
+        yield _problem(f"swa.{name}", value, f"got {value!r}", "swa=dt.SWA(start=0.75, every=100)", allowed)
+    if job.ema is not None:
+        message = "a run keeps one average of the weights, and both ema and swa are given"
+        yield _problem("swa", swa, message, "leave out one of them (--ema sets the first)")
 
 
 def _hook_problems(job: Any) -> Iterable[Problem]:

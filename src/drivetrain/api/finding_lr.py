@@ -104,6 +104,7 @@ def _of_test(job: Job, config: Config, num_steps: int) -> Job:
         metrics={},
         early_stopping=None,
         ema=None,
+        swa=None,
         hooks=(),
         length_is_read=True,
     )

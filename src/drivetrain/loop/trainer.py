@@ -147,7 +147,7 @@ class Trainer:
         # Looked up once: the loop's overhead is a few microseconds per step, and has to stay so.
         self._num_steps, self._save_every = job.num_steps, job.save_every
         self._hooks = [(hook, hook.every) for hook in (*([validation] if validation else []), *job.hooks)]
-        everies = [self._save_every, *(every for _, every in self._hooks)]
+        everies = [self._save_every, *(every for _, every in self._hooks), *([average.every] if average else [])]
         self._everies = [every for every in everies if every != "epoch"]
         self._in_flight = InFlight(world.device, stepper.clock)
         self._last_loss = math.nan  # of the record read last; before hooks that is the step just done
@@ -209,6 +209,8 @@ class Trainer:
         done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
         if done == self._first_step + 1:
             self._saver.prepare()
+        if self._average is not None:
+            self._average.after_step(done, ends_epoch=place.ends_epoch)
         save_due = _is_due(self._save_every, place) or is_last
         commit, self._commit = self._commit, None
         is_awaited = save_due or hooks_due or commit is not None or self.wants_stop
@@ -234,6 +236,8 @@ class Trainer:
             verdict = self._call(hooks_due, place)
             save_due |= verdict.save
             self.ended_by_hook = verdict.stop
+        if self._average is not None and (is_last or self.ended_by_hook):
+            self._average.finish()
         if save_due or self.is_over:
             self._saver.save(done)
             clock.lap(CHECKPOINT)

@@ -493,11 +493,16 @@ def _key(run: Session, model: nn.Module) -> str:
         ],
         "batch": [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(first.batch) if isinstance(leaf, Tensor)],
         "source": _sources([*_functions(job), *{type(module) for module in model.modules()}]),
-        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema, *(turn.every for turn in job.turns)],
+        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema, *_more(job)],
         "machine": [run.machine(), torch.get_num_threads()],
         "versions": [torch.__version__, torch.version.cuda, platform.python_version()],
         "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},
     })  # fmt: skip
+
+
+def _more(job: Job) -> list[Any]:
+    """Return what else a step depends on, for jobs that have it."""
+    return [*(turn.every for turn in job.turns), *(["swa"] if job.swa is not None else [])]
 
 
 def _functions(job: Job) -> list[Any]:

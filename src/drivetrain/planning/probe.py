@@ -48,7 +48,7 @@ from drivetrain.plan.simulate import count_held
 from drivetrain.plan.tune import Measurement
 from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.session import Session, switches_of
-from drivetrain.strategies import Average, SingleStrategy, StrategyParts, Trial
+from drivetrain.strategies import SingleStrategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compiled, num_graphs
 from drivetrain.strategies.layers import recompute, split_recurrent_dropout
@@ -194,7 +194,7 @@ class StepProbe:
             precision,
             clips=clips_of(job, optimizer),
             called_loss=None if job.turns else called(job.loss_function),
-            average=None if job.ema is None else Average(model, job.ema),
+            average=make_average(model, job.ema, job.swa, job.num_steps),
             loss_parts=LossParts(job.loss_weights, job.count, self._alone, alone=True),
         )
         turns = parts_by_turn(job, parts, own)

@@ -114,6 +114,7 @@ def _job_of(case: Case) -> Job:
         metrics={},
         early_stopping=None,
         ema=None if case.randomness == "off" else job.ema,
+        swa=None,
         init_from=None,
         hooks=(_Begin(case), *own_hooks),
         checkpoint_every=case.save_every or case.num_steps,

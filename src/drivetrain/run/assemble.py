@@ -6,7 +6,7 @@ validation set.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_dra
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
+from drivetrain.loop.batch_norm import BatchNormPass
 from drivetrain.loop.rates import Rates, rates_of
 from drivetrain.loop.validation import Validation, Validator
 from drivetrain.monitor.phases import NoClock, PhaseClock
@@ -37,7 +38,7 @@ from drivetrain.monitor.profiler import count_apart, counted
 from drivetrain.plan.data_path import DataPath
 from drivetrain.run.model_factory import Prepared, called_loss_of, couples_samples, take_weights
 from drivetrain.run.session import Session
-from drivetrain.strategies import Average, SingleStrategy, Strategy, StrategyParts, Trial
+from drivetrain.strategies import Average, RunningMean, SingleStrategy, Strategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction, ObjectiveCall
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.step_log import StepLog
@@ -262,7 +263,9 @@ def assemble(
     taken = None
     if takes_weights and job.init_from is not None:
         taken = take_weights(job.init_from, model, world, run.experts)
-    average = None if job.ema is None else Average(model, job.ema)
+    average = make_average(model, job.ema, job.swa, job.num_steps)
+    if isinstance(average, RunningMean):
+        average.compute_statistics = _statistics_pass(run, model, division)
     given = StrategyParts(
         model,
         run.weighted(logging_loss(job.loss_function)) if loss is None else loss,
@@ -350,6 +353,19 @@ def _losses_of(run: Session, turn: Turn, apart: World | None, *, is_given: bool)
     return OwnLoss(own.weighted(logging_loss(turn.loss)), None if called is None else own.weighted(called), parts)
 
 
+def _statistics_pass(run: Session, model: nn.Module, division: Division) -> BatchNormPass:
+    """Return the pass over training samples that gives averaged weights the statistics of their batch-norm layers."""
+    job = run.job
+
+    def loader() -> Loader:
+        length = len(job.source.dataset)
+        most = (job.swa and job.swa.batch_norm_samples) or length
+        all_at_once = replace(division, num_samples=length, global_batch=min(most, length))
+        return make_loader(run, all_at_once, job.source.dataset, shuffle=True)
+
+    return BatchNormPass(model, _validated_loss(run), loader, run.precision, run.world, job.seed)
+
+
 def _try_out(
     run: Session, strategy: Strategy, given: StrategyParts, trial: Trial, *, counts_flops: bool, draws_all: bool
 ) -> tuple[Draws, ObjectiveCall, int]:
@@ -381,6 +397,8 @@ def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:
     parts.strategy.load(plainly_named(checkpoint, parts.model.state_dict()))
     run.load_hooks(checkpoint)
     parts.watch.check()
+    if run.extensions and isinstance(parts.average, RunningMean):
+        parts.average.begin_anew_after(checkpoint.step)
     return checkpoint.step
 
 

@@ -7,11 +7,13 @@ from torch import nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import read_weights
+from drivetrain.core.averaging import SWA
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.schedules import is_factor
 from drivetrain.job import Job
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import modules_named
+from drivetrain.strategies.ema import batch_norms
 
 
 def refuse_before_planning(run: Session, model: nn.Module, checkpoint: Checkpoint | None) -> None:
@@ -25,6 +27,8 @@ def refuse_before_planning(run: Session, model: nn.Module, checkpoint: Checkpoin
     for name in run.config.compile.only:
         modules_named(model, name)
     _refuse_schedule(run.job)
+    if run.job.swa is not None:
+        _refuse_averaging(run.job, run.job.swa, model)
     source = run.job.init_from
     if checkpoint is None and source is not None:
         run.world.main_does(lambda: _refuse_weights(Path(source)))
@@ -50,3 +54,29 @@ def _refuse_schedule(job: Job) -> None:
             raise DrivetrainError(
                 f"Job.schedule returned {factor} for step {step + 1}", remedy="return a finite number for every step"
             )
+
+
+def _refuse_averaging(job: Job, swa: SWA, model: nn.Module) -> None:
+    """Raise where no weights would be averaged, or where the statistics of batch-norm layers cannot be computed."""
+    num_steps = job.num_steps
+    if num_steps is None and not isinstance(swa.start, int):
+        raise DrivetrainError(
+            f"Job.swa: start={swa.start} is a fraction of the steps, and their number is not known beforehand",
+            remedy="give max_steps, or start as a number of steps: dt.SWA(start=1000)",
+        )
+    if num_steps is not None:
+        per_epoch = job.steps_per_epoch
+        period = per_epoch if swa.every == "epoch" else swa.every
+        last = num_steps if period is None else num_steps // period * period
+        first = swa.first_step(num_steps)
+        if last < first:
+            raise DrivetrainError(
+                f"Job.swa: {swa} averages nothing: it begins after {first} of {num_steps} steps, and no multiple of "
+                f"{period} steps follows",
+                remedy="an earlier start, or every=1",
+            )
+    if batch_norms(model) and job.source.is_iterable:
+        raise DrivetrainError(
+            "Job.swa: the averaged weights need new batch-norm statistics, and the data can only be iterated",
+            remedy="give a data set with a length and items, or use ema=0.999, which keeps the statistics of training",
+        )

@@ -2,7 +2,7 @@
 
 from drivetrain.core.plugins import Conflict
 from drivetrain.strategies.base import Objective, Strategy, StrategyParts, Trial
-from drivetrain.strategies.ema import Average
+from drivetrain.strategies.ema import Average, RunningMean, make_average
 from drivetrain.strategies.kinds.data_parallel import DataParallelStrategy
 from drivetrain.strategies.kinds.ddp import DdpOptions, DdpStrategy
 from drivetrain.strategies.kinds.deepspeed import DeepSpeedStrategy
@@ -24,6 +24,7 @@ __all__ = [
     "ExpertParallelStrategy",
     "FsdpStrategy",
     "Objective",
+    "RunningMean",
     "ShardOptions",
     "Sharded",
     "ShardedExpertParallelStrategy",
@@ -34,5 +35,6 @@ __all__ = [
     "StrategyParts",
     "StrategySpec",
     "Trial",
+    "make_average",
     "strategy_spec",
 ]

@@ -14,6 +14,7 @@ from drivetrain.core.optimizers import as_parameters_lie
 from drivetrain.core.state import Shard, TensorSource, local_part, read_for
 from drivetrain.core.world import World
 from drivetrain.strategies.base import StrategyParts
+from drivetrain.strategies.ema import AVERAGE
 from drivetrain.strategies.optimizer_state import (
     ON_HOST,
     Decoder,
@@ -26,7 +27,7 @@ from drivetrain.strategies.optimizer_state import (
 )
 
 _HOW_IT_IS_DONE = {"fused", "foreach", "capturable"}  # settings of an optimizer that are no part of the job
-MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "ema/"
+MODEL, OPTIMIZER = "model/", "optimizer/"
 
 
 def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
@@ -168,9 +169,7 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
         for name, target in state.items():
             local_part(target).copy_(read_for(target, source, MODEL + name))
         if parts.average is not None:
-            for name, (average, of) in parts.average.named().items():
-                average.copy_(read_for(of, source, AVERAGE + name))
-            parts.average.num_updates = source.meta["num_averaged"]
+            parts.average.load(source)
 
     owners = {names[parameter]: owner for parameter, owner in parts.owners.items() if parameter in names}
     numbers = {name: number for number, name in enumerate(name for group in ours for name in group)}

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from drivetrain.config import Config
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
-from drivetrain.core.state import Shard, TensorSource, read_for
+from drivetrain.core.state import Shard, TensorSource
 from drivetrain.strategies.base import StrategyParts
+from drivetrain.strategies.ema import AVERAGE
 from drivetrain.strategies.optimizer_state import Decoder, Encoder, cannot_save
 from drivetrain.strategies.replicated import (
-    AVERAGE,
     MODEL,
     OPTIMIZER,
     check_field,
@@ -464,9 +464,7 @@ class ZeroParts:
             else:
                 part.of(part.flat).copy_(read_flat(source, MODEL + name, shapes[name], part.start, part.stop))
         if average is not None:
-            for name, (averaged, of) in average.named().items():
-                averaged.copy_(read_for(of, source, AVERAGE + name))
-            average.num_updates = source.meta["num_averaged"]
+            average.load(source)
         optimizer.state.clear()
         for flat, fields in by_flat.items():
             optimizer.state[flat] = self._state_of(flat, fields, source)
