@@ -280,7 +280,7 @@ class Job:
                 f"the optimizer function {returned(optimizer)}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
-        if needs_closure(optimizer):
+        if needs_closure(optimizer) and not getattr(make, "takes_closure", False):
             raise closure_error(optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])  # the base of the schedule's factor; torch's name for it

@@ -5,7 +5,7 @@ with several processes `run.model` is still the plain model, and DDP, which only
 and count together with the gradients, as it does in `train`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,11 +141,14 @@ class DrivenRun:
         self._is_whole = False
         self.parts.strategy.end_turn(self.trainer.wants_stop)
 
-    def step(self) -> StepOutcome:
-        """Step the optimizer. Its outcome has to be settled before the state counts as whole again."""
+    def step(self, stepped: Callable[[], StepOutcome] | None = None) -> StepOutcome:
+        """Step the optimizer. Its outcome has to be settled before the state counts as whole again.
+
+        `stepped` does it in another way, with a closure.
+        """
         self.parts.watch.check_frozen()
         self._is_whole = False
-        return self.parts.strategy.step(self.trainer.wants_stop)
+        return self.parts.strategy.step(self.trainer.wants_stop) if stepped is None else stepped()
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> None:
         """Do what follows a step: records, validations, hooks and checkpoints that are due."""

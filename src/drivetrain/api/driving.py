@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
@@ -25,13 +26,20 @@ from drivetrain.core.arguments import suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, copied, log, media_of, on_host
+from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, collecting, copied, log, media_of, on_host
 from drivetrain.core.metrics import LossSum, MetricFunction, MetricObject, NamedLosses
-from drivetrain.core.optimizers import members_of
+from drivetrain.core.optimizers import (
+    GivenOptimizer,
+    JointOptimizer,
+    closure_error,
+    members_of,
+    needs_closure,
+    wants_gradients_first,
+)
 from drivetrain.core.optims import Optim
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.processes import stopping_cleanly, written_first
-from drivetrain.core.records import StepRecord
+from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.schedules import Constant, Schedule
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place
@@ -50,6 +58,8 @@ from drivetrain.run import (
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.turns import TurnsStrategy
+
+Closure = Callable[[Any], Tensor | LossSum | NamedLosses]  # of a batch; returns its loss
 
 
 @suggesting_keywords("drive", OTHER_NAMES, "settings of the run go to config=dt.configure(…)")
@@ -142,7 +152,7 @@ def drive(
         model=whole,
         data=data,
         loss=dict.fromkeys(optims, as_computed) if turns else as_computed,
-        optimizer=optims or partial(_as_given, optimizer),
+        optimizer=optims or GivenOptimizer(cast(Optimizer, optimizer)),
         global_batch=global_batch,
         epochs=epochs,
         max_steps=max_steps,
@@ -191,13 +201,10 @@ def _optims(
     found = {}
     for of, it in given.items():
         own = {names[parameter] for group in it.param_groups for parameter in group["params"] if parameter in names}
-        found[of] = Optim(partial(_as_given, it), partial(_is_among, frozenset(own)), schedule=schedules.get(of))
+        found[of] = Optim(
+            GivenOptimizer(it, takes_closure=False), partial(_is_among, frozenset(own)), schedule=schedules.get(of)
+        )
     return found
-
-
-def _as_given(optimizer: Any, groups: Any) -> Optimizer:
-    made: Optimizer = optimizer
-    return made
 
 
 def _is_among(names: frozenset[str], name: str, parameter: nn.Parameter) -> bool:
@@ -244,6 +251,7 @@ class Drive:
         self._begun: Begun | None = None
         self._micro: MicroBatch | None = None  # of the current batch
         self._is_learned = self._is_stepped = self._is_stepping = self._is_inside = False
+        self._kept: list[MicroBatch] = []  # of a step with a closure
         self._rates: list[float] | None = None  # as the schedule set them
         self._logged: LoggedValues = {}  # with the current batch
         self.finished = False
@@ -379,21 +387,30 @@ class Drive:
         else:
             log(name, value)
 
-    def step(self) -> None:
+    def step(self, closure: Closure | None = None) -> None:
         """Step the optimizer with the last batch of a global batch; do nothing for the others.
 
         Call it once for each batch.
+
+        Args:
+            closure: For optimizers that compute the loss several times in a step, such as LBFGS or SAM: a function of a
+                batch that returns its loss, as `backward` takes it. It is called for all batches of the step as often
+                as the optimizer asks, with the same random draws each time; `backward` is then not called. The batches
+                of a step are kept until it is done.
         """
         micro, begun = self._micro, self._begun
         if micro is None or begun is None or self._is_stepped:
             raise DrivetrainError(
                 "run.step() was called twice for one batch, or outside the loop", remedy="call it once for each batch"
             )
-        if not self._is_learned:
-            raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
+        self._check_closure(closure)
         self._is_stepped = True
         collect_into(None)
-        if self._logged and micro.weight:
+        if closure is not None:
+            self._leave_forward()
+            self._is_learned = True
+            self._kept.append(micro)
+        elif self._logged and micro.weight:
             self._session.step_log.add(self._logged, micro.num_samples)
         if micro.is_last and self._turns is not None:
             self._is_stepping = True
@@ -403,9 +420,80 @@ class Drive:
         if micro.is_last and self._is_last_turn:
             self._check_rates()
             self._is_stepping = True
-            outcome = self._driven.step()
+            outcome = self._driven.step(None if closure is None else partial(self._stepped_with, closure, begun))
             self._is_stepping = False
             self._driven.settle(begun, outcome)
+
+    def _check_closure(self, closure: Closure | None) -> None:
+        if closure is not None:
+            if self._is_learned:
+                raise DrivetrainError(
+                    "run.step(closure) was called after run.backward(), and the closure computes the loss itself",
+                    remedy="leave run.backward(loss) out",
+                )
+            if isinstance(self._optimizer, JointOptimizer):
+                raise DrivetrainError(
+                    "run.step(closure) is for one optimizer, and the run has several",
+                    remedy="call run.backward(loss) and run.step() for each batch",
+                )
+            _refuse_closure(self._session)
+        elif needs_closure(self._optimizer):
+            raise closure_error(self._optimizer)
+        elif not self._is_learned:
+            raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
+
+    def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
+        """Have the optimizer step with a closure over all batches of the step. The record is that of the first call."""
+        outcomes: list[StepOutcome] = []
+        kept, self._kept = self._kept, []
+        parts, strategy = self._driven.parts.given, self._driven.parts.strategy
+
+        def evaluate() -> Tensor:
+            gradients: list[Tensor | None] = []
+            for parameter in parts.trained:
+                parameter.grad = None
+            for micro in kept:
+                self._learn_again(closure, begun, micro)
+            parts.evaluation.keep = lambda: gradients.extend(
+                parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in parts.trained
+            )
+            try:
+                outcomes.append(strategy.step(self._trainer.wants_stop))
+            finally:
+                parts.evaluation.keep = None
+            for parameter, gradient in zip(parts.trained, gradients, strict=True):
+                parameter.grad = gradient
+            return _loss_of(outcomes[-1], begun.place.step)
+
+        if wants_gradients_first(self._optimizer):
+            evaluate()
+        step: Callable[..., Any] = self._optimizer.step
+        step(evaluate)
+        for parameter in parts.trained:
+            parameter.grad = None
+        parts.follow()
+        if not outcomes:
+            kind = type(self._optimizer).__name__
+            raise DrivetrainError(
+                f"{kind} did not call the closure that it was given", remedy="call run.backward(loss) and run.step()"
+            )
+        return outcomes[0]._replace(stop=sum(outcome.stop for outcome in outcomes))
+
+    def _learn_again(self, closure: Closure, begun: Begun, micro: MicroBatch) -> None:
+        """Run forward and backward of one batch of a step with a closure, with the batch's own random draws."""
+        batch = self._stepper.begin(begun.place, micro)
+        self._micro = micro
+        with collecting() as logged:
+            self._enter_forward()
+            try:
+                loss = closure(batch)
+            finally:
+                self._leave_forward()
+        if isinstance(loss, Tensor | LossSum):
+            check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
+        if logged and micro.weight:
+            self._session.step_log.add(logged, micro.num_samples)
+        self._stepper.learn(loss, begun.place, micro)
 
     def stop(self) -> None:
         """Stop after the next step or two, on all processes at the same step, with a checkpoint."""
@@ -526,10 +614,32 @@ class Drive:
             )
 
 
+def _loss_of(outcome: StepOutcome, step: int) -> Tensor:
+    """Return the loss over the whole global batch, all ranks; nan where nothing was counted."""
+    count = torch.as_tensor(outcome.num_items, dtype=torch.float64)
+    if outcome.named is not None:
+        mean, _ = outcome.named.reader.read(outcome.named.values.tolist(), step, float(count))  # the host waits
+        return torch.tensor(mean, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=outcome.losses[0][0].device if outcome.losses else None)
+    for value, factor in outcome.losses:
+        total = total + value.double() * factor
+    return total / count.to(total.device)
+
+
 def _refuse_without_loss(job: Job, loss: LossFunction | None) -> None:
     if job.valid is not None and loss is None:
         message = "validation needs a loss function, and dt.drive leaves the loss to the loop"
         raise ConfigError([Problem("dt.drive: loss", message, remedy=EXAMPLES["loss"])])
+
+
+def _refuse_closure(session: Session) -> None:
+    """Raise where an optimizer that asks for the loss several times would not get whole gradients as they are."""
+    if session.precision.scales_loss or session.holds_parts:
+        what = "fp16 scales the loss" if session.precision.scales_loss else "each process has a part of the model"
+        raise DrivetrainError(
+            f"run.step(closure) needs the gradients of all weights as they are, and {what}",
+            remedy="use --precision bf16 or fp32, with --parallel-strategy ddp or on one device",
+        )
 
 
 def _refuse(session: Session) -> None:
@@ -546,4 +656,7 @@ def _refuse(session: Session) -> None:
         problems.append(Problem("--capture", message, allowed="auto, off", remedy="leave it out, or use dt.train"))
     if problems:
         raise ConfigError(problems)
+    given: Any = session.job.optimizer
+    if not session.job.optims and needs_closure(getattr(given, "make", given)(())):
+        _refuse_closure(session)
     check_trackers(config.watch.trackers)

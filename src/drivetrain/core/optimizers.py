@@ -10,6 +10,7 @@ depend neither on when it showed up first nor on interruptions.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -177,7 +178,7 @@ def _lie_alike(parameter: Tensor, gradient: Tensor) -> bool:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's step requires a closure that computes the loss, as far as can be detected."""
-    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+    if wants_gradients_first(optimizer):
         return True  # SAM and its kin: two steps around a second backward
     try:
         parameters = inspect.signature(optimizer.step).parameters.values()
@@ -187,13 +188,30 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(each.default is inspect.Parameter.empty and each.kind not in kinds for each in parameters)
 
 
+def wants_gradients_first(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step with a closure begins with the gradients that are there, as SAM's does."""
+    return callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None))
+
+
 def closure_error(optimizer: Optimizer) -> DrivetrainError:
     """Return the error to raise before, or in place of, the first step."""
     return DrivetrainError(
         f"{type(optimizer).__name__} computes the loss several times in a step (it needs a closure), and a step has "
         "one forward and backward for each micro-batch here",
-        remedy="use an optimizer that steps once per gradient, such as AdamW or SGD; LBFGS and SAM need another loop",
+        remedy="use dt.drive, and call run.step(lambda batch: loss(run.model, batch)) in its loop, without "
+        "run.backward; or use an optimizer that steps once per gradient, such as AdamW or SGD",
     )
+
+
+@dataclass(frozen=True)
+class GivenOptimizer:
+    """Returns the optimizer of a loop of the user's own, which may step it with a closure."""
+
+    optimizer: Optimizer
+    takes_closure: bool = True
+
+    def __call__(self, groups: Any) -> Optimizer:
+        return self.optimizer
 
 
 class JointOptimizer(Optimizer):

@@ -25,6 +25,11 @@ class ConfiguredOptimizer:
             self._set_rate(optimizer)
         return optimizer
 
+    @property
+    def takes_closure(self) -> bool:
+        """Whether the optimizer is that of a loop of the user's own, which may step it with a closure."""
+        return getattr(self.make, "takes_closure", False)
+
     def _set_rate(self, optimizer: Optimizer) -> None:
         """Set the highest rate; those of other groups keep their ratio to it."""
         highest = max(float(group["lr"]) for group in optimizer.param_groups)

@@ -52,6 +52,15 @@ class Clip(NamedTuple):
     most: float | None
 
 
+class Evaluation:
+    """Holds where gradients go in a step with a closure: the optimizer itself asks for them, perhaps several times."""
+
+    __slots__ = ("keep",)
+
+    def __init__(self) -> None:
+        self.keep: Callable[[], None] | None = None  # called with gradients ready, in place of the optimizer's step
+
+
 @dataclass(frozen=True)
 class StrategyParts:
     """The parts that a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
@@ -71,9 +80,8 @@ class StrategyParts:
     step_log: StepLog = field(default_factory=StepLog)  # for a loss that logs values
     norms: NormDue = field(default_factory=NormDue)
     clips: Sequence[Clip] = ()  # for several optimizers, in place of `clip_norm`
-    of_all_turns: "StrategyParts | None" = (
-        None  # for one of several turns: what is saved and loaded, and has the scaler
-    )
+    of_all_turns: "StrategyParts | None" = None  # for one of several turns: these are saved, and have the scaler
+    evaluation: Evaluation = field(default_factory=Evaluation)
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
 
@@ -137,6 +145,8 @@ class StrategyParts:
 
     def follow(self) -> None:
         """Update the EMA and the experts' loads. Separate from `move`: the EMA's decay depends on the step number."""
+        if self.evaluation.keep is not None:
+            return  # the step is not over
         if self.average is not None:
             self.average.update()
         self.mixtures.settle()
@@ -165,7 +175,9 @@ class StrategyParts:
             norm = self._clip(self.trained, self.clip_norm, together)
         elif self.norms.is_due:
             norm = self._norm(self.trained, together)
-        if scales:
+        if self.evaluation.keep is not None:
+            self.evaluation.keep()
+        elif scales:
             # A fused optimizer skips on the device. Others ask the host, which waits to know.
             before = self.scale()
             self.scaler.step(self.optimizer)

@@ -205,21 +205,52 @@ def encode_attributes(optimizer: Optimizer, encoder: Encoder) -> dict[str, Any]:
     for name, value in attributes_of(optimizer).items():
         what, key = f"the optimizer's attribute {name!r}", f"attributes/{name}"
         if isinstance(value, Optimizer):
-            raise DrivetrainError(
-                f"{what} is an optimizer of its own ({type(value).__name__}), whose state a checkpoint would not hold",
-                remedy="use one optimizer that does both, with all of its state in optimizer.state and param_groups",
-            )
-        if _has_state_dict(value):
+            state = _state_within(_holder(optimizer, name)[0], value, what)
+            found[name] = {_TAG: "optimizer", "state": encoder.encode(state, what, key)}
+        elif _has_state_dict(value):
             found[name] = {_TAG: "state_dict", "value": encoder.encode(dict(value.state_dict()), what, key)}
         else:
             found[name] = encoder.encode(value, what, key)
     return found
 
 
+def _state_within(optimizer: Optimizer, wrapped: Optimizer, what: str) -> dict[str, Any]:
+    """Return the state of an optimizer that another one wraps, as SAM does, by the number of its parameter.
+
+    The two share their groups, so that one learning rate and one set of settings hold for both.
+    """
+    kind = type(wrapped).__name__
+    if wrapped.param_groups is not optimizer.param_groups:
+        raise DrivetrainError(
+            f"{what} is an optimizer of its own ({kind}), whose state a checkpoint would not hold",
+            remedy="share the groups, self.param_groups = wrapped.param_groups, as SAM does; or use one optimizer "
+            "that does both, with all of its state in optimizer.state and param_groups",
+        )
+    if attributes_of(wrapped):
+        raise DrivetrainError(
+            f"{what} ({kind}) keeps attributes of its own, which a checkpoint would not hold",
+            remedy="wrap one of torch's own optimizers",
+        )
+    numbers = _numbers(optimizer)
+    return {str(numbers[parameter]): dict(state) for parameter, state in wrapped.state.items()}
+
+
+def _numbers(optimizer: Optimizer) -> dict[Tensor, int]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {parameter: number for number, parameter in enumerate(parameters)}
+
+
 def load_attributes(optimizer: Optimizer, stored: Mapping[str, Any], decoder: Decoder) -> None:
     for full_name, value in stored.items():
         holder, name = _holder(optimizer, full_name)
         fresh = getattr(holder, name, None)
+        if isinstance(value, Mapping) and value[_TAG] == "optimizer" and isinstance(fresh, Optimizer):
+            fresh.param_groups = holder.param_groups  # loading has made new ones
+            parameters = {str(number): parameter for parameter, number in _numbers(holder).items()}
+            fresh.state.clear()
+            for number, state in decoder.decode(value["state"]).items():
+                fresh.state[parameters[number]] = state
+            continue
         if isinstance(value, Mapping) and value[_TAG] == "state_dict":
             if not _has_state_dict(fresh):
                 raise DrivetrainError(
