@@ -49,6 +49,7 @@ from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.model_factory import Prepared, callable_model
 from drivetrain.run.saver import CheckpointSaver
 from drivetrain.strategies import Trial
+from drivetrain.strategies.freezing import Freezer
 from drivetrain.strategies.optimizer_state import move_to_parameters
 from drivetrain.strategies.replicated import parameter_names
 from drivetrain.strategies.turns import TurnsStrategy
@@ -123,6 +124,7 @@ class DrivenRun:
             average=parts.average,
             before_step=self.recorder.before_step,
             check_model=parts.watch.check,
+            freezer=Freezer(parts.given, session.sharded.owners if session.sharded else {}),
         )
 
     @property

@@ -88,6 +88,7 @@ from drivetrain.run.memory import (
 )
 from drivetrain.run.model_factory import build_model, prepare_model
 from drivetrain.run.refusals import refuse_before_planning
+from drivetrain.strategies.freezing import Freezer
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
 
@@ -344,6 +345,7 @@ class _Loop:
             rehearsal=self._rehearsal(),
             before_step=self._before_step(watched(run, loader, parts.model, stepper, recorder)),
             check_model=parts.watch.check,
+            freezer=Freezer(parts.given, run.sharded.owners if run.sharded else {}),
             set_loss_weights=run.loss_parts.set_weights if run.loss_parts.has_schedule else None,
             norms=norms,
         )

@@ -69,7 +69,8 @@ class ExpertAccess:
 class StepContext:
     """The state that a hook sees after a step; hooks are called on every rank.
 
-    A hook must not change weights. One that does, such as the expert lifecycle, changes them in place, on all ranks in
+    A hook may change buffers and weights that are not trained, in place and on all ranks in the same way. It must not
+    change weights that are trained. One that does, such as the expert lifecycle, changes them in place, on all ranks in
     the same way, together with what belongs to them, which `experts` gives access to.
 
     Args:
@@ -85,6 +86,9 @@ class StepContext:
         measure: `measure()` validates the model as it is now, on all ranks together, without recording the result; it
             returns nothing where the job has no validation set.
         loss: The loss of the step just done, over all ranks, as it is recorded; nan where nothing was counted.
+        freeze: `freeze("body.*")` stops weights from being trained, from the next step on; `*` stands for any text.
+            They get no gradient, so that neither they nor their optimizer's state change. Checkpoints hold it.
+        unfreeze: `unfreeze("body.*")` lets them train again.
         experts: What only hooks that change or replay the model need.
 
     Example:
@@ -103,6 +107,8 @@ class StepContext:
     say: Callable[[str], None] = lambda text: None
     measure: Callable[[], Mapping[str, float]] = dict
     loss: float = math.nan
+    freeze: Callable[..., None] = lambda *patterns: None
+    unfreeze: Callable[..., None] = lambda *patterns: None
     experts: ExpertAccess = ExpertAccess()
 
     @property

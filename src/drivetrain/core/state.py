@@ -150,7 +150,11 @@ class ParameterWatch:
 
     def _frozen_now(self, name: str) -> None:
         if self.note is None:
-            raise _changed(f"requires_grad of {name} was cleared", "a resumed run would not know, and train it")
+            raise DrivetrainError(
+                f"requires_grad of {name} was cleared after training had begun, and a resumed run would not know, and "
+                "train it",
+                remedy=f'in a hook, context.freeze("{name}") and unfreeze do it for good; or {_TRAIN_IN_TWO_JOBS}',
+            )
         note, self.note = self.note, lambda _: None
         note(
             f"requires_grad of {name} was cleared: a checkpoint does not hold that, and after a resume the loop has to "

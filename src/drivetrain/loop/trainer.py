@@ -33,6 +33,7 @@ from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
 from drivetrain.strategies.ema import Average
+from drivetrain.strategies.freezing import Freezer
 
 
 class NormSchedule(Protocol):
@@ -114,6 +115,7 @@ class Trainer:
         check_model: Callable[[], None] = lambda: None,
         set_loss_weights: Callable[[int], None] | None = None,
         norms: NormSchedule | None = None,
+        freezer: Freezer | None = None,
     ) -> None:
         """Prepare the loop.
 
@@ -137,13 +139,14 @@ class Trainer:
             check_model: Raises if a hook changed the model in a forbidden way.
             set_loss_weights: Sets the weights of the loss's parts for the step that begins, where they change.
             norms: Decides which steps compute their gradient norm, if nothing is clipped.
+            freezer: Freezes weights for hooks.
         """
         self._job, self._world, self._model, self._optimizer = job, world, model, optimizer
         self._stepper, self._loader, self._folder, self._rates = stepper, loader, folder, rates
         self._saver, self._recorder, self._snapshot = saver, recorder, saver.snapshot
         self._first_step, self._validation, self._average = first_step, validation, average
         self._rehearsal, self._before_step, self._check_model = rehearsal, before_step, check_model
-        self._set_loss_weights, self._norms = set_loss_weights, norms
+        self._set_loss_weights, self._norms, self._freezer = set_loss_weights, norms, freezer
         # Looked up once: the loop's overhead is a few microseconds per step, and has to stay so.
         self._num_steps, self._save_every = job.num_steps, job.save_every
         self._hooks = [(hook, hook.every) for hook in (*([validation] if validation else []), *job.hooks)]
@@ -399,8 +402,20 @@ class Trainer:
             say=self._recorder.say,
             measure=lambda: {} if self._validation is None else self._validation.measure(self._model),
             loss=self._last_loss,
+            freeze=self._freeze,
+            unfreeze=self._unfreeze,
             experts=ExpertAccess(self._companions, self._rehearsal),
         )
+
+    def _freeze(self, *patterns: str) -> None:
+        if self._freezer is not None:
+            self._freezer.freeze(patterns)
+            self._stepper.start_over()
+
+    def _unfreeze(self, *patterns: str) -> None:
+        if self._freezer is not None:
+            self._freezer.unfreeze(patterns)
+            self._stepper.start_over()
 
     def _call(self, hooks: list[Hook], place: Place) -> Verdict:
         context = self._context(place.step + 1, place.epoch + place.ends_epoch)

@@ -61,6 +61,17 @@ class Evaluation:
         self.keep: Callable[[], None] | None = None  # called with gradients ready, in place of the optimizer's step
 
 
+class Frozen:
+    """Holds the weights that get no gradient for now: their names, and what the optimizer has of each."""
+
+    __slots__ = ("names", "refused", "tensors")
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.tensors: list[Tensor] = []
+        self.refused = ""  # why the strategy cannot freeze any
+
+
 @dataclass(frozen=True)
 class StrategyParts:
     """The parts that a strategy is given: a model on its device, the loss, the optimizer, the clipping."""
@@ -82,6 +93,7 @@ class StrategyParts:
     clips: Sequence[Clip] = ()  # for several optimizers, in place of `clip_norm`
     of_all_turns: "StrategyParts | None" = None  # for one of several turns: these are saved, and have the scaler
     evaluation: Evaluation = field(default_factory=Evaluation)
+    frozen: Frozen = field(default_factory=Frozen)
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
 
@@ -161,6 +173,8 @@ class StrategyParts:
         """
         scales = self.precision.scales_loss
         skipped: Tensor | float = 0.0
+        for tensor in self.frozen.tensors:
+            tensor.grad = None
         if scales:
             self.scaler.unscale_(self.optimizer)
             if together is not None:

@@ -1,6 +1,6 @@
 """Saves and loads the state of model and optimizer by name: whole where every device has a copy, else in parts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,8 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
                 scalars.setdefault(name, {})[field] = encoder.encode(value, what, f"state/{name}/{field}")
     found, meta = optimizer_meta(parts, names)
     num_averaged = parts.average.num_updates if parts.average is not None else 0
+    if parts.frozen.names:
+        meta["frozen"] = sorted(parts.frozen.names)
     groups = [
         {"params": [names[parameter] for parameter in group["params"]], **stored}
         for group, stored in zip(optimizer.param_groups, meta.pop("groups"), strict=True)
@@ -197,6 +199,14 @@ def load_whole_state(parts: StrategyParts, source: TensorSource) -> None:
     as_parameters_lie(optimizer)
     load_optimizer_meta(parts, source, names)
     load_scaler(parts, source)
+    set_frozen(parts, source.meta.get("frozen", ()), parts.owners)
+
+
+def set_frozen(parts: StrategyParts, frozen: Iterable[str], owners: Mapping[Tensor, Tensor]) -> None:
+    """Give the weights of these names no gradient from now on, and all others theirs."""
+    names = parameter_names(parts.model, parts.optimizer, owners)
+    parts.frozen.names = set(frozen)
+    parts.frozen.tensors = [tensor for tensor, name in names.items() if name in parts.frozen.names]
 
 
 def saved_scaler(parts: StrategyParts) -> dict[str, Any] | None:

@@ -99,6 +99,7 @@ class DeepSpeedStrategy:
         return self._call
 
     def _refuse(self, parts: StrategyParts) -> None:
+        parts.frozen.refused = "DeepSpeed steps all weights as one"
         refuse_odd_weights(parts.model)
         refuse_unless_elementwise(parts.optimizer, self.name)
         if isinstance(parts.optimizer, torch.optim.Adagrad):
