@@ -1,1 +1,1 @@
-"""The same tasks by Drivetrain, Lightning, the Hugging Face Trainer, Accelerate and plain PyTorch, as users write them."""
+"""The same tasks by Drivetrain, Lightning, the Hugging Face Trainer, Accelerate and plain PyTorch."""

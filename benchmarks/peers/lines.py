@@ -1,7 +1,7 @@
 """Counts lines of code of the scripts in this folder: `python -m benchmarks.peers.lines`.
 
 Blank lines, comments, docstrings and imports are left out, and so are the modules with data and model, which all
-scripts of a task share. Code that is formatted over several lines counts as these lines: all were formatted by one tool.
+scripts of a task share. Code that stands on several lines counts as these lines: all were formatted by one tool.
 """
 
 import ast

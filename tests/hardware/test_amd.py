@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain.core.value import GIB
-from drivetrain.hardware import Hardware, Software
+from drivetrain.hardware import DeviceManager, Hardware, Software, cuda_driver
 from drivetrain.hardware.amd import find_amd
 from drivetrain.hardware.detection import survey
+from drivetrain.monitor.sampler import NvmlReader
+from drivetrain.plan.rules import choose_settings
 
 ROCM = Software(python="3.12", platform="Linux", torch="2.13.0+rocm7.1", torch_backend="rocm", torch_cuda="7.1")
 CPU = ROCM.model_copy(update={"torch": "2.13.0+cpu", "torch_backend": "cpu"})
@@ -103,3 +106,27 @@ def test_apple(tmp_path: Path) -> None:
     assert (gpu.vendor, hardware.accelerator) == ("apple", "cpu")
     assert gpu.memory_total_bytes == hardware.memory.total_bytes
     assert any("Apple GPU" in note.sentence and note.severity == "info" for note in hardware.notes)
+
+
+def test_without_nvml(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a ROCm build torch calls the GPU `cuda`; what only NVML knows is left out, with the true reason."""
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(cuda_driver, "load_nvml", lambda: pytest.fail("NVML was asked about an AMD GPU"))
+    hardware = look(machine)
+    manager = DeviceManager(hardware)
+    assert manager.device.type == "cuda"
+    assert manager.gpus[0].vendor == "amd"
+    reader = NvmlReader(None, hardware.gpus)
+    assert reader.missing == "utilization, temperature and power are read of NVIDIA GPUs only"
+    assert reader.read() == {}
+    nvml = FakeNvml()
+    assert cuda_driver.read_utilization(hardware.gpus[0], nvml) == (None, None)
+    settings = choose_settings(hardware)
+    assert settings.precision.value in ("bf16", "fp16")
+    assert hardware.gpus[0].architecture in settings.precision.reason
+    assert all("tf32" not in gpu.precisions for gpu in hardware.gpus)
+
+
+class FakeNvml:
+    def __getattr__(self, name: str) -> None:
+        pytest.fail(f"{name} was asked about an AMD GPU")

@@ -99,7 +99,7 @@ def test_devices(name: str, asked: dict[str, Any], devices: list[str]) -> None:
         ("4x-l4", {"ids": []}, "no GPU is named"),
         ("4x-l4", {"ids": [1, 1]}, "named twice"),
         ("4x-l4", {"mode": "all"}, "not a GPU mode"),
-        ("4x-l4", {"device": "mps"}, "trains on CUDA or the CPU"),
+        ("4x-l4", {"device": "mps"}, "this machine has no Apple GPU"),
     ],
 )
 def test_what_is_not_there(name: str, asked: dict[str, Any], says: str) -> None:

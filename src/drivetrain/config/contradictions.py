@@ -8,7 +8,7 @@ from drivetrain.config.schema import Config, DistributedSection, Switch
 from drivetrain.config.settings import Given
 from drivetrain.core.errors import Problem
 from drivetrain.core.plugins import STRATEGIES, StrategyFacts, strategy_facts
-from drivetrain.hardware import Gpu, Hardware
+from drivetrain.hardware import Gpu, Hardware, has_apple_gpu
 
 _NEEDS_THE_MACHINE = (
     "device.mode",
@@ -286,6 +286,13 @@ _WITH_THE_MACHINE: tuple[_Rule[_MachineCase], ...] = (
         lambda case: f"asks for a GPU, and there is none: {case.here}",
         allowed="auto, cpu here",
         remedy="`drivetrain check` says more",
+    ),
+    _Rule(
+        "device.device",
+        lambda case: case.config.device.device == "mps" and not has_apple_gpu(case.hardware),
+        lambda case: "asks for an Apple GPU, and this is no Mac with one that this torch can use",
+        allowed="auto, cpu, cuda or cuda:n",
+        remedy="leave it out",
     ),
     _Rule(
         "device.device",

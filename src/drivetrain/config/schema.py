@@ -97,8 +97,10 @@ class DeviceSection(Section):
     mode: Annotated[Literal["auto", "cpu", "single_gpu", "multi_gpu"], Flag("gpu-mode")] = Field(
         "auto", description="auto takes GPUs where there are any"
     )
-    device: Annotated[str, Flag("device"), Allowed("auto, cpu, cuda, cuda:n")] = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="one device by name: auto, cpu, cuda or cuda:n"
+    device: Annotated[str, Flag("device"), Allowed("auto, cpu, cuda, cuda:n, mps")] = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$",
+        description="one device by name: auto, cpu, cuda, cuda:n or mps",
     )
     ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Flag("device-ids")] = Field(
         None, min_length=1, description="the GPUs to use, counted after CUDA_VISIBLE_DEVICES (auto: all)"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.widths import widened
 from drivetrain.core.world import World
 
 
@@ -116,7 +117,7 @@ class Tally:
             total, count = value.total, value.count
             self._check_scalar(total)
         elif isinstance(value, UndividedLoss):
-            total, count = value.total.double(), num_samples
+            total, count = widened(value.total), num_samples
         elif not isinstance(value, Tensor):
             raise DrivetrainError(
                 f"the metric {self._name!r} returned {type(value).__name__}, expected a tensor or a LossSum",
@@ -124,9 +125,9 @@ class Tally:
             )
         elif value.dim() or not value.is_floating_point():
             total, count = value.detach(), value.numel()
-            total = total.double().sum() if value.is_floating_point() else total.long().sum()
+            total = widened(total).sum() if value.is_floating_point() else total.long().sum()
         else:
-            total, count = value.double() * num_samples, num_samples
+            total, count = widened(value) * num_samples, num_samples
         kind: Literal["whole", "real"] = "real" if total.is_floating_point() else "whole"
         if self._kind not in (None, kind):
             raise DrivetrainError(
@@ -134,7 +135,7 @@ class Tally:
                 remedy="return the same type for every batch",
             )
         self._kind = kind
-        self._totals.append(total.detach().double() if kind == "real" else total.detach().long())
+        self._totals.append(widened(total.detach()) if kind == "real" else total.detach().long())
         self._counts.append(count.detach() if isinstance(count, Tensor) else count)
 
     def read(self) -> Counted | None:

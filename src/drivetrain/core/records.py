@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drivetrain.core.widths import widened
+
 
 class PartLoss(NamedTuple):
     """One named part of a step's loss."""
@@ -79,8 +81,8 @@ class StepOutcome(NamedTuple):
     def pack(self) -> Tensor:
         """Pack its tensors into one of float64: `parts` in order, then named loss parts, then logged values."""
         # Only tensors: copying a host number to the device, to read it back, would make the host wait.
-        on_device = [part.double() for part in self.parts() if isinstance(part, Tensor)]
-        others = [totals.values.double() for totals in (self.named, self.logged) if totals is not None]
+        on_device = [widened(part) for part in self.parts() if isinstance(part, Tensor)]
+        others = [widened(totals.values) for totals in (self.named, self.logged) if totals is not None]
         if others:
             return torch.cat([torch.stack(on_device), *others]) if on_device else torch.cat(others)
         return torch.stack(on_device) if len(on_device) > 1 else on_device[0].reshape(1)

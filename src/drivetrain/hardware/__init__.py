@@ -2,7 +2,14 @@
 
 from drivetrain.core.value import GIB
 from drivetrain.hardware.detection import detect
-from drivetrain.hardware.device import DeviceManager, DeviceMemory, GpuMode, assert_on_device, canonical_device
+from drivetrain.hardware.device import (
+    DeviceManager,
+    DeviceMemory,
+    GpuMode,
+    assert_on_device,
+    canonical_device,
+    has_apple_gpu,
+)
 from drivetrain.hardware.facts import (
     Accelerator,
     Cpu,
@@ -57,6 +64,7 @@ __all__ = [
     "cache_folder",
     "canonical_device",
     "detect",
+    "has_apple_gpu",
     "load_measured",
     "measured_path",
     "save_measured",

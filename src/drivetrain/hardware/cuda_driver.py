@@ -39,7 +39,7 @@ def read_utilization(gpu: Gpu, nvml: Nvml | None = None) -> tuple[float, float] 
         nvml: the pynvml module or an object like it; None imports it.
     """
     nvml = nvml or load_nvml()
-    if nvml is None:
+    if nvml is None or gpu.vendor != "nvidia":
         return None, None
     try:
         nvml.nvmlInit()

@@ -217,8 +217,11 @@ def _accelerator(
     if software.torch_backend == "none":
         return "cpu", [Note(severity="problem", sentence="PyTorch is not installed.", remedy="pip install torch")]
     if is_apple:
-        sentence = "This is an Apple GPU; drivetrain trains on CUDA or the CPU, so it would use the CPU here."
-        return "cpu", [Note(severity="info", sentence=sentence)]
+        sentence = (
+            "This is an Apple GPU, on which drivetrain has not been tried: training runs on the CPU unless it is asked "
+            "for."
+        )
+        return "cpu", [Note(severity="info", sentence=sentence, remedy="--device mps")]
     if software.torch_backend == "rocm" and amd.num_present:
         return _rocm(amd)
     if nvidia.num_present:

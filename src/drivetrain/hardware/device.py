@@ -70,8 +70,12 @@ class DeviceManager:
         ids: Sequence[int] | None = None,
     ) -> None:
         self.hardware = hardware
-        indices = _gpu_indices(hardware, mode, str(device), ids)
-        names: Sequence[str] = [f"cuda:{index}" for index in indices] if indices else ["cpu"]
+        if str(device).partition(":")[0] == "mps":
+            _check_apple(hardware, mode, ids)
+            names: Sequence[str] = ["mps:0"]
+        else:
+            indices = _gpu_indices(hardware, mode, str(device), ids)
+            names = [f"cuda:{index}" for index in indices] if indices else ["cpu"]
         self.devices: tuple[torch.device, ...] = tuple(canonical_device(name) for name in names)
 
     @property
@@ -105,6 +109,8 @@ class DeviceManager:
         wanted = self.device if device is None else canonical_device(device)
         if wanted.type == "cpu":
             return DeviceMemory()
+        if wanted.type == "mps":
+            return _apple_memory(self.hardware)
         if not _cuda_is_started():
             gpu = next((gpu for gpu in self.hardware.gpus if gpu.index == wanted.index), None)
             return DeviceMemory(
@@ -135,7 +141,7 @@ class DeviceManager:
             'cpu'
         """
         wanted = self.device if device is None else canonical_device(device)
-        gpu = next((gpu for gpu in self.hardware.gpus if wanted.type == "cuda" and gpu.index == wanted.index), None)
+        gpu = next((gpu for gpu in self.hardware.gpus if wanted.type != "cpu" and gpu.index == wanted.index), None)
         stats, host = self.memory_stats(wanted), self.hardware.memory
         on_cpu = wanted.type == "cpu"
         total = host.total_bytes if on_cpu else stats.total_bytes
@@ -265,6 +271,37 @@ def assert_on_device(device: "str | torch.device", **things: Any) -> None:
     raise DrivetrainError("\n    ".join([f"{count} not on {expected}:", *shown]), remedy=remedy)
 
 
+def has_apple_gpu(hardware: Hardware) -> bool:
+    """Return whether this machine has an Apple GPU."""
+    return any(gpu.vendor == "apple" for gpu in hardware.gpus)
+
+
+def _check_apple(hardware: Hardware, mode: GpuMode, ids: Sequence[int] | None) -> None:
+    if mode in ("cpu", "multi_gpu") or ids is not None:
+        asked = _what_was_asked(mode, "mps", ids)
+        raise DrivetrainError(f"{asked} contradict each other", remedy="leave out all but --device mps")
+    if not has_apple_gpu(hardware):
+        raise DrivetrainError("device mps: this machine has no Apple GPU", remedy="use auto, cpu, cuda or cuda:0")
+
+
+def _apple_memory(hardware: Hardware) -> DeviceMemory:
+    """Return the memory that torch holds on an Apple GPU, which shares the host's."""
+    import torch
+
+    if not torch.backends.mps.is_available():
+        return DeviceMemory(total_bytes=hardware.memory.total_bytes, free_bytes=hardware.memory.free_bytes)
+    held, reserved = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+    total = torch.mps.recommended_max_memory()
+    return DeviceMemory(
+        allocated_bytes=held,
+        reserved_bytes=reserved,
+        peak_allocated_bytes=held,  # torch keeps no peak there
+        peak_reserved_bytes=reserved,
+        total_bytes=total,
+        free_bytes=max(0, total - reserved),
+    )
+
+
 def _cuda_is_started() -> bool:
     import torch
 
@@ -345,7 +382,8 @@ def _kind_and_number(device: str) -> tuple[str, int | None]:
     wanted = canonical_device(device)
     if wanted.type not in ("cpu", "cuda"):
         raise DrivetrainError(
-            f"device {device!r}: drivetrain trains on CUDA or the CPU", remedy="use auto, cpu, cuda or cuda:0"
+            f"device {device!r}: drivetrain trains on CUDA, ROCm, an Apple GPU or the CPU",
+            remedy="use auto, cpu, cuda, cuda:0 or mps",
         )
     return wanted.type, wanted.index
 

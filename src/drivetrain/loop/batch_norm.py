@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from drivetrain.core.hook import settlement_of
 from drivetrain.core.logged import collecting
 from drivetrain.core.precision import Precision
+from drivetrain.core.widths import widened
 from drivetrain.core.world import World
 from drivetrain.data.loader import Loader
 from drivetrain.loop.validation import micro_batches, seed_validation
@@ -44,8 +45,8 @@ class BatchNormPass:
         layers = batch_norms(model)
         is_frozen = [not layer.training for layer in layers for _ in range(2)]  # in evaluation mode during training
         live = [buffer for layer in layers for buffer in statistics_of(layer)]
-        sums = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in live]
-        count = torch.zeros((), dtype=torch.float64, device=live[0].device)
+        sums = [widened(torch.zeros_like(buffer)) for buffer in live]
+        count = widened(torch.zeros((), device=live[0].device))
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         momenta = [(layer, layer.momentum) for layer in layers]
         seed_validation(self._seed)
@@ -56,7 +57,7 @@ class BatchNormPass:
                 with collecting(), self._precision.around_forward() or nullcontext():
                     self._loss(model, micro.batch)
                 if micro.weight:
-                    torch._foreach_add_(sums, [buffer.double() for buffer in live], alpha=micro.num_samples)
+                    torch._foreach_add_(sums, [widened(buffer) for buffer in live], alpha=micro.num_samples)
                     count += micro.num_samples
         finally:
             settlement_of(model).forget()

@@ -18,6 +18,13 @@ from drivetrain.strategies.turns import TurnsStrategy
 _STEP, _MICRO_STEP, _TURN = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xA0761D6478BD642F
 
 
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """Return the generator that a model draws from on its device; None on a CPU, whose own is seeded anyway."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.mps._get_default_mps_generator() if device.type == "mps" else None
+
+
 class Stepper:
     """Runs steps. What the model draws at random is keyed by (seed, step, turn, rank, micro-step), and so is not saved.
 
@@ -48,7 +55,7 @@ class Stepper:
         self._before_micro_step = before_micro_step
         self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
         self._last_batch: Any = None
-        self._generator = torch.cuda.default_generators[world.device.index] if world.device.type == "cuda" else None
+        self._generator = _generator_of(world.device)
 
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
         if self._turns is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
@@ -22,6 +22,7 @@ from drivetrain.core.logged import Logged, LoggedValues, collecting, one_value
 from drivetrain.core.metrics import Counted, LossSum, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed
+from drivetrain.core.widths import widened
 from drivetrain.core.world import World
 from drivetrain.data.batch import described
 from drivetrain.data.division import key_of
@@ -164,7 +165,7 @@ class Validator:
             total, count = one_value(name, values)
             if name in self._job.metrics or name == "loss":
                 continue
-            value = torch.as_tensor(total, dtype=torch.float64)
+            value = widened(total) if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64)
             tally = tallies.setdefault(name, Tally(name))
             tally.add(value if count is None else LossSum(value, count), num_samples)
 

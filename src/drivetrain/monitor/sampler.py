@@ -56,6 +56,8 @@ class NvmlReader:
 
     def _open(self, gpus: Sequence[Gpu]) -> str:
         """Open the GPUs. Returns why nothing can be read, or nothing of some; empty if all is well."""
+        if all(gpu.vendor != "nvidia" for gpu in gpus):
+            return "utilization, temperature and power are read of NVIDIA GPUs only"
         if self._nvml is None:
             return "the package nvidia-ml-py is not installed"
         try:

@@ -121,6 +121,10 @@ def _gpus_to_use(hardware: Hardware, pins: Pins) -> tuple[Gpu, ...]:
 
 def _devices(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[tuple[str, ...]]:
     pinned = pins.gpu_mode != "auto" or pins.device != "auto" or pins.device_ids is not None
+    if pins.device == "mps":
+        return Choice(
+            value=("mps",), reason="asked for; not tested on such a machine", alternatives=("cpu",), pinned=True
+        )
     if not gpus:
         reason = "asked for" if pinned else "no GPU that drivetrain can use"
         return Choice(value=("cpu",), reason=reason, pinned=pinned)
@@ -191,6 +195,8 @@ def choose_strategy(
 def _precision(hardware: Hardware, gpus: tuple[Gpu, ...], pins: Pins) -> Choice[PrecisionName]:
     if pins.precision != "auto":
         return Choice(value=pins.precision, reason="asked for", pinned=True)
+    if pins.device == "mps":
+        return Choice(value="fp32", reason="on an Apple GPU, where nothing else was tried", alternatives=("bf16",))
     if not gpus:
         return _precision_on_cpu(hardware, pins)
     oldest = min(gpus, key=lambda gpu: gpu.capability or (0, 0))

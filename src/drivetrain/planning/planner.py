@@ -495,7 +495,7 @@ def _key(run: Session, model: nn.Module) -> str:
         "source": _sources([*_functions(job), *{type(module) for module in model.modules()}]),
         "step": [job.global_batch, run.world.size, job.clip_norm, job.ema, *_more(job)],
         "machine": [run.machine(), torch.get_num_threads()],
-        "versions": [torch.__version__, torch.version.cuda, platform.python_version()],
+        "versions": [torch.__version__, torch.version.cuda, torch.version.hip, platform.python_version()],
         "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},
     })  # fmt: skip
 

@@ -24,6 +24,7 @@ from drivetrain.core.optimizers import closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.widths import widened
 from drivetrain.data.batch import described
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.layers import offload
@@ -196,7 +197,7 @@ class StrategyParts:
             before = self.scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            skipped = (self.scale() < before).double()  # the scale falls after infinite gradients, and only then
+            skipped = widened(self.scale() < before)  # the scale falls after infinite gradients, and only then
         else:
             try:
                 self.optimizer.step()
@@ -393,7 +394,7 @@ class Objective(nn.Module):
         own["losses"], own["counts"] = [], []
         count = counts[0] if len(counts) == 1 else sum(counts)
         # float64: dividing by a tensor of whole numbers would give float32.
-        return losses, count.detach().double() if isinstance(count, Tensor) else count
+        return losses, widened(count.detach()) if isinstance(count, Tensor) else count
 
 
 class _Both:

@@ -18,6 +18,7 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, NamedLosses, PartCounts, summed_by_count
 from drivetrain.core.records import PartLoss, PartTotals
+from drivetrain.core.widths import wide_dtype, widened
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.resident import Rows
@@ -89,7 +90,7 @@ class LossParts:
         self._ahead_names = tuple(dict.fromkeys(name for _, _, by_count in told for name in by_count))
         self._device = device = self._world.device
         self._weights = self.weights_at(self.step)
-        self._coefficients = torch.tensor(self._weights, dtype=torch.float64, device=device)
+        self._coefficients = torch.tensor(self._weights, dtype=wide_dtype(device), device=device)
         self._is_counted = torch.tensor([name in is_counted for name in names], device=device)
         self._places = torch.tensor([names.index(name) for name in self.counted], dtype=torch.int64, device=device)
 
@@ -188,7 +189,7 @@ class LossParts:
             shares = self._settle_counts(summed, weight)
             coefficients = torch.where(self._is_counted, self._coefficients * (shares * weight), coefficients)
         if weight:
-            self._add(values.detach().double(), num_samples)
+            self._add(widened(values.detach()), num_samples)
         self._num_forwards += 1
         return torch.dot(values, coefficients.to(values.dtype))
 
@@ -273,7 +274,11 @@ class LossParts:
         totals = torch.zeros_like(self._coefficients) if self._totals is None else self._totals
         found = self._world.all_reduce(totals)
         if self.counted:
-            counts = torch.zeros_like(self._places, dtype=torch.float64) if self._counts is None else self._counts
+            counts = (
+                torch.zeros_like(self._places, dtype=wide_dtype(self._places.device))
+                if self._counts is None
+                else self._counts
+            )
             found = torch.cat((found, counts))
         self.forget()
         return PartTotals(found, self)
@@ -335,8 +340,8 @@ def _check(name: Any, part: Any) -> None:
 def _stacked(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Stack numbers and scalars to one vector of float64. A number is filled in on the device: a copy would wait."""
     return torch.stack([
-        value.detach().to(device, torch.float64, non_blocking=True)
+        value.detach().to(device, wide_dtype(device), non_blocking=True)
         if isinstance(value, Tensor)
-        else torch.full((), float(value), dtype=torch.float64, device=device)
+        else torch.full((), float(value), dtype=wide_dtype(device), device=device)
         for value in values
     ])  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.logged import LoggedValues, one_value
 from drivetrain.core.records import RESERVED_NAMES, LoggedTotals
+from drivetrain.core.widths import wide_dtype, widened
 from drivetrain.core.world import World
 
 
@@ -81,9 +82,9 @@ class StepLog:
         ):
             return torch.stack(list(values))
         return torch.stack([
-            value.to(device, torch.float64, non_blocking=True)
+            value.to(device, wide_dtype(device), non_blocking=True)
             if isinstance(value, Tensor)
-            else torch.full((), value, dtype=torch.float64, device=device)
+            else torch.full((), value, dtype=wide_dtype(device), device=device)
             for value in values
         ])  # fmt: skip
 
@@ -113,9 +114,9 @@ class StepLog:
             if not isinstance(counts, Tensor):
                 return LoggedTotals(values, self.names, factor, counts)
         device = self._world.device
-        sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
+        sums = torch.zeros(2, len(self.names), dtype=wide_dtype(device), device=device)
         for values, factor, counts in terms:
-            sums[0] += values.double() * factor
+            sums[0] += widened(values) * factor
             if isinstance(counts, Tensor):
                 sums[1] += counts
             elif all(count == counts[0] for count in counts):
