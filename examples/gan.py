@@ -7,7 +7,7 @@ drivetrain launch examples/gan.py       # on every GPU here
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import drivetrain as dt
 

@@ -168,7 +168,11 @@ def log(name: str, value: LoggedValue) -> None:
         # Only the dictionary is touched here: this is traced by the compiler. Values are checked when they are read.
         if _current.copies:
             value = copied(value)
-        found.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
+        kept = value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+        if name in found:
+            found[name].append(kept)
+        else:
+            found[name] = [kept]
 
 
 def collect_into(values: LoggedValues | None) -> None:

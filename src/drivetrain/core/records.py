@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,16 +34,22 @@ class PartTotals(NamedTuple):
 
 
 class LoggedTotals(NamedTuple):
-    """Sums of the values that a step logged, on the device, and their counts."""
+    """Sums of the values that a step logged, and their counts."""
 
-    values: Tensor  # all sums; behind them all counts, where the host does not know these
+    values: Tensor | Sequence[float]  # all sums; behind them all counts, where the host does not know these
     names: Sequence[str]
     factor: float = 1.0  # of the sums
     counts: Sequence[float] | None = None
 
+    def on_host(self) -> Sequence[float]:
+        """Return the values as numbers; the host waits for the device."""
+        return self.values.tolist() if isinstance(self.values, Tensor) else self.values
+
     def read(self, values: Sequence[float]) -> dict[str, float]:
         """Return the mean of each, given the values on the host; nan for one without an item."""
-        counts = values[len(self.names) :] if self.counts is None else self.counts
+        counts = self.counts
+        if counts is None:
+            counts = values[len(self.names) :]
         return {
             name: total * self.factor / count if count else math.nan
             for name, total, count in zip(self.names, values, counts, strict=False)
@@ -82,7 +89,8 @@ class StepOutcome(NamedTuple):
         """Pack its tensors into one of float64: `parts` in order, then named loss parts, then logged values."""
         # Only tensors: copying a host number to the device, to read it back, would make the host wait.
         on_device = [widened(part) for part in self.parts() if isinstance(part, Tensor)]
-        others = [widened(totals.values) for totals in (self.named, self.logged) if totals is not None]
+        totals = [found.values for found in (self.named, self.logged) if found is not None]
+        others = [widened(torch.as_tensor(values)) for values in totals]
         if others:
             return torch.cat([torch.stack(on_device), *others]) if on_device else torch.cat(others)
         return torch.stack(on_device) if len(on_device) > 1 else on_device[0].reshape(1)
@@ -115,8 +123,11 @@ class StepRecord(NamedTuple):
         if self.parts is not None:
             line = f"{line[:-1]}{self._parts_json(self.parts)}}}"
         if self.logged is not None:
-            values = {name: None if math.isnan(value) else value for name, value in self.logged.items()}
-            line = f"{line[:-1]}, {json.dumps(values)[1:]}"
+            values = "".join(
+                f", {_quoted(name)}: {'null' if math.isnan(value) else _json(value)}"
+                for name, value in self.logged.items()
+            )
+            line = f"{line[:-1]}{values}}}"
         return line
 
     def _parts_json(self, parts: Mapping[str, PartLoss]) -> str:
@@ -131,6 +142,9 @@ class StepRecord(NamedTuple):
 
 # What `as_json` writes itself; and `time`, for readers that add one.
 RESERVED_NAMES = (*StepRecord._fields[:9], "time")
+
+
+_quoted = cache(json.dumps)  # of names, which are the same in every step
 
 
 def _json(number: float) -> str:

@@ -246,7 +246,7 @@ class Reading:
         total = sum(value.item() * factor for value, factor in losses)
         parts = None if named is None else (named.reader, named.values.tolist())
         own = total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped)
-        return [Values(*own, parts, None if logged is None else logged.read(logged.values.tolist()))]
+        return [Values(*own, parts, None if logged is None else logged.read(logged.on_host()))]
 
     def _from(self, rows: list[list[float]]) -> list[Values]:
         """Unpack rows as `pack` lays them out: the parts that are on the device, in order."""

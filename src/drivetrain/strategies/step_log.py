@@ -20,7 +20,7 @@ from drivetrain.core.world import World
 class _Term(NamedTuple):
     """What a micro-batch adds: a vector of totals, times a factor, and their counts."""
 
-    totals: Tensor
+    totals: Tensor | list[float]
     factor: float
     counts: Sequence[float] | Tensor
 
@@ -30,6 +30,8 @@ class StepLog:
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
+        # A CPU's values are numbers at once, without a wait; to stack them would take longer than all else.
+        self._is_on_host = self._world.group is None and self._world.device.type == "cpu"
         self.names: tuple[str, ...] = ()
         self.numbers: dict[str, float] = {}  # values that were numbers in Python: a captured step would repeat them
         self._is_settled = False
@@ -50,6 +52,11 @@ class StepLog:
                 self._seen[name] = None
             self._early.append((values, num_samples))
             return
+        if self._is_on_host and tuple(values) == self.names:
+            numbers = _as_numbers(values)
+            if numbers is not None:
+                self._terms.append(_Term(numbers, float(num_samples), [float(num_samples)] * len(numbers)))
+                return
         new = [name for name in values if name not in self.names]
         if new:
             known = ", ".join(self.names) or "nothing"
@@ -114,9 +121,12 @@ class StepLog:
             if not isinstance(counts, Tensor):
                 return LoggedTotals(values, self.names, factor, counts)
         device = self._world.device
+        if terms and all(isinstance(values, list) for values, _, _ in terms):
+            return self._added(terms)
         sums = torch.zeros(2, len(self.names), dtype=wide_dtype(device), device=device)
         for values, factor, counts in terms:
-            sums[0] += widened(values) * factor
+            found = values if isinstance(values, Tensor) else torch.tensor(values, dtype=wide_dtype(device))
+            sums[0] += widened(found) * factor
             if isinstance(counts, Tensor):
                 sums[1] += counts
             elif all(count == counts[0] for count in counts):
@@ -125,7 +135,26 @@ class StepLog:
                 sums[1] += self._stacked(counts)
         return LoggedTotals(self._world.all_reduce(sums).flatten(), self.names)
 
+    def _added(self, terms: Sequence[_Term]) -> LoggedTotals:
+        """Add up terms that are numbers on the host."""
+        sums, counts = [0.0] * len(self.names), 0.0
+        for values, factor, _ in terms:
+            sums = [total + value * factor for total, value in zip(sums, values, strict=True)]
+            counts += factor  # of means: the number of samples
+        return LoggedTotals(sums, self.names, 1.0, [counts] * len(sums))
+
     def forget(self) -> None:
         """Discard a step that was begun."""
         self._terms.clear()
         self._early.clear()
+
+
+def _as_numbers(values: LoggedValues) -> list[float] | None:
+    """Return logged means as numbers, where each was logged once and is a scalar on the host; else None."""
+    numbers = []
+    for logged in values.values():
+        value = logged[0]
+        if len(logged) != 1 or not isinstance(value, Tensor) or value.dim() or value.is_complex():
+            return None
+        numbers.append(value.item())
+    return numbers
