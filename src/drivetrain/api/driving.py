@@ -8,16 +8,16 @@ for batch in run:
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from drivetrain.api.closures import Closure, check_closure, refuse_closure, step_with
 from drivetrain.api.driven_run import DrivenRun, as_computed
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
@@ -26,15 +26,12 @@ from drivetrain.core.arguments import suggesting_keywords
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, collecting, copied, log, media_of, on_host
+from drivetrain.core.logged import LoggedValue, LoggedValues, collect_into, copied, log, media_of, on_host
 from drivetrain.core.metrics import LossSum, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import (
     GivenOptimizer,
-    JointOptimizer,
-    closure_error,
     members_of,
     needs_closure,
-    wants_gradients_first,
 )
 from drivetrain.core.optims import Optim
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
@@ -58,8 +55,6 @@ from drivetrain.run import (
 from drivetrain.strategies.base import around_forward, check_objective
 from drivetrain.strategies.replicated import share_buffers
 from drivetrain.strategies.turns import TurnsStrategy
-
-Closure = Callable[[Any], Tensor | LossSum | NamedLosses]  # of a batch; returns its loss
 
 
 @suggesting_keywords("drive", OTHER_NAMES, "settings of the run go to config=dt.configure(…)")
@@ -403,7 +398,7 @@ class Drive:
             raise DrivetrainError(
                 "run.step() was called twice for one batch, or outside the loop", remedy="call it once for each batch"
             )
-        self._check_closure(closure)
+        check_closure(self._session, self._optimizer, closure, is_learned=self._is_learned)
         self._is_stepped = True
         collect_into(None)
         if closure is not None:
@@ -420,80 +415,24 @@ class Drive:
         if micro.is_last and self._is_last_turn:
             self._check_rates()
             self._is_stepping = True
-            outcome = self._driven.step(None if closure is None else partial(self._stepped_with, closure, begun))
+            stepped = None if closure is None else partial(self._stepped_with, closure, begun)
+            outcome = self._driven.step(stepped)
             self._is_stepping = False
             self._driven.settle(begun, outcome)
 
-    def _check_closure(self, closure: Closure | None) -> None:
-        if closure is not None:
-            if self._is_learned:
-                raise DrivetrainError(
-                    "run.step(closure) was called after run.backward(), and the closure computes the loss itself",
-                    remedy="leave run.backward(loss) out",
-                )
-            if isinstance(self._optimizer, JointOptimizer):
-                raise DrivetrainError(
-                    "run.step(closure) is for one optimizer, and the run has several",
-                    remedy="call run.backward(loss) and run.step() for each batch",
-                )
-            _refuse_closure(self._session)
-        elif needs_closure(self._optimizer):
-            raise closure_error(self._optimizer)
-        elif not self._is_learned:
-            raise DrivetrainError("run.step() was called before run.backward()", remedy="call run.backward(loss) first")
-
     def _stepped_with(self, closure: Closure, begun: Begun) -> StepOutcome:
-        """Have the optimizer step with a closure over all batches of the step. The record is that of the first call."""
-        outcomes: list[StepOutcome] = []
         kept, self._kept = self._kept, []
-        parts, strategy = self._driven.parts.given, self._driven.parts.strategy
+        return step_with(closure, self._driven, self._session, begun, kept, self._again)
 
-        def evaluate() -> Tensor:
-            gradients: list[Tensor | None] = []
-            for parameter in parts.trained:
-                parameter.grad = None
-            for micro in kept:
-                self._learn_again(closure, begun, micro)
-            parts.evaluation.keep = lambda: gradients.extend(
-                parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in parts.trained
-            )
-            try:
-                outcomes.append(strategy.step(self._trainer.wants_stop))
-            finally:
-                parts.evaluation.keep = None
-            for parameter, gradient in zip(parts.trained, gradients, strict=True):
-                parameter.grad = gradient
-            return _loss_of(outcomes[-1], begun.place.step)
-
-        if wants_gradients_first(self._optimizer):
-            evaluate()
-        step: Callable[..., Any] = self._optimizer.step
-        step(evaluate)
-        for parameter in parts.trained:
-            parameter.grad = None
-        parts.follow()
-        if not outcomes:
-            kind = type(self._optimizer).__name__
-            raise DrivetrainError(
-                f"{kind} did not call the closure that it was given", remedy="call run.backward(loss) and run.step()"
-            )
-        return outcomes[0]._replace(stop=sum(outcome.stop for outcome in outcomes))
-
-    def _learn_again(self, closure: Closure, begun: Begun, micro: MicroBatch) -> None:
-        """Run forward and backward of one batch of a step with a closure, with the batch's own random draws."""
-        batch = self._stepper.begin(begun.place, micro)
+    @contextmanager
+    def _again(self, micro: MicroBatch) -> Iterator[None]:
+        """Be inside the forward of a batch that was handed out before."""
         self._micro = micro
-        with collecting() as logged:
-            self._enter_forward()
-            try:
-                loss = closure(batch)
-            finally:
-                self._leave_forward()
-        if isinstance(loss, Tensor | LossSum):
-            check_objective(loss.total if isinstance(loss, LossSum) else loss, self._plain)
-        if logged and micro.weight:
-            self._session.step_log.add(logged, micro.num_samples)
-        self._stepper.learn(loss, begun.place, micro)
+        self._enter_forward()
+        try:
+            yield
+        finally:
+            self._leave_forward()
 
     def stop(self) -> None:
         """Stop after the next step or two, on all processes at the same step, with a checkpoint."""
@@ -614,32 +553,10 @@ class Drive:
             )
 
 
-def _loss_of(outcome: StepOutcome, step: int) -> Tensor:
-    """Return the loss over the whole global batch, all ranks; nan where nothing was counted."""
-    count = torch.as_tensor(outcome.num_items, dtype=torch.float64)
-    if outcome.named is not None:
-        mean, _ = outcome.named.reader.read(outcome.named.values.tolist(), step, float(count))  # the host waits
-        return torch.tensor(mean, dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64, device=outcome.losses[0][0].device if outcome.losses else None)
-    for value, factor in outcome.losses:
-        total = total + value.double() * factor
-    return total / count.to(total.device)
-
-
 def _refuse_without_loss(job: Job, loss: LossFunction | None) -> None:
     if job.valid is not None and loss is None:
         message = "validation needs a loss function, and dt.drive leaves the loss to the loop"
         raise ConfigError([Problem("dt.drive: loss", message, remedy=EXAMPLES["loss"])])
-
-
-def _refuse_closure(session: Session) -> None:
-    """Raise where an optimizer that asks for the loss several times would not get whole gradients as they are."""
-    if session.precision.scales_loss or session.holds_parts:
-        what = "fp16 scales the loss" if session.precision.scales_loss else "each process has a part of the model"
-        raise DrivetrainError(
-            f"run.step(closure) needs the gradients of all weights as they are, and {what}",
-            remedy="use --precision bf16 or fp32, with --parallel-strategy ddp or on one device",
-        )
 
 
 def _refuse(session: Session) -> None:
@@ -658,5 +575,5 @@ def _refuse(session: Session) -> None:
         raise ConfigError(problems)
     given: Any = session.job.optimizer
     if not session.job.optims and needs_closure(getattr(given, "make", given)(())):
-        _refuse_closure(session)
+        refuse_closure(session)
     check_trackers(config.watch.trackers)

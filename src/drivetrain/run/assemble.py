@@ -263,9 +263,7 @@ def assemble(
     taken = None
     if takes_weights and job.init_from is not None:
         taken = take_weights(job.init_from, model, world, run.experts)
-    average = make_average(model, job.ema, job.swa, job.num_steps)
-    if isinstance(average, RunningMean):
-        average.compute_statistics = _statistics_pass(run, model, division)
+    average = _average_of(run, model, division)
     given = StrategyParts(
         model,
         run.weighted(logging_loss(job.loss_function)) if loss is None else loss,
@@ -351,6 +349,15 @@ def _losses_of(run: Session, turn: Turn, apart: World | None, *, is_given: bool)
     called = called_loss_of(own)
     parts = own.loss_parts if apart is None else LossParts(None, None, apart, alone=True)
     return OwnLoss(own.weighted(logging_loss(turn.loss)), None if called is None else own.weighted(called), parts)
+
+
+def _average_of(run: Session, model: nn.Module, division: Division) -> Average | None:
+    """Return the average of the weights that the job wants; None if it wants none."""
+    job = run.job
+    average = make_average(model, job.ema, job.swa, job.num_steps)
+    if isinstance(average, RunningMean):
+        average.compute_statistics = _statistics_pass(run, model, division)
+    return average
 
 
 def _statistics_pass(run: Session, model: nn.Module, division: Division) -> BatchNormPass:

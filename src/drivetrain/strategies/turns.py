@@ -21,6 +21,7 @@ from drivetrain.core.optimizers import JointOptimizer
 from drivetrain.core.optims import Turn, chosen_parameters, only_training
 from drivetrain.core.records import PartLoss, PartReader, PartTotals, StepOutcome
 from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.widths import widened
 from drivetrain.data.batch import leaves
 from drivetrain.job import Job
 from drivetrain.strategies.base import Clip, LossFunction, ObjectiveCall, Strategy, StrategyParts, Trial
@@ -198,7 +199,7 @@ class TurnsStrategy:
             [],
             entries[next(iter(outcomes))].known_count or found[0].num_items,
             _highest([outcome.stop for outcome in found]),
-            torch.stack([norm.double() for norm in norms]).square().sum().sqrt() if norms else None,
+            torch.stack([widened(norm) for norm in norms]).square().sum().sqrt() if norms else None,
             _mean([outcome.skipped for outcome in found]),
             named=PartTotals(torch.cat(values), _TurnReader(entries)),
             logged=self.parts.step_log.take(),
@@ -239,7 +240,7 @@ def _unchanged(batch: Any, name: str) -> Iterator[None]:
 
 
 def _highest(values: Sequence[Tensor | float]) -> Tensor | float:
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    tensors = [widened(value) for value in values if isinstance(value, Tensor)]
     if not tensors:
         return max(float(value) for value in values)
     numbers = max((float(value) for value in values if not isinstance(value, Tensor)), default=0.0)
@@ -247,7 +248,7 @@ def _highest(values: Sequence[Tensor | float]) -> Tensor | float:
 
 
 def _mean(values: Sequence[Tensor | float]) -> Tensor | float:
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    tensors = [widened(value) for value in values if isinstance(value, Tensor)]
     numbers = sum(float(value) for value in values if not isinstance(value, Tensor))
     return (torch.stack(tensors).sum() + numbers) / len(values) if tensors else numbers / len(values)
 
@@ -268,13 +269,13 @@ def _entry(name: str, outcome: StepOutcome | None, values: list[Tensor]) -> _Ent
     if isinstance(count, Tensor) and count.device.type == "cpu":
         count = count.item()  # the host has it: a copy to the device would wait
     if outcome.named is not None:
-        own = [outcome.named.values.double()]
+        own = [widened(outcome.named.values)]
     else:
-        total = sum(value.double() * factor for value, factor in outcome.losses)
+        total = sum(widened(value) * factor for value, factor in outcome.losses)
         assert isinstance(total, Tensor)
         own = [total.reshape(1)]
     if isinstance(count, Tensor):
-        own.append(count.double().reshape(1))
+        own.append(widened(count).reshape(1))
     values += own
     reader = None if outcome.named is None else outcome.named.reader
     return _Entry(name, sum(map(len, own)), reader, None if isinstance(count, Tensor) else count)
