@@ -5,9 +5,9 @@ drivetrain launch examples/gan.py       # on every GPU here
 """
 
 import torch
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional as F
 
 import drivetrain as dt
 

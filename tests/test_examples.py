@@ -17,6 +17,7 @@ SCRIPTS = {
     "lora": r"validation loss \d+\.\d+",
     "language_model": r"validation loss per token \d\.\d+",
     "own_loop": r"best accuracy 0\.\d+ at step 6, after 6 steps",
+    "gan": r"after 6 steps: .*media has the samples",
     "hooks": r"loss \d\.\d+ after 6 steps",
     "many_gpus": r"accuracy 0\.\d+ after 6 steps",
 }

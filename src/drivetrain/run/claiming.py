@@ -26,7 +26,7 @@ def claim_folder(job: Job, config: Config, name: str, *, quiet: bool) -> tuple[R
     extensions = read_extensions(folder.path)
     if folder.extension is not None:
         try:
-            new = settle_extension(job, extensions, folder.extension, start.extend_schedule)
+            new = settle_extension(job, extensions, folder.extension, config.checkpoint.extend_schedule)
         except DrivetrainError:
             folder.close()
             raise
