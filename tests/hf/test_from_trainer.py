@@ -213,3 +213,12 @@ def test_every_field_of_the_arguments_is_known_or_refused() -> None:
     """A field that is renamed must not be forgotten in silence."""
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert fields | {"warmup_ratio"} >= OBEYED | WITHOUT_MEANING
+
+
+def test_fields_that_mean_nothing_here_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, use_cpu=True, report_to="none", logging_first_step=True, bf16_full_eval=False
+    )
+    dt.hf.job_from(Trainer(llama(), arguments, train_dataset=samples()))
+    assert "logging_first_step: not used" in "".join(capsys.readouterr())

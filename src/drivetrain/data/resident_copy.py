@@ -32,6 +32,8 @@ NUM_PROBES = 16  # items that are read twice more than needed, spread over the d
 CHUNK_BYTES, CHUNK_ITEMS = 8 * 1024**2, 1024  # of items that are read and stacked at once
 SECONDS_OF_SILENCE = 2.0
 
+_MOST_KEYS = 8  # that a message names
+
 
 class NotResidentError(DrivetrainError):
     """The data set cannot be resident; `message` is the reason."""
@@ -243,7 +245,10 @@ def _shape_words(signature: Any) -> str:
     if len(signature) == 3:
         return f"a {kind} of {str(signature[1]).removeprefix('torch.')} and shape {tuple(signature[2])}"
     if len(signature) == 2:
-        return f"a {kind} with {[key for key, _ in signature[1]]}"
+        keys = [key for key, _ in signature[1]]
+        if keys == list(range(len(keys))):
+            return f"a {kind} of length {len(keys)}"
+        return f"a {kind} with {keys[:_MOST_KEYS]}{' and more' if len(keys) > _MOST_KEYS else ''}"
     return f"of type {kind}"
 
 

@@ -10,6 +10,7 @@ import torch
 from drivetrain.config import Config, configure
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.log import notice
 from drivetrain.data.by_length import by_length
 from drivetrain.data.source import source_of
 from drivetrain.hf.lengths import known_lengths
@@ -46,6 +47,7 @@ WITHOUT_MEANING = {
     "logging_first_step", "prediction_loss_only", "dataloader_persistent_workers", "average_tokens_across_devices",
     "ddp_find_unused_parameters", "local_rank", "use_cache", "bf16_full_eval", "fp16_full_eval",
 }  # fmt: skip
+_SET_BY_ITSELF = {"do_train", "do_eval", "do_predict", "local_rank", "disable_tqdm"}  # by other fields
 REMEDIES = {
     "callbacks": "write a hook: hooks=[dt.every(100, function)]",
     "compute_loss": "write the loss in dt.Job(loss=lambda model, batch: …)",
@@ -97,6 +99,7 @@ def job_from(trainer: Any) -> tuple[Job, Config]:
         (8, 3)
     """
     args = trainer.args
+    _tell_ignored(args)
     problems = [*_unknown_fields(args), *_unknown_parts(trainer), *_unknown_values(trainer)]
     if problems:
         raise ConfigError(problems)
@@ -134,6 +137,15 @@ def _text(value: Any) -> str:
 
 def _problem(name: str, message: str, value: object = None, remedy: str = "") -> Problem:
     return Problem(name, message, value, "Trainer", remedy=remedy or REMEDIES.get(name, _LEAVE_OUT))
+
+
+def _tell_ignored(args: Any) -> None:
+    """Report fields that were set and mean nothing here."""
+    plain = type(args)(output_dir=args.output_dir)
+    names = [name for name in sorted(WITHOUT_MEANING - _SET_BY_ITSELF) if hasattr(plain, name)]
+    ignored = [name for name in names if repr(getattr(args, name)) != repr(getattr(plain, name))]
+    if ignored:
+        notice(f"dt.hf.job_from: {', '.join(ignored)}: not used; what is learned does not depend on it")
 
 
 def _unknown_fields(args: Any) -> Iterator[Problem]:
