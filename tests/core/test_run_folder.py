@@ -6,9 +6,18 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import Extension, JsonLines, RunFolder, read_extensions, read_job, read_rows
+from drivetrain.core.run_folder import (
+    Extension,
+    JsonLines,
+    RunFolder,
+    read_extensions,
+    read_job,
+    read_rows,
+    yaml_text,
+)
 
 JOB = {"seed": 1, "global_batch": 8, "num_steps": 10}
 
@@ -231,3 +240,12 @@ def test_no_run_leaves_the_output_folder(tmp_path: Path, name: str) -> None:
         RunFolder.claim(tmp_path / "runs", name, {})
     assert sorted(tmp_path.parent.iterdir()) == before
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "ä – 日本", "two\nlines", "yes", "1e-5", " spaces ", "a: b #" * 40, "", "half a character \udcff"]
+)
+def test_yaml_is_what_pyyaml_writes(text: str) -> None:
+    """Also where libyaml writes it, which cannot do half a character."""
+    value = {"z": text, "a": [1, 2.5, None, True, float("inf"), {"b": [text]}]}
+    assert yaml_text(value, width=120) == yaml.safe_dump(value, sort_keys=False, width=120)

@@ -145,7 +145,7 @@ class RunFolder:
         for name in _OF_A_START if self.is_resumed and changed - {"global_batch", "num_steps"} else ():
             (self.path / name).unlink(missing_ok=True)
         self.is_resumed = False
-        self.write(_JOB, yaml.safe_dump(dict(identity), sort_keys=False))
+        self.write(_JOB, yaml_text(dict(identity)))
 
     def _check_same(self, identity: Mapping[str, Any]) -> None:
         changed = differences(identity, read_job(self.path))
@@ -191,7 +191,7 @@ class RunFolder:
         history = [asdict(it) for it in (*read_extensions(self.path), self.extension)]
         # In this order: a crash in between leaves an unfinished run that is not yet longer.
         (self.path / _FINISHED).unlink(missing_ok=True)
-        self.write(_JOB, yaml.safe_dump({**self._identity, _HISTORY: history}, sort_keys=False))
+        self.write(_JOB, yaml_text({**self._identity, _HISTORY: history}))
         self.extension = None
 
     def write(self, name: str, content: str | bytes) -> Path:
@@ -237,6 +237,19 @@ def write_atomically(path: Path, content: str | bytes, writer: str = "") -> Path
 def read_yaml(path: Path) -> Any:
     """Return what a YAML file holds, as `yaml.safe_load` does; by libyaml where there is one, ten times as fast."""
     return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def yaml_text(value: Any, **options: Any) -> str:
+    """Return a value as YAML with its keys in their order, as `yaml.safe_dump` does; by libyaml where there is one."""
+    try:
+        return _dumped(value, getattr(yaml, "CSafeDumper", yaml.SafeDumper), options)
+    except UnicodeEncodeError:  # half a character, as in a file name that is not UTF-8: libyaml cannot escape it
+        return _dumped(value, yaml.SafeDumper, options)
+
+
+def _dumped(value: Any, dumper: Any, options: Mapping[str, Any]) -> str:
+    text: str = yaml.dump(value, Dumper=dumper, sort_keys=False, **options)
+    return text
 
 
 def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import yaml
 from rich.markup import escape
 
 from drivetrain.config import Config
 from drivetrain.core.log import LOGGER
 from drivetrain.core.logged import Media
 from drivetrain.core.records import StepRecord
-from drivetrain.core.run_folder import RunFolder, read_rows
+from drivetrain.core.run_folder import RunFolder, read_rows, yaml_text
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.monitor.console import RunConsole
@@ -197,9 +196,9 @@ class RunRecorder(NoRunRecorder):
         if facts.resumed_from and not quiet:
             self._console.take_up(read_rows(folder.path / "steps.jsonl")[0])
         folder.write("hardware.json", hardware.to_json())
-        folder.write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        folder.write("config.yaml", yaml_text(config.model_dump(mode="json")))
         plan = asdict(facts.plan)
-        text = yaml.safe_dump({**plan, **facts.planned}, sort_keys=False, width=120, explicit_end=True)
+        text = yaml_text({**plan, **facts.planned}, width=120, explicit_end=True)
         folder.write("plan.yaml", text)
         self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan)
         self._peak_flops, origin = self._say_flops()

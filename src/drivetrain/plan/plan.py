@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
-from drivetrain.core.run_folder import write_atomically
+from drivetrain.core.run_folder import write_atomically, yaml_text
 from drivetrain.core.value import Value
 from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import StepWay
@@ -131,7 +129,7 @@ class Plan(Value):
     def to_yaml(self) -> str:
         head = f"# The plan for {self.job}. `drivetrain train … --plan` takes this file.\n"
         facts = {"job": self.job, "global_batch": self.global_batch, "num_steps": self.num_steps}
-        return head + yaml.safe_dump({**facts, **self.as_plain()}, sort_keys=False, width=120, explicit_end=True)
+        return head + yaml_text({**facts, **self.as_plain()}, width=120, explicit_end=True)
 
 
 @dataclass(frozen=True)
