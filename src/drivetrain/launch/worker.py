@@ -28,6 +28,7 @@ CORES = "DRIVETRAIN_CORES"
 STACKS = "DRIVETRAIN_STACKS"
 STACK_SIGNAL = signal.SIGRTMIN + 7  # asks for the stack of every thread; no library is known to use it
 _LONGEST_TRACE = 32_000
+_RENDEZVOUS = "torch.distributed.rendezvous"
 _store: list[Any] = []  # of this process, kept as long as it lives
 
 
@@ -92,10 +93,13 @@ def _run_script(words: list[str]) -> None:
 def _serve_store_later() -> None:
     """Start the rendezvous store on rank 0, as soon as the script imports what would look for it.
 
-    All ranks, this one too, come as clients (TORCHELASTIC_USE_AGENT_STORE), in any script.
+    All ranks, this one too, come as clients (TORCHELASTIC_USE_AGENT_STORE), in any script. It may be imported already,
+    by a `sitecustomize` for instance.
     """
     descriptor = os.environ.pop(STORE_FD, "")
-    if descriptor:
+    if descriptor and _RENDEZVOUS in sys.modules:
+        _serve_store(int(descriptor))
+    elif descriptor:
         sys.meta_path.insert(0, _StoreFinder(int(descriptor)))
 
 
@@ -106,7 +110,7 @@ class _StoreFinder(MetaPathFinder):
         self._descriptor = descriptor
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != "torch.distributed.rendezvous":
+        if fullname != _RENDEZVOUS:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
