@@ -131,6 +131,11 @@ def _main(
     writing.close()
     if errors is not None:
         errors.close()
+    become(words, folder, environment)
+
+
+def become(words: list[str], folder: str, environment: Mapping[str, str]) -> None:
+    """Be `python WORDS` until the process ends: streams, signals and groups are the caller's to set."""
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", buffering=-1, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr

@@ -58,7 +58,8 @@ def kill_again_and_again(folder: Path, kills: int, limit_seconds: float) -> int:
     steps = 6 * kills + 60
     took: list[float] = []
     victims: list[int] = []
-    with launching(folder, "--max-restarts", str(kills), str(SCRIPT), str(folder), str(steps)) as process:
+    words = ("--max-restarts", str(kills), str(SCRIPT), str(folder), str(steps))
+    with launching(folder, *words, forks=True) as process:
         moment, target = 0.0, 3
         for _ in range(kills):
             victims.append(chance.randint(0, 1))

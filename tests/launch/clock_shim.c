@@ -1,5 +1,6 @@
 /* A wall clock that is CLOCK_SHIFT seconds off, for one process and its children. Other clocks are left alone. */
 #define _GNU_SOURCE
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -31,4 +32,13 @@ time_t time(time_t *where) {
     syscall(SYS_clock_gettime, CLOCK_REALTIME, &real);
     if (where) *where = real.tv_sec + shift();
     return real.tv_sec + shift();
+}
+
+/* The kernel's clock is right: without this, a wait until a moment of the wrong one would end at once, or far too late.
+   Seconds since 1970 are far more than those since the machine started. */
+int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *until) {
+    struct timespec real = *until;
+    if (until->tv_sec < 1000000000) return pthread_cond_clockwait(condition, mutex, CLOCK_MONOTONIC, until);
+    real.tv_sec -= shift();
+    return pthread_cond_clockwait(condition, mutex, CLOCK_REALTIME, &real);
 }

@@ -27,10 +27,13 @@ class Hosts:
         self.names, self.folder = names, folder
         self.processes: list[subprocess.Popen[str]] = []
 
-    def launch(self, host: int, *words: str, wrap: tuple[str, ...] = (), **more: str) -> subprocess.Popen[str]:
+    def launch(
+        self, host: int, *words: str, wrap: tuple[str, ...] = (), forks: bool = False, **more: str
+    ) -> subprocess.Popen[str]:
         flags = ["--cpu", "--num-processes", "2", "--nodes", "2", "--node-rank", str(host)]
         flags += ["--main-address", ADDRESSES[0], "--output-dir", str(self.folder / "runs")]
-        command = [sys.executable, "-m", "drivetrain", "launch", *flags, *words]
+        module = "tests.launch.forked_workers" if forks else "drivetrain"
+        command = [sys.executable, "-m", module, "launch", *flags, *words]
         outputs = {name: (self.folder / f"host-{host}.{name}").open("w") for name in ("out", "err")}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *wrap, *command],

@@ -1,15 +1,15 @@
 """Starting `drivetrain launch` as a user does, and looking at what it leaves."""
 
+import contextlib
 import os
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.warm_python import WarmProcess
 
 # Nothing of whatever started the tests.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DRIVETRAIN_LAUNCHED")
@@ -38,42 +38,46 @@ def script(folder: Path, text: str, name: str = "job.py") -> Path:
     return path
 
 
-def command(folder: Path, *words: str, num_processes: int = 2) -> list[str]:
+def words_of(folder: Path, *words: str, num_processes: int = 2, forks: bool = False) -> list[str]:
+    """What stands behind `python`. Workers are forked where they import torch and that is not what is tested."""
     flags = ["--cpu", "--num-processes", str(num_processes), "--output-dir", str(folder / "runs")]
-    return [sys.executable, "-m", "drivetrain", "launch", *flags, *words]
+    return ["-m", "tests.launch.forked_workers" if forks else "drivetrain", "launch", *flags, *words]
 
 
-def launch(folder: Path, *words: str, num_processes: int = 2, timeout: float = 240, **more: str) -> Ended:
+class Launching(WarmProcess):
+    """In a group of its own, as a shell starts it, with files as its outputs."""
+
+    def __init__(self, words: list[str], folder: Path, env: dict[str, str]) -> None:
+        with contextlib.ExitStack() as files:
+            self._outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            out, err = (file.fileno() for file in self._outputs)
+            super().__init__(words, cwd=folder, env=env, stdout=out, stderr=err)
+            self._files = files.pop_all()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:  # type: ignore[override]
+        """Standard output and error, once it has ended."""
+        self.wait(timeout)
+        out, err = (os.pread(file.fileno(), 1 << 30, 0).decode(errors="replace") for file in self._outputs)
+        return out, err
+
+    def __exit__(self, *error: object) -> None:
+        """Killed, if it is still there."""
+        super().__exit__(*error)
+        self._files.close()
+
+
+def launching(folder: Path, *words: str, num_processes: int = 2, forks: bool = False, **more: str) -> Launching:
+    command = words_of(folder, *words, num_processes=num_processes, forks=forks)
+    return Launching(command, folder, environment(**more))
+
+
+def launch(
+    folder: Path, *words: str, num_processes: int = 2, timeout: float = 240, forks: bool = False, **more: str
+) -> Ended:
     began = time.monotonic()
-    done = subprocess.run(
-        command(folder, *words, num_processes=num_processes),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=environment(**more),
-        cwd=folder,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
-
-
-@contextmanager
-def launching(folder: Path, *words: str, num_processes: int = 2, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """In a group of its own, as a shell starts it. Killed at the end, if it is still there."""
-    process = subprocess.Popen(
-        command(folder, *words, num_processes=num_processes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(**more),
-        cwd=folder,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with launching(folder, *words, num_processes=num_processes, forks=forks, **more) as process:
+        out, err = process.communicate(timeout)
+    return Ended(process.returncode or 0, out, err, time.monotonic() - began)
 
 
 def wait_for(path: Path, seconds: float = 240) -> str:

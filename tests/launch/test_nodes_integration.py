@@ -146,8 +146,8 @@ def train_on_two_hosts(folder: Path, hosts: Hosts, shift: int, cut_seconds: floa
     more = {"LD_PRELOAD": shim, "CLOCK_SHIFT": str(shift)} if shift else {}
     # Past `ip`, which has no business with the shim.
     wrap = ("env", *(f"{name}={value}" for name, value in more.items())) if more else ()
-    second = hosts.launch(1, *job, wrap=wrap, PAUSE="0.1")
-    first = hosts.launch(0, *job, PAUSE="0.1")
+    second = hosts.launch(1, *job, wrap=wrap, forks=True, PAUSE="0.1")
+    first = hosts.launch(0, *job, forks=True, PAUSE="0.1")
     if cut_seconds:
         wait_for_step(folder, 4)
         hosts.cable("down")
