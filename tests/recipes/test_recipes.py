@@ -230,7 +230,9 @@ def test_a_file_may_hold_what_is_for_others(tmp_path: Path, capsys) -> None:
     theirs = "training:\n  gradient_checkpointing: true\n"
     (tmp_path / "shared.yaml").write_text(f"data:\n  path: book.txt\n{theirs}")
     flags = ["--config", str(tmp_path / "shared.yaml"), "--max-steps", "2", "--cpu", "--num-processes", "2"]
-    assert train(tmp_path / "two", "digits", *flags) == 0
+    ours = ["--gpu-mode", "cpu", "--output-dir", str(tmp_path / "two"), "--no-report"]
+    done = warm_python.run(["-m", "tests.launch.forked_workers", "train", "digits", *ours, *flags])
+    assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "two" / "digits")) == 2
     assert train(tmp_path / "refused", "digits", *flags, "--experts", "3") == 2
     assert "the recipe digits does not use it" in capsys.readouterr().err
