@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 3
 HERE := not gpu and not soak and not slurm and not deepspeed
+# Without bytecode, every process of pytest would rewrite the asserts of its plugins anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 ALONE := $$(grep -rlF mark.alone --include='test_*.py' tests)
 
-.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed lint docs docs-serve bench soak clean
+.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed ruff lint docs docs-serve bench soak clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -29,8 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a mixture of experts on handwritten digits: it grows, sleeps, and shows the results
 	@$(BIN)/drivetrain train digits-moe
 
-test: lint  ## every test that needs no GPU (lint first), three files at a time (JOBS=1: one), then those that measure time
-	@$(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# mypy runs on one core for half a minute: beside the tests. What it finds is shown at once, and fails the target.
+test: ruff  ## lint and every test that needs no GPU, three files at a time (JOBS=1: one), then those that measure time
+	@{ found=$$($(BIN)/mypy 2>&1); code=$$?; echo "mypy: $$found"; exit $$code; } & types=$$!; \
+	  $(BIN)/python -m pytest -m '$(HERE) and not alone' -n $(JOBS) --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	  wait $$types || { echo "mypy failed: its messages stand above, or run make lint"; exit 1; }; exit $$tests
 	@$(BIN)/python -m pytest -m '$(HERE) and alone' --reruns 2 $(ALONE)
 
 quick: lint  ## lint and three quarters of the tests in less than two minutes: those that take less than 0.2 s each
@@ -39,9 +44,11 @@ quick: lint  ## lint and three quarters of the tests in less than two minutes: t
 test-seconds: $(STAMP)  ## measure what each test takes, for the order of make test and the choice of make quick
 	@$(BIN)/python -m pytest -m '$(HERE) and not alone' --measure-cpu -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## ruff and mypy
+ruff: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+lint: ruff  ## ruff and mypy
 	@$(BIN)/mypy
 
 docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or reference fails (make test builds it, too)
