@@ -391,7 +391,7 @@ def test_a_step_that_counts_nothing_moves_nothing(tmp_path: Path, count: Any) ->
 
 def test_an_output_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     """A full disk behind the redirection; and a reader that goes away."""
-    command = ["-m", "drivetrain", "train", "digits", "--max-steps", "4", "--gpu-mode", "cpu"]
+    command = ["-m", "drivetrain", "train", "digits", "--max-steps", "4", "--gpu-mode", "cpu", "--no-report"]
     with Path("/dev/full").open("w") as full:
         done = warm_python.run([*command, "--output-dir", str(tmp_path / "full")], stdout=full.fileno())
     assert list((tmp_path / "full" / "digits" / "checkpoints").glob("step-*"))
