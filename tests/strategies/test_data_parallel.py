@@ -60,7 +60,7 @@ def several_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("global_batch", "micro_batch"), [(32, 32), (32, 7), (37, 4), (31, 1)])
 def test_float64_equals_the_plain_loop(tmp_path: Path, kind: str, global_batch: int, micro_batch: int) -> None:
     """Parts of unequal size, batches smaller than the number of devices, unequal counts of tokens."""
-    variant = Variant(kind, torch.float64, global_batch, steps=12)
+    variant = Variant(kind, torch.float64, global_batch, steps=7)  # an epoch has 5, the last one ragged
     trained = run(str(tmp_path), variant, micro_batch)
     assert trained is not None
     of_losses, of_weights = difference(trained, *plain_loop(variant))

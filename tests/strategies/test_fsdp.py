@@ -21,20 +21,23 @@ from drivetrain.run.job_settings import strategy_for
 from drivetrain.strategies import Average, ShardOptions
 from drivetrain.strategies.sharding import ROOT, layout_of, shard
 from tests.api.jobs import Variant, make_job, plain_loop
-from tests.api.test_equivalence import CASES, difference
+from tests.api.test_equivalence import CASES, but_soak, difference
 from tests.api.test_resume import BASE, MICRO_BATCH, assert_identical, call_in
 from tests.gloo_pool import GlooPool
 from tests.strategies import fsdp_runs
 from tests.strategies.fsdp_runs import Block, Odd
 
 SMALL = Variant("transformer", torch.float64, global_batch=12, steps=8, num_samples=60, save_every=2)
+WORLDS = [case for case in CASES if case not in ("1 process 32×1", "2 processes 8×2")]
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("1 process 32×1", "2 processes 8×2")])
+@pytest.mark.parametrize(
+    "case", but_soak(WORLDS, "1 process 8×4", "3 processes", "a last batch that leaves ranks empty")
+)
 def test_float64_equals_the_plain_loop(gloo_pool: GlooPool, tmp_path: Path, kind: str, case: str) -> None:
     world, global_batch, micro_batch, num_samples = CASES[case]
-    variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples, steps=12)
+    variant = Variant(kind, torch.float64, global_batch, num_samples=num_samples, steps=7)  # 5 an epoch
     trained = gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", variant, micro_batch, world=world)[0]
     of_losses, of_weights = difference(trained, *plain_loop(variant))
     assert of_losses < 1e-10
@@ -82,7 +85,7 @@ def test_bf16_against_ddp(gloo_pool: GlooPool, tmp_path: Path, cast: str) -> Non
     assert {value.dtype.name for value in fsdp.weights.values()} == {"float32"}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_an_awkward_model_equals_ddp(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
     ddp = gloo_pool.run(fsdp_runs.odd_job, str(tmp_path / "ddp"), "ddp", world=world)[0]
     fsdp = gloo_pool.run(fsdp_runs.odd_job, str(tmp_path / "fsdp"), "fsdp", world=world)[0]
@@ -96,7 +99,7 @@ def test_an_awkward_model_equals_ddp(gloo_pool: GlooPool, tmp_path: Path, world:
             assert np.allclose(mine[key], value, rtol=1e-6, atol=1e-7), key
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_bit_identical_after_stops(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
     whole = gloo_pool.run(fsdp_runs.run_with, str(tmp_path / "whole"), "fsdp", BASE, MICRO_BATCH, world=world)[0]
     folder = str(tmp_path / "broken")
