@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -190,6 +190,9 @@ def _followed(
     return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module, flops=live.flops)
 
 
+_DEVICE = torch.ops.prim.device.default  # asked of a tensor that has a shape only; it makes nothing
+
+
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations made and that are still held."""
 
@@ -202,6 +205,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs, result)
         for leaf in tree_leaves(result):
