@@ -4,12 +4,14 @@ import importlib
 import os
 import stat
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from drivetrain.proving import Certificate
+from drivetrain.proving import Certificate, Check, Classification, Kind
 from drivetrain.proving.processes import Workplace
 
 
@@ -32,6 +34,14 @@ def test_a_certificate_replaces_no_device(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert b'"job"' in os.read(reader, 1 << 16)
     os.close(reader)
+
+
+def test_a_certificate_shows_what_libraries_say_as_they_say_it() -> None:
+    verdict = Classification(Kind.FAILED, "unknown", "2 processes", "[/pytorch/gloo/pair.cc:456] timed out")
+    certificate = Certificate("job", "trainer", checks=[Check("2 processes", "samples", "failed", verdict=verdict)])
+    written = StringIO()
+    certificate.show(Console(file=written, width=120))
+    assert "[/pytorch/gloo/pair.cc:456] timed out" in written.getvalue()
 
 
 def test_what_one_process_imports_the_next_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

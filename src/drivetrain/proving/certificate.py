@@ -100,9 +100,10 @@ class Certificate:
             words = str(check.verdict) if check.verdict is not None else check.detail
             if check.status != "ok" and words and words not in told:
                 told.add(words)
-                console.print(f"{MARKS[check.status]} {check.configuration}, {check.what}: {words}", soft_wrap=True)
+                line = f"{MARKS[check.status]} {check.configuration}, {check.what}: {words}"
+                console.print(line, soft_wrap=True, markup=False)
         for note in self.notes:
-            console.print(f"note: {note}", soft_wrap=True)
+            console.print(f"note: {note}", soft_wrap=True, markup=False)
         result = "nothing differs that rounding does not explain" if self.ok else "NOT proven: see above"
         if self.ok and any(check.status == "job" for check in self.checks):
             result = "the trainer is right; what differs is the job's own"
