@@ -3,24 +3,30 @@
 A trainer is a function `run(case)`. It is called in each of `case.world_size` fresh processes, with RANK, WORLD_SIZE,
 LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and trains `case.num_steps` optimizer steps of
 `case.model()` on `case.data` with `case.loss` and `case.optimizer`. It may return the trained model or its weights.
+
+A job with several losses has several updates in a step, one for each turn that is due. What is recorded and compared is
+a list of updates; with one loss, an update is a step.
 """
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
 
-from drivetrain.core.schedules import FactorSchedule
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.optims import Turn
+from drivetrain.core.schedules import FactorSchedule, Schedule, is_factor
 from drivetrain.job import Job
 from drivetrain.proving.loss import (
     KeyedDraws,
@@ -38,6 +44,16 @@ Randomness = Literal["off", "own"]
 _BATCH, _TAGS = "batch", "tags"
 
 
+class Update(NamedTuple):
+    """One update of weights: a step of the job, or one turn of a step where the job has several losses."""
+
+    step: int  # from 0
+    turn: str = ""
+
+    def __str__(self) -> str:
+        return f"step {self.step + 1}" + (f", turn {self.turn!r}" if self.turn else "")
+
+
 @dataclass(frozen=True)
 class Case:
     """The task of a trainer. The fields are the task; the methods make its parts.
@@ -52,6 +68,7 @@ class Case:
         num_samples: samples of an epoch.
         num_workers: loader processes of each process.
         clip_norm: the norm that the gradient of a whole step is clipped to; None: not clipped.
+        clip_norms: the same for each of several optimizers, by name; `clip_norm` is not used then.
         seed: seed of weights and order.
         folder: where checkpoints may be written; empty at the first start, as it was left at the next.
         save_every: optimizer steps between checkpoints; None: none is needed. A trainer that finds a checkpoint in
@@ -72,6 +89,7 @@ class Case:
     num_samples: int = 0
     num_workers: int = 0
     clip_norm: float | None = None
+    clip_norms: Mapping[str, float | None] = field(default_factory=dict)
     seed: int = 0
     folder: Path = Path()
     save_every: int | None = None
@@ -104,7 +122,9 @@ class Case:
         model = build_model(self.job, self.seed, self.dtype)
         if self.randomness == "off":
             turn_dropout_off(model)
-        return self.recorder.built(model)
+        turn_of = {of: optim.loss or of for of, optim in self.job.optims.items()} if self.job.turns else {}
+        own = parameters_of(self.job, model) if turn_of else {}
+        return self.recorder.built(model, {name: turn_of[of] for of, named in own.items() for name in named})
 
     @property
     def data(self) -> Any:
@@ -127,22 +147,27 @@ class Case:
         own = numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
         return [own[start : start + size] for start in range(0, len(own), size)] or [()]
 
-    def loss(self, model: Any, batch: Any, *, is_training: bool = True) -> Any:
+    def loss(self, model: Any, batch: Any, *, is_training: bool = True, turn: str = "") -> Any:
         """Return the user's loss as the user's function returns it: a scalar, a `LossSum`, or a dict of named parts.
 
         What it is called with and for is recorded. A trainer that also tries the loss between steps says so with
-        `is_training=False`.
+        `is_training=False`. Of several losses, `turn` names the one to compute.
         """
+        if self.job.turns and not turn:
+            names = ", ".join(each.name for each in self.job.turns)
+            raise DrivetrainError(f"the job has several losses ({names})", remedy="case.loss(model, batch, turn=name)")
+        self.recorder.last_turn = turn
         if not self.observed:
-            result = self.job.loss_function(model, batch)
+            result = _function_of(self.job, turn)(model, batch)
             if self.digests and is_training:
-                self.recorder.watch_loss((), result)
+                self.recorder.watch_loss((), result, turn=turn)
             return result
         tags, inner = batch[_TAGS], batch[_BATCH]
-        numbers = tags[:, 0].tolist()
-        result = loss_of(self, model, inner, numbers)
+        numbers, content = tags[:, 0].tolist(), tags[:, 1].tolist()
+        result = loss_of(self, model, inner, numbers, turn)
         if is_training:
-            self.recorder.watch_loss(numbers, result, tags[:, 1].tolist(), is_empty=self._is_empty(result, inner))
+            is_empty = self._is_empty(result, inner)
+            self.recorder.watch_loss(numbers, result, content, is_empty=is_empty, turn=turn)
         return result
 
     def _is_empty(self, result: Any, batch: Any) -> bool:
@@ -168,19 +193,99 @@ class Case:
 
     def optimizer(self, parameters: nn.Module | Iterable[Any]) -> Optimizer:
         """Make the user's optimizer over a model, in the job's parameter groups, or over the given groups."""
+        if self.job.optims:
+            raise DrivetrainError(
+                f"the job has several optimizers ({', '.join(self.job.optims)})", remedy="use case.optimizers(model)"
+            )
         if isinstance(parameters, nn.Module):
-            parameters = parameter_groups(self.job, parameters)
-        make: Any = self.job.optimizer  # a function: prove refuses several
+            (own,) = parameters_of(self.job, parameters).values()
+            parameters = parameter_groups(own.values(), self.job.weight_decay)
+        make: Any = self.job.optimizer
         made: Optimizer = make(parameters)
         return made
 
-    def lr_factor(self, step: int) -> float:
-        """Return the factor of the learning rate in step `step`, from 0."""
-        return factor_at(self.job, step, self.num_steps)
+    def optimizers(self, model: nn.Module) -> dict[str, Optimizer]:
+        """Make the user's optimizers over a model, by name; the only one of a job has an empty name."""
+        if not self.job.optims:
+            return {"": self.optimizer(model)}
+        return {
+            name: self.job.optims[name].make(parameter_groups(own.values(), decay_of(self.job, name)))
+            for name, own in parameters_of(self.job, model).items()
+        }
 
-    def scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """Return the schedule as torch's own class; call its `step()` once after every optimizer step."""
-        return LambdaLR(optimizer, self.lr_factor)
+    def lr_factor(self, step: int, name: str = "") -> float:
+        """Return the factor of the learning rate in step `step`, from 0; of several optimizers, of the named one."""
+        schedule: Any = schedule_of(self.job, name)
+        if not is_factor(schedule):
+            raise DrivetrainError(
+                "the schedule of the job is a torch scheduler, and no factor of the step",
+                remedy="use case.scheduler(optimizer)",
+            )
+        return schedule.factor(step, self.num_steps) if isinstance(schedule, FactorSchedule) else float(schedule(step))
+
+    def scheduler(self, optimizer: Optimizer, name: str = "") -> LRScheduler:
+        """Return the schedule as torch's own class; call its `step()` once after every step.
+
+        Of several optimizers, it is that of the named one. All schedules count steps, and not the turns of a loss.
+        """
+        schedule: Any = schedule_of(self.job, name)
+        if is_factor(schedule):
+            return LambdaLR(optimizer, lambda step: self.lr_factor(step, name))
+        made: LRScheduler = schedule(optimizer)
+        return made
+
+    # Updates
+
+    def due(self, step: int) -> tuple[Turn, ...]:
+        """Return the turns of a step, from 0, for a job with several losses; none for a job with one."""
+        return tuple(turn for turn in self.job.turns if step % turn.every == 0)
+
+    def update(self, number: int) -> Update:
+        """Return which update comes after so many."""
+        return next(islice(self._updates(), number, None))
+
+    def num_updates(self, num_steps: int) -> int:
+        """Return the number of updates in so many steps."""
+        return sum(max(1, len(self.due(step))) for step in range(num_steps))
+
+    def by_update(self, by_step: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the samples of every update, from those of every step."""
+        return [by_step[update.step] for update in islice(self._updates(), self.num_updates(len(by_step)))]
+
+    def _updates(self) -> Iterator[Update]:
+        for step in count():
+            names = [turn.name for turn in self.due(step)] or [""]
+            yield from (Update(step, name) for name in names)
+
+    def of_turn(self, name: str) -> "Case":
+        """Return the case with one of several losses alone, and its optimizers; a case with one loss as it is."""
+        if not name:
+            return self
+        optims = self.job.optims
+        named = [optim for optim in optims.values() if optim.params is not None]
+
+        def is_left(of: str, parameter: nn.Parameter) -> bool:
+            return not any(optim.selects(of, parameter) for optim in named)
+
+        own = {
+            of: replace(optim, loss=None, every=1, params=is_left if optim.params is None else optim.params)
+            for of, optim in optims.items()
+            if (optim.loss or of) == name
+        }
+        return replace(self, job=replace(self.job, loss=_function_of(self.job, name), optimizer=own))
+
+    def clip_of(self, name: str) -> float | None:
+        """Return what the gradient of an optimizer is clipped to; the only one of a job has an empty name."""
+        return self.clip_norms[name] if self.job.optims else self.clip_norm
+
+    @property
+    def clips(self) -> bool:
+        """Whether some gradient is clipped."""
+        return any(self.clip_of(name) is not None for name in self.job.optims or ("",))
+
+    def without_clipping(self) -> "Case":
+        """Return the case with nothing clipped."""
+        return replace(self, clip_norm=None, clip_norms=dict.fromkeys(self.clip_norms))
 
 
 def build_model(job: Job, seed: int, dtype: torch.dtype | None) -> nn.Module:
@@ -192,26 +297,57 @@ def build_model(job: Job, seed: int, dtype: torch.dtype | None) -> nn.Module:
     return model.train()
 
 
-def parameter_groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters that train; in two groups where the job sets a weight decay."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if job.weight_decay is None:
+def parameters_of(job: Job, model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters of each optimizer by name; the only optimizer of a job has an empty name."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not job.optims:
+        return {"": trained}
+    found = {
+        of: {name: parameter for name, parameter in trained.items() if optim.selects(name, parameter)}
+        for of, optim in job.optims.items()
+    }
+    taken = {name for own in found.values() for name in own}
+    for of, optim in job.optims.items():
+        if optim.params is None:
+            found[of] = {name: parameter for name, parameter in trained.items() if name not in taken}
+    return found
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the parameters as one group; in two groups where a weight decay is set."""
+    trained = list(parameters)
+    if weight_decay is None:
         return [{"params": trained}]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": job.weight_decay},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def factor_at(job: Job, step: int, num_steps: int) -> float:
-    schedule: Any = job.schedule
-    if isinstance(schedule, FactorSchedule):
-        return schedule.factor(step, num_steps)
-    return float(schedule(step))
+def decay_of(job: Job, name: str) -> float | None:
+    """Return the weight decay of an optimizer; the only one of a job has an empty name."""
+    own = job.optims[name].weight_decay if name else None
+    return job.weight_decay if own is None else own
 
 
-def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Any:
+def schedule_of(job: Job, name: str) -> Schedule:
+    """Return the schedule of an optimizer; the only one of a job has an empty name."""
+    own = job.optims[name].schedule if name else None
+    return job.schedule if own is None else own
+
+
+def clip_norms_of(job: Job) -> dict[str, float | None]:
+    """Return what the gradients of several optimizers are clipped to, by name; empty for a job with one."""
+    return {name: job.clip_norm if it.clip_norm is None else it.clip_norm for name, it in job.optims.items()}
+
+
+def _function_of(job: Job, turn: str) -> Any:
+    """Return the loss of a turn; without one, that of the job."""
+    return next(it.loss for it in job.turns if it.name == turn) if turn else job.loss_function
+
+
+def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int], turn: str = "") -> Any:
     """Return the user's loss on a plain batch, with the case's numbers and randomness."""
     batch = cast_floats(batch, case.dtype, case.device)
     with ExitStack() as stack:
@@ -220,7 +356,7 @@ def loss_of(case: Case, model: Any, batch: Any, numbers: Sequence[int]) -> Any:
             if case.keys_draws:
                 stack.enter_context(generators_kept())
                 stack.enter_context(KeyedDraws(numbers, case.seed))
-        return case.job.loss_function(model, batch)
+        return _function_of(case.job, turn)(model, batch)
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:
@@ -314,6 +450,7 @@ class Subject:
             divisors of the global batch can be tried; the last step of an epoch may still have fewer.
         counts_beforehand: whether a named part that is a `LossSum` takes `Job.count` where a process has several
             micro-batches in a step; without it, such jobs are tried with one per process.
+        several_optimizers: whether it trains jobs with several optimizers and several losses.
     """
 
     run: Trainer
@@ -329,3 +466,4 @@ class Subject:
     double: bool = True
     even_divisions: bool = False
     counts_beforehand: bool = False
+    several_optimizers: bool = True

@@ -12,7 +12,7 @@ import torch
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.job import Job
 from drivetrain.proving import reference
-from drivetrain.proving.case import Case, Subject
+from drivetrain.proving.case import Case, Subject, clip_norms_of
 from drivetrain.proving.certificate import Certificate, Check, Status
 from drivetrain.proving.classify import (
     Classification,
@@ -24,6 +24,7 @@ from drivetrain.proving.compare import (
 )
 from drivetrain.proving.comparison import WEIGHTS, Comparison, first_line
 from drivetrain.proving.processes import Workplace
+from drivetrain.proving.rates import PLATEAU_NOTE, without_plateaus
 from drivetrain.proving.recorder import Kill, Trace
 from drivetrain.proving.reference import (
     Bug,
@@ -82,9 +83,13 @@ class _Proof:
 
     def run(self) -> None:
         self._say("trying the job out")
+        job, self._job = self._job, without_plateaus(self._job, self._work.apart)
+        if self._job is not job:
+            self.certificate.notes.append(PLATEAU_NOTE)
         case = self._first_case()
         self._facts = facts = self._work.apart(lambda: reference.find_facts(case))
-        keep_gradients = case.num_steps if facts.num_parameters <= MOST_KEPT else 2
+        num_updates = case.num_updates(case.num_steps)
+        keep_gradients = num_updates if facts.num_parameters <= MOST_KEPT else max(2, len(case.job.turns))
         if not self._subject.double:
             facts = replace(facts, dtype=None, why_not_double=facts.why_not_double or "the trainer takes none")
             self._facts = facts
@@ -131,6 +136,7 @@ class _Proof:
             micro_batch=batch,
             num_samples=num_samples,
             clip_norm=job.clip_norm,
+            clip_norms=clip_norms_of(job),
             seed=job.seed,
             order=_order(num_samples, batch, steps, job.seed, shuffle=job.shuffle),
         )
@@ -168,24 +174,36 @@ class _Proof:
 
     def _with_clipping(self, case: Case) -> Case:
         """Measure rounding on this job; and let clipping act in some steps and not in others, where the job clips."""
-        samples = case.order
+        samples = case.by_update(case.order)
         truth = self._truth(case, samples)
-        if case.clip_norm is not None:
-            acting = [norm > case.clip_norm for norm in truth.norms]
-            if all(acting) or not any(acting):
-                middle = _between(truth.norms)
-                self.certificate.notes.append(
-                    f"clip_norm is {middle:.3g} here instead of {case.clip_norm:g}, so that it acts in some steps only"
-                )
-                case = replace(case, clip_norm=middle)
-                truth = self._truth(case, samples)
+        adjusted = self._acting_sometimes(case, truth)
+        if adjusted is not case:
+            case, truth = adjusted, self._truth(adjusted, samples)
         backwards = [tuple(reversed(numbers)) for numbers in samples]
         again = self._work.apart(lambda: reference.train(case, undivided(backwards), Bug(loss_scale=0.3)))
-        self._floor = Floor.measured(truth, again, case.dtype)
+        self._floor = Floor.measured(truth, again, case.dtype, max(1, len(case.job.turns)))
         if self._floor.has_float32_parts:
             self.certificate.notes.append(
                 "the model computes parts of itself in float32 even in float64: compared as far as that allows"
             )
+        return case
+
+    def _acting_sometimes(self, case: Case, truth: ReferenceOutcome) -> Case:
+        """Return the case with norms to clip to that some steps exceed and others do not; a note reports changes."""
+        for name in case.job.optims or ("",):
+            most = case.clip_of(name)
+            norms = [own[name] for own in truth.own_norms if name in own]
+            acting = [most is not None and norm > most for norm in norms]
+            if most is None or (any(acting) and not all(acting)):
+                continue
+            middle, of = _between(norms), f" of {name!r}" if name else ""
+            self.certificate.notes.append(
+                f"clip_norm{of} is {middle:.3g} here instead of {most:g}, so that it acts in some steps only"
+            )
+            if name:
+                case = replace(case, clip_norms={**case.clip_norms, name: middle})
+            else:
+                case = replace(case, clip_norm=middle)
         return case
 
     def _configurations(self, case: Case) -> list[Case]:
@@ -240,6 +258,7 @@ class _Proof:
             num_samples=num_samples,
             order=_order(num_samples, case.global_batch, steps, case.seed, shuffle=case.job.shuffle),
             clip_norm=self._job.clip_norm,
+            clip_norms=clip_norms_of(self._job),
             dtype=None,
             randomness="own",
             keep_gradients=0,
@@ -267,6 +286,7 @@ class _Proof:
             strategy=subject.strategies[0] if world > 1 else case.strategy,
             num_workers=1 if subject.workers else 0,
             clip_norm=self._job.clip_norm,
+            clip_norms=clip_norms_of(self._job),
             dtype=None,
             randomness="own",
             observed=not self._job.hooks,
@@ -293,7 +313,7 @@ class _Proof:
                 self.certificate.checks.append(Check(again.name, RESUMES, "skipped", detail=detail))
                 continue
             resumed = self._work.run(subject.run, again)
-            start = continued_from(first, resumed)
+            start = continued_from(again, first, resumed)
             detail = "" if start is None else f"continued from step {start} of {own.num_steps}"
             self._add(again.name, RESUMES, judge_resume(again, first, killed, resumed, self._facts), detail)
         if extent.full and subject.changes_world and self._base is not None and self._floor.tells_weights:
@@ -349,7 +369,8 @@ class _Proof:
     # Facts
 
     def _truth(self, case: Case, samples: Sequence[Sequence[int]]) -> ReferenceOutcome:
-        key = (tuple(tuple(sorted(numbers)) for numbers in samples), case.clip_norm, case.num_steps)
+        clips = (case.clip_norm, *case.clip_norms.values())
+        key = (tuple(tuple(sorted(numbers)) for numbers in samples), clips, case.num_steps)
         if key not in self._truths:
             self._truths[key] = self._work.apart(
                 lambda: reference.train(case, undivided(samples), keep_gradients=case.keep_gradients)
@@ -363,6 +384,7 @@ class _Proof:
             "why_not_float64": facts.why_not_double,
             "loss": facts.loss_kind,
             "parts": dict(facts.parts),
+            "turns": {name: {"loss": own.loss_kind, "parts": dict(own.parts)} for name, own in facts.of_turns.items()},
             "loss_shares": [round(share, 6) for share in facts.shares],
             "draws_besides_dropout": facts.keys_draws,
             "items_draw": facts.items_draw,
@@ -370,7 +392,7 @@ class _Proof:
             "global_batch": case.global_batch,
             "num_steps": case.num_steps,
             "num_samples": case.num_samples,
-            "clip_norm": case.clip_norm,
+            "clip_norm": dict(case.clip_norms) or case.clip_norm,
             "device": case.device,
             "torch": torch.__version__,
         }
@@ -439,8 +461,10 @@ def _kills(case: Case, extent: Extent) -> list[Kill]:
 
     last = max(2, case.num_steps - 2)
     first = min(last, (case.save_every or 1) + 1)
+    step = draw(first, last)
+    step = next((each for each in range(step, first - 1, -1) if len(case.due(each)) == len(case.job.turns)), step)
     found = [
-        Kill(draw(first, last), "micro_batch", 0),
+        Kill(step, "micro_batch", 0, turn=max(0, len(case.due(step)) - 1)),
         Kill(draw(first, last), "saving", draw(0, 6)),
         Kill(draw(first, last), "after_step"),
         Kill(draw(first, last), "micro_batch", 1),

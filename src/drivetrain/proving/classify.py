@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drivetrain.proving.case import Case, factor_at
+from drivetrain.proving.case import Case, decay_of
 from drivetrain.proving.compare import Difference, Floor, errors
 from drivetrain.proving.recorder import Trace
 from drivetrain.proving.reference import (
@@ -45,6 +45,8 @@ class Kind(StrEnum):
     SCHEDULE_BY_WORLD = "schedule × world"
     SCHEDULE_BY_ACCUMULATION = "schedule × accumulation"
     SCHEDULE = "schedule"
+    TURNS = "turns"
+    STALE = "stale weights"
     GLOBAL_BATCH = "global batch"
     DATA_ORDER = "data order"
     DUPLICATED = "duplicated samples"
@@ -79,6 +81,26 @@ class Classification:
 
 
 # What is seen directly
+
+
+def judge_turns(case: Case, trace: Trace) -> Classification | None:
+    """Check that the optimizers of several losses step in the order of the losses, in the steps that they are due in.
+
+    And that each turn of a step trains on the same samples.
+    """
+    for number in range(trace.num_steps):
+        right = case.update(number)
+        for rank, seen in enumerate(rank.steps[number] for rank in trace.ranks):
+            if seen.turn != right.turn:
+                detail = f"rank {rank} steps the optimizers of the loss {seen.turn!r} instead"
+                return Classification(Kind.TURNS, "trainer", str(right), detail)
+        first = case.num_updates(right.step)
+        mine, theirs = Counter(trace.samples(number)), Counter(trace.samples(first))
+        if mine != theirs:
+            odd = sorted((mine - theirs).keys() | (theirs - mine).keys())
+            detail = f"the turns of a step train on the same samples, and sample {odd[0]} is in one of them only"
+            return Classification(Kind.TURNS, "trainer", str(right), detail)
+    return None
 
 
 def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Classification | None:
@@ -184,12 +206,13 @@ def judge_ranks(trace: Trace, floor: Floor) -> Classification | None:
 
 def judge_learning_rates(case: Case, trace: Trace, truth: ReferenceOutcome) -> Classification | None:
     """Check that the schedule counts optimizer steps, and nothing else."""
-    for step in range(min(trace.num_steps, len(truth.learning_rates))):
-        seen, right = trace.main.steps[step].learning_rates, truth.learning_rates[step]
+    for number in range(min(trace.num_steps, len(truth.learning_rates))):
+        seen, right = trace.main.steps[number].learning_rates, truth.learning_rates[number]
         if len(seen) != len(right) or all(_close(a, b) for a, b in zip(seen, right, strict=True)):
             continue
-        where = f"learning rate of step {step + 1}"
-        kind, detail = Kind.SCHEDULE, f"{seen[0]:.6g} instead of {right[0]:.6g}"
+        where = f"learning rate of {case.update(number)}"
+        odd = next(place for place, pair in enumerate(zip(seen, right, strict=True)) if not _close(*pair))
+        kind, detail = Kind.SCHEDULE, f"{seen[odd]:.6g} instead of {right[odd]:.6g}"
         for named, hypothesis in _schedules(case):
             if _follows(case, trace, truth, hypothesis):
                 return Classification(named, "trainer", where, f"{detail}: {_in_words(named)}")
@@ -212,11 +235,10 @@ def _schedules(case: Case) -> Iterator[tuple[Kind, Callable[[int], int]]]:
 
 
 def _follows(case: Case, trace: Trace, truth: ReferenceOutcome, asked: Callable[[int], int]) -> bool:
-    base = [rate / (factor_at(case.job, 0, case.num_steps) or 1.0) for rate in truth.learning_rates[0]]
-    for step in range(trace.num_steps):
-        factor = factor_at(case.job, asked(step), case.num_steps)
-        seen = trace.main.steps[step].learning_rates
-        if not all(_close(rate, own * factor) for rate, own in zip(seen, base, strict=False)):
+    for number in range(trace.num_steps):
+        step, turn = case.update(number)
+        table, seen = truth.rate_tables[turn], trace.main.steps[number].learning_rates
+        if asked(step) >= len(table) or not all(map(_close, seen, table[asked(step)])):
             return False
     return True
 
@@ -479,13 +501,13 @@ def _scale_kind(case: Case, factor: float) -> tuple[Kind, str]:
 def step_hypotheses(case: Case, trace: Trace) -> Iterator[tuple[Kind, Bug, str]]:
     """Yield ways of going wrong that show only over several steps, or only in weights."""
     yield Kind.NOT_CLEARED, Bug(clears="never"), "gradients of earlier steps are still there"
-    if case.clip_norm is not None:
+    if case.clips:
         yield from clip_hypotheses(case)
-    if case.job.weight_decay is not None:
+    if any(decay_of(case.job, name) is not None for name in case.job.optims or ("",)):
         yield Kind.WEIGHT_DECAY, Bug(decays_all=True), "parameters of one dimension are decayed, too"
     per_epoch = -(-case.num_samples // case.global_batch)
-    for number in range(1, case.num_steps):
-        if number == per_epoch or number == 1:
+    for number in dict.fromkeys((1, per_epoch)):
+        if number < case.num_steps:
             steps = range(number, case.num_steps, number)
             words = "the optimizer's state is lost in every step" if number == 1 else "… at every epoch's end"
             yield Kind.MOMENTS_LOST, Bug(forgets_moments_at=tuple(steps)), words

@@ -47,8 +47,13 @@ class Floor:
     dtype: torch.dtype | None
 
     @classmethod
-    def measured(cls, truth: ReferenceOutcome, again: ReferenceOutcome, dtype: torch.dtype | None) -> "Floor":
-        gradients = errors(again.gradients[0], truth.gradients[0]) if truth.gradients else {}
+    def measured(
+        cls, truth: ReferenceOutcome, again: ReferenceOutcome, dtype: torch.dtype | None, num_turns: int = 1
+    ) -> "Floor":
+        """Measure it by two runs of the plain loop; `num_turns` is the number of updates in the first step."""
+        gradients: dict[str, float] = {}
+        for left, right in zip(again.gradients[:num_turns], truth.gradients[:num_turns], strict=False):
+            gradients |= errors(left, right)
         weights = errors(again.weights, truth.weights, truth.first_weights)
         return cls(gradients, weights, dtype)
 

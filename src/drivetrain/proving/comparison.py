@@ -1,7 +1,7 @@
 """Compares a trainer with the plain loop: samples, gradients, learning rates, weights; finds out why they differ."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from drivetrain.proving.classify import (
     judge_ranks,
     judge_samples,
     judge_start,
+    judge_turns,
     step_hypotheses,
 )
 from drivetrain.proving.compare import (
@@ -42,8 +43,8 @@ from drivetrain.proving.reference import (
     ReferenceOutcome,
 )
 
-START, SAMPLES, LOSS, RATES, GRADIENT, NORM, WEIGHTS, RANKS = (
-    "start", "samples", "loss", "lr", "gradient", "clip norm", "weights", "ranks agree",
+START, SAMPLES, LOSS, RATES, GRADIENT, NORM, WEIGHTS, RANKS, TURNS = (
+    "start", "samples", "loss", "lr", "gradient", "clip norm", "weights", "ranks agree", "turns",
 )  # fmt: skip
 
 
@@ -79,10 +80,13 @@ class Comparison:
             failed = Classification(Kind.FAILED, "trainer", case.name, "no optimizer step was seen")
             self._certificate.checks.append(Check(case.name, SAMPLES, "failed", verdict=failed))
             return
-        verdict = judge_samples(case, trace, self.base)
-        if verdict is None and trace.num_steps != case.num_steps:
-            detail = f"{trace.num_steps} optimizer steps instead of {case.num_steps}"
-            verdict = Classification(Kind.GLOBAL_BATCH, "trainer", f"step {trace.num_steps + 1}", detail)
+        if case.job.turns:
+            verdict = judge_turns(case, trace)
+            add(TURNS, "failed" if verdict else "ok", verdict)
+            if verdict is not None:  # what follows is compared turn by turn
+                self._certificate.checks.extend(checks.values())
+                return
+        verdict = self._judge_samples(case, trace)
         add(SAMPLES, "failed" if verdict else "ok", verdict)
         if self.base is None:
             self.base = trace
@@ -106,6 +110,17 @@ class Comparison:
         self._compare_weights(case, trace, truth, add, explained=settled)
         self._certificate.checks.extend(checks.values())
 
+    def _judge_samples(self, case: Case, trace: Trace) -> Classification | None:
+        """Look at the samples of every step: with several losses, of its first turn."""
+        firsts = [case.num_updates(step) for step in range(case.update(trace.num_steps - 1).step + 1)]
+        base = None if self.base is None else self.base.only([n for n in firsts if n < self.base.num_steps])
+        verdict = judge_samples(case, trace.only(firsts), base)
+        right = case.num_updates(case.num_steps)
+        if verdict is None and trace.num_steps != right:
+            detail = f"{trace.num_steps} optimizer steps instead of {right}"
+            verdict = Classification(Kind.GLOBAL_BATCH, "trainer", str(case.update(trace.num_steps)), detail)
+        return verdict
+
     def _compare_gradients(
         self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None], num_steps: int
     ) -> None:
@@ -115,11 +130,12 @@ class Comparison:
             return add(GRADIENT, "skipped", detail="the trainer's gradients could not be seen")
         step, found = self._first_odd_gradient(trace, truth, num_steps)
         if found is None:
-            error = largest_error(errors(seen[0], truth.gradients[0]))
+            firsts = zip(seen[: max(1, len(case.job.turns))], truth.gradients, strict=False)
+            error = max(largest_error(errors(own or {}, right)) for own, right in firsts)
             return add(GRADIENT, "ok", error=error, limit=self._floor.least_gradient_limit)
         verdict = _classed(lambda: self._why_gradient(case, trace, truth, step, found), f"gradient of {found.name}")
         status: Status = "job" if verdict.whose == "job" else "failed"
-        detail = f"in step {step + 1}, {found}"
+        detail = f"in {case.update(step)}, {found}"
         return add(GRADIENT, status, verdict, error=found.error, limit=found.limit, detail=detail)
 
     def _first_odd_gradient(
@@ -140,9 +156,9 @@ class Comparison:
     ) -> Classification:
         """Look at the gradient before clipping, where the job clips: clipping hides scales, and is a suspect itself."""
         where = f"gradient of {difference.name}"
-        if case.clip_norm is not None:
+        if case.clips:
             clipped, seen_clipped = case, trace
-            case = replace(case, clip_norm=None)
+            case = case.without_clipping()
             trace = self._workplace.run(self._subject.run, case)
             if trace.error or not trace.num_steps:
                 return Classification(Kind.CLIPPING, "trainer", where, "without clipping the run fails")
@@ -154,16 +170,32 @@ class Comparison:
             where = f"gradient of {difference.name}"
         seen = trace.main.steps[step].gradients or {}
         right = truth.gradients[step]
-        if step > 0:
-            before = trace.main.steps[step - 1].gradients or {}
+        turn = case.update(step).turn
+        earlier = [number for number in range(step) if case.update(number).turn == turn]
+        if earlier:
+            before = trace.main.steps[earlier[-1]].gradients or {}
             summed = {name: value + before[name] if name in before else value for name, value in right.items()}
             if gradient_difference(seen, summed, self._floor, is_first=False) is None:
-                return Classification(
-                    Kind.NOT_CLEARED, "trainer", where, f"step {step + 1} still holds step {step}'s gradient"
-                )
+                words = f"{case.update(step)} still holds the gradient of {case.update(earlier[-1])}"
+                return Classification(Kind.NOT_CLEARED, "trainer", where, words)
         divisions = [trace.division(number) for number in range(step + 1)]
+        if self._is_stale(case, seen, divisions):
+            words = f"in {case.update(step)} it is that of the weights before the turns of this step"
+            return Classification(Kind.STALE, "trainer", where, words)
         pieces = self._workplace.apart(lambda: reference.pieces(case, divisions[-1], divisions[:-1]))
-        return judge_gradient(case, seen, right, pieces, difference, self._floor, self._facts.parts)
+        return judge_gradient(case, seen, right, pieces, difference, self._floor, self._facts.of(turn).parts)
+
+    def _is_stale(self, case: Case, seen: Mapping[str, torch.Tensor], divisions: Sequence[Division]) -> bool:
+        """Return whether the gradient of a turn is that of the weights which the step began with."""
+        number = len(divisions) - 1
+        first = case.num_updates(case.update(number).step)
+        if first == number:
+            return False
+        whole = [[[sample for rank in divisions[-1] for samples in rank for sample in samples]]]
+        parts = self._workplace.apart(lambda: reference.pieces(case, whole, divisions[:first], number))
+        names = parts[0].gradients
+        summed = {name: torch.stack([part.gradients[name] for part in parts]).sum(0) for name in names}
+        return gradient_difference(seen, summed, self._floor, is_first=False) is None
 
     def _why_clipping(self, case: Case, trace: Trace, where: str) -> Classification:
         """Find out how gradients are clipped wrongly: unclipped, all is right."""
@@ -181,14 +213,17 @@ class Comparison:
         return self._workplace.apart(lambda: reference.train(case, divisions, bug, case.keep_gradients))
 
     def _compare_reports(self, case: Case, trace: Trace, truth: ReferenceOutcome, add: Callable[..., None]) -> None:
-        """Compare what the trainer itself reports of its first step."""
+        """Compare what the trainer itself reports of its first step: the loss of each turn, where there are several."""
         report = trace.reported(0)
         limit = 10 * self._floor.least_gradient_limit
-        for what, said, right in (
-            (LOSS, report.loss if report else None, truth.losses[0]),
-            (NORM, report.grad_norm if report else None, truth.norms[0]),
-        ):
-            if said is None or (what == NORM and case.clip_norm is None):
+        found = [(NORM, report.grad_norm if report else None, math.hypot(*truth.norms[: max(1, len(case.due(0)))]))]
+        if not case.job.turns:
+            found.insert(0, (LOSS, report.loss if report else None, truth.losses[0]))
+        for number, turn in enumerate(case.due(0)):
+            of_turn = trace.reported(0, turn.name)
+            found.append((f"{LOSS} of {turn.name!r}", of_turn.loss if of_turn else None, truth.losses[number]))
+        for what, said, right in found:
+            if said is None or (what == NORM and not case.clips):
                 continue
             error = abs(said - right) / max(abs(right), 1e-12)
             if error <= limit:
@@ -239,7 +274,8 @@ class Comparison:
         That is their mean by samples, or their sum; of named parts, what their counts say.
         """
         divisions = [trace.division(step) for step in range(trace.num_steps)]
-        for bug in (AS_STATED,) if self._facts.parts else (BY_SAMPLES, AS_A_SUM):
+        several = bool(case.job.turns)
+        for bug in (AS_STATED,) if self._facts.parts else (BY_SAMPLES, AS_A_SUM, *((AS_STATED,) if several else ())):
             simulated = self._simulated(case, divisions, bug)
             names = set(simulated.weights) - {name for ranks in simulated.rank_buffers for name in ranks}
             seen = {name: value for name, value in trace.main.weights.items() if name in names}

@@ -164,11 +164,14 @@ def _run_ranks(trainer: Trainer, case: Case, place: Path, time_limit: float) -> 
 
 
 def _train(trainer: Trainer, case: Case, place: Path, rank: int) -> None:
+    kill = case.kill
+    if kill is not None:
+        kill = replace(kill, step=case.num_updates(kill.step) + kill.turn)
     recorder = Recorder(
         place / f"rank-{rank}",
         keep_gradients=case.keep_gradients,
         digests=case.digests,
-        kill=case.kill,
+        kill=kill,
         folder=case.folder,
     )
     recorder.finish(trainer(case.attach(recorder)))

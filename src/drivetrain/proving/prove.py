@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from drivetrain.core.hook import StepContext
 from drivetrain.core.isolation import is_counted
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import CERTIFICATE
-from drivetrain.core.schedules import is_factor
 from drivetrain.job import Job
 from drivetrain.proving.case import Case, Subject, Trainer
 from drivetrain.proving.certificate import Certificate
@@ -32,11 +32,11 @@ from drivetrain.run.optimizer_settings import with_optimizer_settings
 NEVER = 10**9  # steps between calls of a hook that is only asked before the first step
 
 
-def drivetrain_subject(config: Config, *, on_gpu: bool = False) -> Subject:
-    """Return the subject for a configuration: every strategy that fits, two ranks on a GPU."""
+def drivetrain_subject(config: Config, *, on_gpu: bool = False, several_optimizers: bool = False) -> Subject:
+    """Return the subject for a configuration: every strategy that fits the job, two ranks on a GPU."""
     asked = config.distributed.strategy
     strategies = ("ddp", "fsdp") if asked in ("auto", "single") else (asked,)
-    if asked == "auto" and on_gpu and find_spec("deepspeed") is not None:
+    if asked == "auto" and on_gpu and not several_optimizers and find_spec("deepspeed") is not None:
         strategies = (*strategies, "deepspeed")
     return Subject(
         lambda case: _train(case, config),
@@ -89,20 +89,24 @@ def _job_of(case: Case) -> Job:
     lengths = None if job.source.lengths is None else job.source.lengths[: len(case.data)]
     source = replace(job.source, dataset=case.data, collate=None, lengths=lengths, notes=())
 
-    def loss(model: Any, batch: Any) -> Any:
-        return case.loss(model, batch, is_training=is_counted())
+    def loss(model: Any, batch: Any, turn: str = "") -> Any:
+        return case.loss(model, batch, is_training=is_counted(), turn=turn)
 
+    watched: Any = {turn.name: partial(loss, turn=turn.name) for turn in job.turns} or loss
+    optimizer: Any = case.optimizer
+    if job.optims:
+        optimizer = {name: replace(optim, clip_norm=case.clip_of(name)) for name, optim in job.optims.items()}
     own_hooks = () if case.randomness == "off" else tuple(job.hooks)
     return replace(
         job,
         name="prove",
         model=case.model,
         data=source if case.observed else job.data,
-        loss=loss if case.observed or case.digests else job.loss_function,
+        loss=watched if case.observed or case.digests else job.loss,
         count=None if job.count is None else case.count,
-        optimizer=case.optimizer,
+        optimizer=optimizer,
         collate=case.collate if case.observed else job.collate,
-        clip_norm=case.clip_norm,
+        clip_norm=None if job.optims else case.clip_norm,
         global_batch=case.global_batch,
         max_steps=case.num_steps,
         epochs=None,
@@ -156,6 +160,8 @@ def _report(case: Case, result: Result) -> None:
     for line in Path(result.folder / "steps.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         case.recorder.report(row["step"] - 1, loss=row["loss"], grad_norm=row["grad_norm"])
+        for turn in case.due(row["step"] - 1):
+            case.recorder.report(row["step"] - 1, loss=row[f"loss_{turn.name}"], turn=turn.name)
 
 
 def prove(
@@ -196,24 +202,16 @@ def prove(
         raise DrivetrainError(
             "prove was started on several processes, and starts its own", remedy="start it once, without a launcher"
         )
-    if job.optims:
-        raise DrivetrainError(
-            f"the job has {len(job.optims)} named optimizers, and prove compares with a loop that has one",
-            remedy="prove the job with one optimizer and one loss",
-        )
-    if not is_factor(job.schedule):
-        raise DrivetrainError(
-            "prove compares learning rates that are a factor of the step, and those of this schedule are not",
-            remedy="prove the job with another one: dataclasses.replace(job, schedule=dt.StepDecay(30))",
-        )
     config = config or Config()
     job = with_optimizer_settings(job, config)
     if say is None:
         say = _quiet if quiet else _said
     if trainer is None:
-        subject = drivetrain_subject(config, on_gpu=_uses_gpu(config, say))
+        on_gpu = _uses_gpu(config, say)
+        subject = drivetrain_subject(config, on_gpu=on_gpu, several_optimizers=bool(job.optims))
     else:
         subject = trainer if isinstance(trainer, Subject) else Subject(trainer, getattr(trainer, "__name__", "trainer"))
+    _refuse_several(job, subject)
     chosen = extent or (FULL if full else Extent())
     console = Console(highlight=False, quiet=quiet)
     certificate = prove_subject(job, subject, replace(chosen), say)
@@ -222,6 +220,14 @@ def prove(
     certificate.show(console)
     console.print(f"written to {path}")
     return certificate
+
+
+def _refuse_several(job: Job, subject: Subject) -> None:
+    if job.optims and not subject.several_optimizers:
+        raise DrivetrainError(
+            f"the job has {len(job.optims)} named optimizers, and {subject.name} is driven with one",
+            remedy="prove Drivetrain, or a loop of your own: --trainer module:run",
+        )
 
 
 def _uses_gpu(config: Config, say: Say) -> bool:

@@ -36,11 +36,12 @@ class TracedBatch:
     loss: float
     weight: float  # the gradient that reached the loss: what the trainer multiplied it by
     content: tuple[int, ...] = ()  # digests of its items, where the case records them
+    turn: str = ""  # which of several losses it was
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One optimizer step on one rank, as the optimizer saw it."""
+    """One optimizer step on one rank, as the optimizer saw it; with several losses, one turn of a step."""
 
     micro_batches: tuple[TracedBatch, ...]
     learning_rates: tuple[float, ...]  # by parameter group
@@ -48,6 +49,7 @@ class StepTrace:
     gradients: Mapping[str, Tensor] | None = None  # by parameter name; only of the first steps
     weights: Mapping[str, Tensor] | None = None  # parameters before the step; only of the first steps
     digests: Mapping[str, int] | None = None  # of weights, buffers and optimizer state before the step, by name
+    turn: str = ""  # the loss that the optimizer follows, of several
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -62,6 +64,7 @@ class Reported:
     step: int  # from 0
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
+    turn: str = ""  # of several losses, the one that `loss` is of
 
 
 @dataclass
@@ -103,8 +106,13 @@ class Trace:
             for rank in self.ranks
         ]
 
-    def reported(self, step: int) -> Reported | None:
-        return next((entry for rank in self.ranks for entry in rank.reported if entry.step == step), None)
+    def reported(self, step: int, turn: str = "") -> Reported | None:
+        entries = (entry for rank in self.ranks for entry in rank.reported)
+        return next((entry for entry in entries if (entry.step, entry.turn) == (step, turn)), None)
+
+    def only(self, numbers: Sequence[int]) -> "Trace":
+        """Return the trace of some of its steps alone."""
+        return replace(self, ranks=[replace(rank, steps=[rank.steps[n] for n in numbers]) for rank in self.ranks])
 
 
 def read_rank(path: Path) -> RankTrace:
@@ -141,13 +149,15 @@ def _add(trace: RankTrace, kind: str, value: Any) -> None:
 class Kill:
     """The moment when a process kills itself with SIGKILL, counted from its start."""
 
-    step: int  # optimizer steps done before it
+    step: int  # steps done before it
     when: Literal["micro_batch", "after_step", "saving"] = "after_step"
     number: int = 0  # of the micro-batch in the step; of the file operation in the save
+    turn: int = 0  # with several losses: the turns of the step that are done before it
 
     def __str__(self) -> str:
         if self.when == "micro_batch":
-            return f"in step {self.step + 1}, after micro-batch {self.number + 1}"
+            turn = f", in turn {self.turn + 1}" if self.turn else ""
+            return f"in step {self.step + 1}{turn}, after micro-batch {self.number + 1}"
         return f"after step {self.step}" if self.when == "after_step" else f"in a save after step {self.step}"
 
 
@@ -158,7 +168,7 @@ class Recorder:
         path: where entries are written.
         keep_gradients: of how many steps from the first the gradients are kept by name.
         digests: whether weights, buffers and optimizer state are digested before every step.
-        kill: when this process is to kill itself.
+        kill: when this process is to kill itself; its steps are counted as they are recorded, turn by turn.
         folder: the folder whose file operations count as saving.
     """
 
@@ -174,6 +184,9 @@ class Recorder:
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._keep_gradients, self._digests, self._kill = keep_gradients, digests, kill
         self._models: list[nn.Module] = []
+        self._turns: Mapping[str, str] = {}  # by parameter, where there are several losses
+        self._stepping: Optimizer | None = None
+        self.last_turn = ""  # whose loss was computed last, of several
         self._micro_batches: list[TracedBatch] = []
         self._num_backwards = 0
         self.num_steps = 0  # optimizer steps seen in this process
@@ -197,9 +210,12 @@ class Recorder:
         self.num_steps = self._num_backwards = 0
         self._write("restart", None)
 
-    def report(self, step: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """Hand in what the trainer itself reports of step `step` (from 0): its loss, its norm before clipping."""
-        self._write("reported", Reported(step, loss, grad_norm))
+    def report(self, step: int, *, loss: float | None = None, grad_norm: float | None = None, turn: str = "") -> None:
+        """Hand in what the trainer itself reports of step `step` (from 0): its loss, its norm before clipping.
+
+        With several losses, `turn` names the one that is reported; the norm is that of all of them, without a name.
+        """
+        self._write("reported", Reported(step, loss, grad_norm, turn))
 
     def gradients(self, gradients: Mapping[str, Tensor] | None) -> None:
         """Hand in the gradients of the step that is about to be taken, where parameters' `.grad` does not hold them.
@@ -220,7 +236,10 @@ class Recorder:
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
-        """Count what happens inside as one optimizer step, for trainers that step parameter group by group."""
+        """Count what happens inside as one optimizer step, for trainers that step parameter group by group.
+
+        So do trainers that step several optimizers of one loss. With several losses, each of them is a step.
+        """
         self._open_step = []
         try:
             yield
@@ -228,18 +247,26 @@ class Recorder:
             parts, self._open_step = self._open_step, None
         if parts:
             rates = tuple(rate for part in parts for rate in part.learning_rates)
-            self._write("step", replace(parts[0], learning_rates=rates))
+            digests = {name: value for part in parts for name, value in (part.digests or {}).items()}
+            self._write("step", replace(parts[0], learning_rates=rates, digests=digests or None))
             self._count_step()
 
     # What the case calls
 
-    def built(self, model: nn.Module) -> nn.Module:
-        """Remember a model that the trainer asked for: its parameters give gradients their names."""
+    def built(self, model: nn.Module, turns: Mapping[str, str]) -> nn.Module:
+        """Remember a model that the trainer asked for: its parameters give gradients their names, and turns."""
         self._models.append(model)
+        self._turns = turns
         return model
 
     def watch_loss(
-        self, numbers: Sequence[int], result: Any, content: Sequence[int] = (), *, is_empty: bool = False
+        self,
+        numbers: Sequence[int],
+        result: Any,
+        content: Sequence[int] = (),
+        *,
+        is_empty: bool = False,
+        turn: str = "",
     ) -> None:
         """Record a micro-batch once a gradient arrives at its loss; the gradient is what it was multiplied by.
 
@@ -271,7 +298,7 @@ class Recorder:
                 recorded = replace(recorded, weight=max(weight, recorded.weight))
                 self._micro_batches[place] = recorded
                 return
-            recorded = TracedBatch(tuple(numbers), shown, weight, tuple(content))
+            recorded = TracedBatch(tuple(numbers), shown, weight, tuple(content), turn)
             self._micro_batches.append(recorded)
             kill = self._kill
             if kill is not None and kill.when == "micro_batch" and self.num_steps >= kill.step:
@@ -303,9 +330,16 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Record a step; where the optimizer gets a closure, once that has computed the gradients."""
-        if not self._models:
+        """Record a step; where the optimizer gets a closure, once that has computed the gradients.
+
+        An optimizer may consist of others: the steps inside its own are part of it.
+        """
+        outer = self._stepping
+        if outer is not None and outer is not optimizer and _held(optimizer) <= _held(outer):
             return None
+        if not self._models or self._is_idle(optimizer):
+            return None
+        self._stepping = optimizer
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._record_step(optimizer)
@@ -326,37 +360,60 @@ class Recorder:
         model = self._trained_model(optimizer)
         if self._open_step:  # a further parameter group of the same step
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
-            self._open_step.append(replace(self._open_step[0], learning_rates=rates))
+            digests = self._digest(model, optimizer) if self._digests else None
+            self._open_step.append(replace(self._open_step[0], learning_rates=rates, digests=digests))
             return
         if self.num_steps == 0:
             self._write("first_weights", {name: _whole(value) for name, value in _named(model)})
         given, self._given = self._given, None
+        turn = self._turn_of(model, optimizer)
+        seen = {
+            own_name(name): parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and self._turns.get(own_name(name), turn) == turn
+        }
         gradients: dict[str, Tensor] | None = given
         if gradients is None and self.num_steps < self._keep_gradients:
-            gradients = {
-                own_name(name): _whole(parameter.grad)
-                for name, parameter in model.named_parameters()
-                if parameter.grad is not None
-            }
-        seen = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        norms = [_norm(gradient) for gradient in (seen if given is None else given.values())]
+            gradients = {name: _whole(gradient) for name, gradient in seen.items()}
+        norms = [_norm(gradient) for gradient in (seen if given is None else given).values()]
         step = StepTrace(
-            tuple(self._micro_batches),
+            tuple(micro for micro in self._micro_batches if micro.turn == turn),
             tuple(float(group["lr"]) for group in optimizer.param_groups),
             float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0,
             None if self._is_hidden else gradients,
             self._weights(model) if self.num_steps < self._keep_gradients else None,
             self._digest(model, optimizer) if self._digests else None,
+            turn,
         )
-        self._micro_batches.clear()
+        self._micro_batches = [micro for micro in self._micro_batches if micro.turn != turn]
         if self._open_step is not None:
             self._open_step.append(step)
         else:
             self._write("step", step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._models and self._open_step is None:
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
+        if self._open_step is None:
             self._count_step()
+
+    def _is_idle(self, optimizer: Optimizer) -> bool:
+        """Return whether there is nothing to train: a stand-in for an optimizer, which a schedule is stepped on."""
+        if any(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]):
+            return False
+        return all(parameter.grad is None for model in self._models for parameter in model.parameters())
+
+    def _turn_of(self, model: nn.Module, optimizer: Optimizer) -> str:
+        """Return which of several losses an optimizer follows: by the parameters that it holds.
+
+        If they are not the model's own, but shards of them, by the first loss that was trained since the last step; by
+        the last that was computed, where a rank has no samples that count.
+        """
+        held = _held(optimizer)
+        named = (own_name(name) for name, parameter in model.named_parameters() if id(parameter) in held)
+        found = [self._turns[name] for name in named if name in self._turns]
+        return next(iter(found), next((micro.turn for micro in self._micro_batches), self.last_turn))
 
     def _count_step(self) -> None:
         self.num_steps += 1
@@ -368,7 +425,7 @@ class Recorder:
     def _trained_model(self, optimizer: Optimizer | None) -> nn.Module:
         """Return the model whose parameters the optimizer holds; else the last with gradients; else the last one."""
         if optimizer is not None:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            held = _held(optimizer)
             for model in reversed(self._models):
                 if any(id(parameter) in held for parameter in model.parameters()):
                     return model
@@ -438,6 +495,11 @@ def _die() -> None:
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(own_name(name), value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _is_shard(tensor: Tensor) -> bool:

@@ -2,10 +2,15 @@
 
 It shares no code with the trainer: whole batches of explicitly given samples, one process, float64 where the model can.
 Of Drivetrain it uses what the user's job holds, and the library of mixtures of experts, which is part of models.
+
+With several losses, everything is counted in updates: a division, a loss, a gradient for each turn of each step. In an
+update only the parameters of its turn have gradients.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -15,7 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.moe.layer.mixture import Settlement, auxiliary_loss
-from drivetrain.proving.case import Case, build_model, factor_at, loss_of, parameter_groups, plain_batch
+from drivetrain.proving.case import (
+    Case,
+    build_model,
+    decay_of,
+    loss_of,
+    parameter_groups,
+    parameters_of,
+    plain_batch,
+)
 from drivetrain.proving.loss import (
     AUXILIARY,
     WHOLE,
@@ -28,7 +41,9 @@ from drivetrain.proving.loss import (
     turn_dropout_off,
     weighted_sum,
 )
+from drivetrain.proving.rates import RateTable
 
+MOST_RATES = 4096  # steps whose rates are tabled
 Division = Sequence[Sequence[Sequence[int]]]  # of one step: of each rank, the samples of its micro-batches
 LossKind = Literal["samples", "weighted", "sum", "coupled", "parts", "uncounted"]
 PartKind = Literal["samples", "counted", "uncounted", "coupled"]
@@ -47,7 +62,7 @@ class Bug:
         clip: what is clipped: the step's gradient, each micro-batch's, each rank's before reduction; or nothing.
         norm_scale: what the norm is mistaken by: clipping happens as if it were this much larger.
         schedule: from (step, ranks, micro-batches of a rank) to the step that the schedule is asked for.
-        forgets_moments_at: steps before which the optimizer's state is lost.
+        forgets_moments_at: steps of the job before which the optimizer's state is lost.
         buffers: how the ranks' buffers come together: rank 0's before each forward, or never.
         decays_all: whether parameters that the job leaves out of weight decay get it, too.
     """
@@ -77,6 +92,8 @@ class ReferenceOutcome:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # before clipping
     learning_rates: list[tuple[float, ...]] = field(default_factory=list)
+    rate_tables: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)  # by turn: of each step of the job
+    own_norms: list[dict[str, float]] = field(default_factory=list)  # by optimizer
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # after clipping, of the first steps
     first_weights: dict[str, Tensor] = field(default_factory=dict)
     step_weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each of the first steps
@@ -119,6 +136,11 @@ class ReferenceFacts:
     remembers: bool  # whether a second call on the same batch, weights, buffers and seeds gives another loss
     parts: Mapping[str, PartKind] = field(default_factory=dict)  # of a loss with named parts, what each is
     late_parts: tuple[str, ...] = ()  # those whose count only a forward tells
+    of_turns: Mapping[str, "ReferenceFacts"] = field(default_factory=dict)  # for several losses, of each by itself
+
+    def of(self, turn: str) -> "ReferenceFacts":
+        """Return the facts about the loss of a turn; about the only one under an empty name."""
+        return self.of_turns[turn] if turn else self
 
     @property
     def depends_on_division(self) -> bool:
@@ -126,37 +148,56 @@ class ReferenceFacts:
         return self.loss_kind in ("coupled", "uncounted")
 
 
+@dataclass(frozen=True)
+class _Member:
+    """One of the optimizers of a plain loop, with what belongs to it."""
+
+    name: str
+    turn: str
+    optimizer: Optimizer
+    parameters: Sequence[nn.Parameter]
+    rates: RateTable
+
+
 def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gradients: int = 2) -> ReferenceOutcome:
-    """Train on these samples, step by step, and return everything that a trainer may be compared by."""
-    model, optimizer = _made(case, bug)
+    """Train on these samples, update by update, and return everything that a trainer may be compared by."""
+    model, members = _made(case, bug)
     settlement = Settlement(model)
-    base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    cases = {turn: case.of_turn(turn) for turn in dict.fromkeys(member.turn for member in members)}
     outcome = ReferenceOutcome(first_weights=_state(model))
+    if bug is NO_BUG:
+        outcome.rate_tables = {turn: _rate_table(case, members, turn) for turn in cases}
     num_ranks = max((len(division) for division in divisions), default=1)
     buffers = [_buffers(model) for _ in range(num_ranks)] if bug.weight is not None else []
-    for step, division in enumerate(divisions):
-        if step < keep_gradients:
+    for number, division in enumerate(divisions):
+        step, turn = case.update(number)
+        own = [member for member in members if member.turn == turn]
+        if number < keep_gradients:
             outcome.step_weights.append(_parameters(model))
         if step in bug.forgets_moments_at:
-            optimizer.state.clear()
+            for member in own:
+                member.optimizer.state.clear()
         if bug.clears == "step":
-            optimizer.zero_grad()
-        loss = _backward(case, model, division, bug, buffers, step)
-        norm = _norm(model) * bug.norm_scale
-        if case.clip_norm is not None and bug.clip == "step":
-            _scale_gradients(model, min(1.0, case.clip_norm / (norm + 1e-6)))
+            model.zero_grad()
+        with _only_training(members, own):
+            loss = _backward(cases[turn], model, division, bug, buffers, step)
+        norms = {member.name: _norm(member.parameters) * bug.norm_scale for member in own}
+        for member in own:
+            _clip(case, bug, member, norms[member.name])
         asked = step
         if bug.schedule is not None:
             asked = bug.schedule(step, len(division), max(len(rank) for rank in division))
-        factor = factor_at(case.job, asked, case.num_steps)
-        for group, base in zip(optimizer.param_groups, base_rates, strict=True):
-            group["lr"] = base * factor
+        for member in own:
+            member.rates.set(asked)
         outcome.losses.append(loss)
-        outcome.norms.append(norm)
-        outcome.learning_rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
-        if step < keep_gradients:
+        outcome.own_norms.append(norms)
+        outcome.norms.append(math.hypot(*norms.values()))
+        groups = [group for member in own for group in member.optimizer.param_groups]
+        outcome.learning_rates.append(tuple(float(group["lr"]) for group in groups))
+        if number < keep_gradients:
             outcome.gradients.append({name: value.cpu() for name, value in gradients_of(model).items()})
-        optimizer.step()
+        for member in own:
+            member.optimizer.step()
         if settlement.layers:
             settlement.settle()
     outcome.weights = _state(model)
@@ -164,28 +205,64 @@ def train(case: Case, divisions: Sequence[Division], bug: Bug = NO_BUG, keep_gra
     return outcome
 
 
+def _rate_table(case: Case, members: Sequence[_Member], turn: str) -> list[tuple[float, ...]]:
+    """Return the rates of a turn's optimizers by step, for as many as a wrong count of steps may ask for."""
+    found: list[tuple[float, ...]] = []
+    own = [member for member in members if member.turn == turn]
+    for step in range(min(MOST_RATES, case.num_steps * case.global_batch)):
+        try:
+            found.append(tuple(rate for member in own for rate in member.rates.rates(step)))
+        except Exception:
+            if step < case.num_steps:
+                raise
+            break  # a schedule need not go further than the job
+    return found
+
+
+@contextmanager
+def _only_training(members: Sequence[_Member], own: Sequence[_Member]) -> Iterator[None]:
+    """Freeze the parameters of the other turns."""
+    others = [parameter for member in members if member not in own for parameter in member.parameters]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    yield
+    for parameter in others:
+        parameter.requires_grad_(True)
+
+
 def undivided(samples: Sequence[Sequence[int]]) -> list[Division]:
     """Return steps of whole batches."""
     return [[[list(numbers)]] for numbers in samples]
 
 
-def pieces(case: Case, division: Division, before: Sequence[Division] = ()) -> list[ReferencePiece]:
-    """Return the gradient of every micro-batch of a step, after the right steps before it."""
-    model, optimizer = _made(case, NO_BUG)
+def pieces(
+    case: Case, division: Division, before: Sequence[Division] = (), number: int | None = None
+) -> list[ReferencePiece]:
+    """Return the gradient of every micro-batch of an update, after the right updates before it.
+
+    Args:
+        case: the case.
+        division: how the update is divided.
+        before: how those before it were divided.
+        number: which update it is; default: the one that follows.
+    """
+    step, turn = case.update(len(before) if number is None else number)
+    weights = train(case, before).weights if before else None
+    case = case.of_turn(turn)
+    model, _ = _made(case, NO_BUG)
     found = []
-    if before:
-        trained = train(case, before)
-        model.load_state_dict(trained.weights)
+    if weights is not None:
+        model.load_state_dict(weights)
     for rank, micro_batches in enumerate(division):
-        for number, samples in enumerate(micro_batches):
+        for place, samples in enumerate(micro_batches):
             for name, part in _each_part(case, model, samples) if samples else ():
-                optimizer.zero_grad()
-                loss = _weighed(case, name, part, len(before))
+                model.zero_grad()
+                loss = _weighed(case, name, part, step)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 gradients = {key: value.cpu() for key, value in _all_gradients(model).items()}
                 found.append(
-                    ReferencePiece(rank, number, tuple(samples), gradients, float(loss.detach()), name, part.count)
+                    ReferencePiece(rank, place, tuple(samples), gradients, float(loss.detach()), name, part.count)
                 )
     return found
 
@@ -203,6 +280,34 @@ def shares_of(pieces: Sequence[ReferencePiece]) -> list[float]:
 
 
 def find_facts(case: Case) -> ReferenceFacts:
+    """Try the job on one batch; with several losses, each by itself."""
+    if not case.job.turns:
+        return _facts_of(case)
+    found = {turn.name: _facts_of(case.of_turn(turn.name)) for turn in case.job.turns}
+    every = list(found.values())
+    odd = next((it.loss_kind for kind in ("coupled", "uncounted") for it in every if it.loss_kind == kind), None)
+    alike = len({it.loss_kind for it in every}) == 1
+    return replace(
+        every[0],
+        dtype=None if any(it.dtype is None for it in every) else every[0].dtype,
+        why_not_double=next((it.why_not_double for it in every if it.why_not_double), ""),
+        keys_draws=any(it.keys_draws for it in every),
+        draws_unkeyed=any(it.draws_unkeyed for it in every),
+        loss_kind=odd or (every[0].loss_kind if alike else "weighted"),
+        shares=(),
+        misfit=max(it.misfit for it in every),
+        seconds_per_sample=sum(it.seconds_per_sample for it in every),
+        least_part=max(it.least_part for it in every),
+        items_draw=any(it.items_draw for it in every),
+        model_draws=any(it.model_draws for it in every),
+        remembers=any(it.remembers for it in every),
+        parts={},
+        late_parts=tuple(name for it in every for name in it.late_parts),
+        of_turns=found,
+    )
+
+
+def _facts_of(case: Case) -> ReferenceFacts:
     """Try the job on one batch: what it can be computed in, what it draws, what kind of loss it has."""
     numbers = list(case.order[0])
     why_not_double = ""
@@ -333,16 +438,27 @@ def _all_gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _made(case: Case, bug: Bug) -> tuple[nn.Module, Optimizer]:
+def _made(case: Case, bug: Bug) -> tuple[nn.Module, list[_Member]]:
+    """Build the model, and the optimizers over it. Parameters that none of them holds are frozen."""
     model = build_model(case.job, case.seed, case.dtype).to(case.device)
     if case.randomness == "off":
         turn_dropout_off(model)
-    groups = parameter_groups(case.job, model)
-    if bug.decays_all:
-        groups = [{"params": [parameter for group in groups for parameter in group["params"]]}]
-        if case.job.weight_decay is not None:
-            groups[0]["weight_decay"] = case.job.weight_decay
-    return model, case.optimizer(groups)
+    members = []
+    for name, own in parameters_of(case.job, model).items():
+        decay = decay_of(case.job, name)
+        groups = parameter_groups(own.values(), None if bug.decays_all else decay)
+        if bug.decays_all and decay is not None:
+            groups[0]["weight_decay"] = decay
+        optim = case.job.optims.get(name)
+        make: Any = case.job.optimizer if optim is None else optim.make
+        optimizer: Optimizer = make(groups)
+        turn = (optim.loss or name) if optim is not None and case.job.turns else ""
+        members.append(_Member(name, turn, optimizer, list(own.values()), RateTable(case, name, optimizer)))
+    held = {parameter for member in members for parameter in member.parameters}
+    for parameter in model.parameters():
+        if parameter not in held:
+            parameter.requires_grad_(False)
+    return model, members
 
 
 def _backward(
@@ -384,14 +500,14 @@ def _backward(
                 loss += float(value.detach()) * len(samples) / len(everything)
             found = gradients_of(model)
             touched |= found.keys()
-            scale = _clip_scale(case, found) if bug.clip == "micro_batch" else 1.0
+            scales = _clip_scales(case, model, found) if bug.clip == "micro_batch" else {}
             for name, gradient in found.items():
-                of_rank[name] += gradient * scale
-        scale = 1.0
+                of_rank[name] += gradient * scales.get(name, 1.0)
+        scales = {}
         if bug.clip == "rank":  # each rank clips what it has before the ranks' gradients are averaged
-            scale = _clip_scale(case, {name: value * len(division) for name, value in of_rank.items()})
+            scales = _clip_scales(case, model, {name: value * len(division) for name, value in of_rank.items()})
         for name in total:
-            total[name] += of_rank[name] * scale
+            total[name] += of_rank[name] * scales.get(name, 1.0)
         buffers[rank] = _buffers(model)
     if bug.buffers == "shared" and buffers:
         _put_buffers(model, buffers[0])
@@ -480,22 +596,31 @@ def _each_part(case: Case, model: nn.Module, numbers: Sequence[int]) -> Iterator
         done += 1
 
 
-def _clip_scale(case: Case, gradients: Mapping[str, Tensor]) -> float:
-    if case.clip_norm is None:
-        return 1.0
-    norm = float(torch.stack([tensor.double().norm() for tensor in gradients.values()]).norm())
-    return min(1.0, case.clip_norm / (norm + 1e-6))
+def _clip_scales(case: Case, model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return what each gradient is multiplied by, clipped by the norm of its optimizer's parameters among these."""
+    found = dict.fromkeys(gradients, 1.0)
+    for name, own in parameters_of(case.job, model).items():
+        most, norms = case.clip_of(name), [gradients[key].double().norm() for key in own if key in gradients]
+        if most is not None and norms:
+            scale = min(1.0, most / (float(torch.stack(norms).norm()) + 1e-6))
+            found.update({key: scale for key in own if key in gradients})
+    return found
 
 
-def _scale_gradients(model: nn.Module, scale: float) -> None:
-    if scale < 1.0:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+def _clip(case: Case, bug: Bug, member: _Member, norm: float) -> None:
+    """Clip the gradient of an optimizer by its own norm."""
+    most = case.clip_of(member.name)
+    if most is None or bug.clip != "step":
+        return
+    scale = most / (norm + 1e-6)
+    for parameter in member.parameters:
+        if parameter.grad is not None and scale < 1.0:
+            parameter.grad.mul_(scale)
 
 
-def _norm(model: nn.Module) -> float:
-    norms = [tensor.double().norm() for tensor in gradients_of(model).values()]
+def _norm(parameters: Sequence[nn.Parameter]) -> float:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [(value.to_dense() if value.is_sparse else value).double().norm() for value in gradients]
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
@@ -529,9 +654,10 @@ def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 def _one_step(case: Case, numbers: Sequence[int]) -> int:
-    model, optimizer = _made(case, NO_BUG)
+    model, members = _made(case, NO_BUG)
     _own_mean(case, model, numbers).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    for member in members:
+        member.optimizer.step()
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from drivetrain.proving.case import Case
+from drivetrain.proving.case import Case, Update
 from drivetrain.proving.classify import Classification, Kind
 from drivetrain.proving.recorder import RankTrace, StepTrace, Trace
 from drivetrain.proving.reference import ReferenceFacts
@@ -19,7 +19,8 @@ def judge_repeat(case: Case, first: Trace, second: Trace, facts: ReferenceFacts)
             return Classification(Kind.FAILED, "unknown", case.name, trace.error.splitlines()[0])
     for step in range(min(first.num_steps, second.num_steps)):
         for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=True)):
-            verdict = _first_difference(one.steps[step], other.steps[step], step, rank, facts, repeated=True)
+            pair = one.steps[step], other.steps[step]
+            verdict = _first_difference(*pair, case.update(step), rank, facts, repeated=True)
             if verdict is not None:
                 return verdict
     return _final(first, second, facts, Kind.NOT_REPEATABLE, "two runs end with other bits")
@@ -75,26 +76,24 @@ def judge_resume(
     for step in range(resumed.num_steps):
         if start + step >= whole.num_steps:
             detail = f"{start + resumed.num_steps} steps in all instead of {whole.num_steps}"
-            return Classification(Kind.STATE_NOT_SAVED, "trainer", f"step {start + step + 1}", detail)
+            return Classification(Kind.STATE_NOT_SAVED, "trainer", str(case.update(start + step)), detail)
         for rank, (one, other) in enumerate(zip(whole.ranks, resumed.ranks, strict=True)):
-            verdict = _first_difference(
-                one.steps[start + step], other.steps[step], start + step, rank, facts, repeated=False
-            )
+            pair = one.steps[start + step], other.steps[step]
+            verdict = _first_difference(*pair, case.update(start + step), rank, facts, repeated=False)
             if verdict is not None:
-                per_epoch = -(-case.num_samples // case.global_batch)
-                return _of_position(verdict, whole, resumed, start, step, per_epoch)
+                return _of_position(case, verdict, whole, resumed, start, step)
     if start + resumed.num_steps < whole.num_steps:
         detail = f"{start + resumed.num_steps} steps in all instead of {whole.num_steps}"
         return Classification(Kind.STATE_NOT_SAVED, "trainer", "number of steps", detail)
     return _final(whole, resumed, facts, Kind.STATE_NOT_SAVED, "the continued run ends with other weights")
 
 
-def continued_from(whole: Trace, resumed: Trace) -> int | None:
+def continued_from(case: Case, whole: Trace, resumed: Trace) -> int | None:
     """Return the step that a continued run went on from; None if it cannot be told."""
     if not resumed.num_steps or not whole.num_steps:
         return None
     start, verdict = _resumed_at(whole, resumed)
-    return start if verdict is None else None
+    return case.update(start).step if verdict is None else None
 
 
 def _resumed_at(whole: Trace, resumed: Trace) -> tuple[int, Classification | None]:
@@ -113,10 +112,9 @@ def _resumed_at(whole: Trace, resumed: Trace) -> tuple[int, Classification | Non
 
 
 def _first_difference(
-    right: StepTrace, seen: StepTrace, step: int, rank: int, facts: ReferenceFacts, *, repeated: bool
+    right: StepTrace, seen: StepTrace, place: Update, rank: int, facts: ReferenceFacts, *, repeated: bool
 ) -> Classification | None:
     """Return what differs first before or in a step: weights, samples, learning rate, optimizer state, losses."""
-    place = f"step {step + 1}"
     off = _odd(_part(right, _WEIGHTS), _part(seen, _WEIGHTS))
     if off:
         name = off.removeprefix(_WEIGHTS)
@@ -133,21 +131,23 @@ def _first_difference(
         return Classification(Kind.DATA_ORDER, "trainer", f"sample {odd[0]} in {place}", detail)
     if right.learning_rates != seen.learning_rates:
         kind = Kind.SCHEDULE if repeated else Kind.STATE_NOT_SAVED
-        detail = f"{seen.learning_rates[0]:.6g} instead of {right.learning_rates[0]:.6g}: the schedule's place"
+        pairs = zip(seen.learning_rates, right.learning_rates, strict=False)
+        mine_rate, right_rate = next(pair for pair in pairs if pair[0] != pair[1])
+        detail = f"{mine_rate:.6g} instead of {right_rate:.6g}: the schedule's place"
         return Classification(kind, "trainer", f"learning rate of {place}", detail)
     off = _odd(_part(right, _OPTIMIZER), _part(seen, _OPTIMIZER))
     if off:
         kind = Kind.NOT_REPEATABLE if repeated else Kind.STATE_NOT_SAVED
         return Classification(kind, "trainer", off, f"the optimizer's state differs before {place}")
-    return _loss_difference(right, seen, step, rank, facts, repeated=repeated)
+    return _loss_difference(right, seen, place, rank, facts, repeated=repeated)
 
 
 def _loss_difference(
-    right: StepTrace, seen: StepTrace, step: int, rank: int, facts: ReferenceFacts, *, repeated: bool
+    right: StepTrace, seen: StepTrace, place: Update, rank: int, facts: ReferenceFacts, *, repeated: bool
 ) -> Classification | None:
     """Explain losses that differ although weights, samples and optimizer are the same."""
     for number, (one, other) in enumerate(zip(right.micro_batches, seen.micro_batches, strict=False)):
-        where = f"loss of step {step + 1}, micro-batch {number + 1}, rank {rank}"
+        where = f"loss of {place}, micro-batch {number + 1}, rank {rank}"
         if one.content != other.content:
             detail = "items read again hold something else: what they draw is not replayed"
             return Classification(Kind.RANDOMNESS_NOT_RESTORED, "trainer", where, detail)
@@ -164,19 +164,20 @@ def _loss_difference(
     if right.grad_norm != seen.grad_norm and not _both_nan(right.grad_norm, seen.grad_norm):
         kind = Kind.NOT_REPEATABLE if repeated else Kind.STATE_NOT_SAVED
         detail = f"norm {seen.grad_norm:.9g} instead of {right.grad_norm:.9g} with the same losses"
-        return Classification(kind, "unknown", f"gradient of step {step + 1}", detail)
+        return Classification(kind, "unknown", f"gradient of {place}", detail)
     return None
 
 
 def _of_position(
-    verdict: Classification, whole: Trace, resumed: Trace, start: int, step: int, per_epoch: int
+    case: Case, verdict: Classification, whole: Trace, resumed: Trace, start: int, step: int
 ) -> Classification:
     """Explain samples that are not those that would have come next."""
     if verdict.kind is not Kind.DATA_ORDER or start == 0:
         return verdict
-    got = set(resumed.samples(step))
-    begins = start - start % per_epoch
-    if start % per_epoch and got in (set(whole.samples(begins)), set(whole.samples(0))):
+    got, first = set(resumed.samples(step)), case.update(start).step
+    per_epoch = -(-case.num_samples // case.global_batch)
+    begins = case.num_updates(first - first % per_epoch)
+    if first % per_epoch and got in (set(whole.samples(begins)), set(whole.samples(0))):
         detail = f"{verdict.detail}; the epoch begins anew: samples come twice, others not at all"
         return Classification(Kind.DUPLICATED, "trainer", verdict.where, detail)
     later = [set(whole.samples(ahead)) for ahead in range(start + step + 1, whole.num_steps)]

@@ -28,7 +28,8 @@ def accelerate_subject(*, use_seedable_sampler: bool = False, split_batches: boo
     options = {"use_seedable_sampler": use_seedable_sampler, "split_batches": split_batches}
     chosen = ", ".join(option for option, is_set in options.items() if is_set)
     run = partial(_run, use_seedable_sampler=use_seedable_sampler, split_batches=split_batches)
-    return Subject(run, f"Accelerate ({chosen})" if chosen else "Accelerate", max_world=2, even_divisions=True)
+    name = f"Accelerate ({chosen})" if chosen else "Accelerate"
+    return Subject(run, name, max_world=2, even_divisions=True, several_optimizers=False)
 
 
 def _run(case: Case, *, use_seedable_sampler: bool, split_batches: bool) -> nn.Module:

@@ -32,6 +32,7 @@ def deepspeed_subject(stages: tuple[int, ...] = (0, 2)) -> Subject:
         max_world=2,
         double=False,  # its reduction without ZeRO takes no float64
         even_divisions=True,
+        several_optimizers=False,
     )
 
 

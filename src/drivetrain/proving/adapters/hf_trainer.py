@@ -23,7 +23,7 @@ def hf_subject() -> Subject:
     import transformers  # loaded before processes are forked
 
     transformers.Trainer  # noqa: B018  (is loaded at first use)
-    return Subject(_run, "Hugging Face Trainer", max_world=2, even_divisions=True)
+    return Subject(_run, "Hugging Face Trainer", max_world=2, even_divisions=True, several_optimizers=False)
 
 
 def _run(case: Case) -> nn.Module:

@@ -18,7 +18,7 @@ def lightning_subject() -> Subject:
     """Return Lightning's Trainer as a trainer to prove."""
     import lightning  # noqa: F401  (loaded before processes are forked)
 
-    return Subject(_run, "Lightning", max_world=2, even_divisions=True)
+    return Subject(_run, "Lightning", max_world=2, even_divisions=True, several_optimizers=False)
 
 
 def _run(case: Case) -> nn.Module:

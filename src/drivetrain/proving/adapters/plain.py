@@ -121,7 +121,8 @@ def plain_subject(
         >>> plain_subject(step, name="my loop", max_world=1).name
         'my loop'
     """
-    return Subject(partial(_run, step=step, make=make), name, max_world=max_world, resumes=resumes)
+    run = partial(_run, step=step, make=make)
+    return Subject(run, name, max_world=max_world, resumes=resumes, several_optimizers=False)
 
 
 def _run(case: Case, *, step: Step, make: MakeState) -> nn.Module:
