@@ -2,8 +2,9 @@
 was killed goes on the same."""
 
 import copy
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -440,19 +441,31 @@ def nights_of(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "sleep"]
 
 
+@pytest.fixture(scope="module")
+def never_killed(gloo_pool: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Trained]]:
+    """The folder of a run that is never killed and what it comes to, trained once."""
+
+    @functools.cache
+    def trained(world: int, strategy: str, micro_batch: int, dtype: torch.dtype) -> tuple[Path, Trained]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, gloo_pool.run(train, str(folder), strategy, "", micro_batch, dtype, world=world)[0]
+
+    return trained
+
+
 @pytest.mark.parametrize(
     ("world", "strategy", "crash"), [(1, "single", "asleep"), (1, "single", "awake"), (2, "expert_parallel", "asleep")]
 )
 def test_a_run_that_is_killed_asleep_or_later_goes_on_with_the_same_bits(
-    gloo_pool: GlooPool, tmp_path: Path, world: int, strategy: str, crash: str
+    gloo_pool: GlooPool, never_killed: Callable[..., Any], tmp_path: Path, world: int, strategy: str, crash: str
 ) -> None:
     args = (10 if world == 1 else 5, torch.float32)
-    whole = gloo_pool.run(train, str(tmp_path / "whole"), strategy, "", *args, world=world)[0]
+    folder, whole = never_killed(world, strategy, *args)
     parts = str(tmp_path / "parts")
     assert gloo_pool.run(train, parts, strategy, crash, *args, world=world)[0] is None
     resumed = gloo_pool.run(train, parts, strategy, "", *args, world=world)[0]
     assert 0 < resumed.resumed_from < 18
-    nights = nights_of(tmp_path / "whole")
+    nights = nights_of(folder)
     assert len(nights) >= 2
     stages = {stage["what"] for night in nights for stage in night["stages"]}
     assert {"replay", "specialise"} <= stages
@@ -464,12 +477,13 @@ def test_a_run_that_is_killed_asleep_or_later_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "expert_parallel"])
-def test_two_processes_sleep_as_one_does(gloo_pool: GlooPool, tmp_path: Path, strategy: str) -> None:
-    alone = train(str(tmp_path / "alone"), "single", "", 8, torch.float64)
+def test_two_processes_sleep_as_one_does(
+    gloo_pool: GlooPool, never_killed: Callable[..., Any], tmp_path: Path, strategy: str
+) -> None:
+    folder, alone = never_killed(1, "single", 8, torch.float64)
     args = (str(tmp_path / "shared"), strategy, "", 8, torch.float64)
     shared = gloo_pool.run(train, *args, world=2)[0]
-    assert alone is not None
-    ours, theirs = nights_of(tmp_path / "shared"), nights_of(tmp_path / "alone")
+    ours, theirs = nights_of(tmp_path / "shared"), nights_of(folder)
     assert [night["step"] for night in ours] == [night["step"] for night in theirs]
     for our, their in zip(ours, theirs, strict=True):
         assert [(s["what"], s["kept"]) for s in our["stages"]] == [(s["what"], s["kept"]) for s in their["stages"]]
