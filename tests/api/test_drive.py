@@ -20,7 +20,7 @@ import drivetrain as dt
 from drivetrain.api.driving import Drive, drive
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.proving.case import parameter_groups
+from drivetrain.job import _groups
 from tests import warm_python
 from tests.api.jobs import Trained, Variant, make_job, make_model, plain_loop, read, run
 from tests.api.test_equivalence import CASES, but_soak, difference
@@ -37,7 +37,9 @@ def start(
     torch.manual_seed(variant.seed)
     job = make_job(variant)
     model = changes.pop("model", None) or make_model(variant)
-    optimizer = changes.pop("optimizer", None) or torch.optim.AdamW(parameter_groups(job, model), lr=1e-2)
+    optimizer = changes.pop("optimizer", None) or torch.optim.AdamW(
+        _groups([*model.parameters()], job.weight_decay), lr=1e-2
+    )
     values: Settings = {
         "name": "suite",
         "global_batch": variant.global_batch,

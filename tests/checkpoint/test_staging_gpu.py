@@ -194,6 +194,7 @@ def test_the_loop_does_not_wait_where_a_save_is_due(
     assert [event["step"] for event in map(json.loads, lines) if event["event"] == "checkpoint"] == begun
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("change", [SEEN, UNSEEN])
 def test_frozen_weights_that_change_once_are_stored_right(tmp_path: Path, change: Change) -> None:
     """The device is busy when each save begins, so that its checksums are known long after."""
