@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,16 @@ def start(folder: Path, kind: str) -> warm_python.WarmProcess:
     return warm_python.WarmProcess(["-c", CHILD, str(folder), kind], cwd=REPOSITORY, drops_stderr=True)
 
 
-def kill_until_finished(folder: Path, num_kills: int, seed: int, kind: str = "trained") -> int:
+def kill_until_finished(
+    start: Callable[[], warm_python.WarmProcess], num_kills: int, seed: int, fewest_steps: int = 1
+) -> int:
     """Start, wait for a random step and a random moment in it, kill, start again. Returns how many kills it took."""
     chance = random.Random(seed)
     kills = 0
     while True:
-        child = start(folder, kind)
+        child = start()
         assert child.stdout is not None
-        steps_to_go = chance.randint(1, 4) if kills < num_kills else 10**9
+        steps_to_go = chance.randint(fewest_steps, 4) if kills < num_kills else 10**9
         for line in child.stdout:
             steps_to_go -= line.startswith("step ")
             if steps_to_go == 0:
@@ -69,9 +72,9 @@ def kill_until_finished(folder: Path, num_kills: int, seed: int, kind: str = "tr
 
 def check(tmp_path: Path, num_kills: int, seed: int, kind: str = "trained") -> None:
     whole = tmp_path / "whole"
-    assert kill_until_finished(whole, 0, seed, kind) == 0
+    assert kill_until_finished(partial(start, whole, kind), 0, seed) == 0
     broken = tmp_path / "broken"
-    assert kill_until_finished(broken, num_kills, seed, kind) > 0
+    assert kill_until_finished(partial(start, broken, kind), num_kills, seed) > 0
     assert_identical(read(broken / "suite"), read(whole / "suite"))
 
 

@@ -1,7 +1,6 @@
 """Packed, grouped and LoRA jobs: `prove` finds nothing, and runs that are killed go on to the bit."""
 
-import random
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import drivetrain as dt
 from drivetrain.proving import Extent
 from tests import warm_python
 from tests.api.jobs import read
-from tests.api.test_kill import Announce
+from tests.api.test_kill import Announce, kill_until_finished
 from tests.api.test_resume import assert_identical
 from tests.hf.test_packing import make_job, run
 
@@ -23,30 +22,14 @@ def train(folder: str, way: str) -> None:
     run(folder, way, 3, hooks=[Announce()], checkpoint_every=2)
 
 
-def kill_until_finished(folder: Path, way: str, num_kills: int) -> int:
-    chance, kills = random.Random(1), 0
-    while True:
-        child = warm_python.WarmProcess(["-c", CHILD, str(folder), way], cwd=REPOSITORY, drops_stderr=True)
-        assert child.stdout is not None
-        steps_to_go = chance.randint(2, 4) if kills < num_kills else 10**9
-        for line in child.stdout:
-            steps_to_go -= line.startswith("step ")
-            if steps_to_go == 0:
-                time.sleep(chance.random() * 0.03)
-                break
-        if steps_to_go > 0:
-            assert child.wait(timeout=240) == 0
-            return kills
-        child.kill()
-        child.wait()
-        child.stdout.close()
-        kills += 1
+def start(folder: Path, way: str) -> warm_python.WarmProcess:
+    return warm_python.WarmProcess(["-c", CHILD, str(folder), way], cwd=REPOSITORY, drops_stderr=True)
 
 
 @pytest.mark.parametrize("way", ["lora, packed", "grouped"])
 def test_killed_runs_go_on_to_the_bit(tmp_path: Path, way: str) -> None:
-    assert kill_until_finished(tmp_path / "whole", way, 0) == 0
-    assert kill_until_finished(tmp_path / "broken", way, 2) > 0
+    assert kill_until_finished(partial(start, tmp_path / "whole", way), 0, 1) == 0
+    assert kill_until_finished(partial(start, tmp_path / "broken", way), 2, 1, fewest_steps=2) > 0
     assert_identical(read(tmp_path / "broken" / "suite"), read(tmp_path / "whole" / "suite"))
 
 
