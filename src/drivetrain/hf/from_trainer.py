@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,8 +99,9 @@ def job_from(trainer: Any) -> tuple[Job, Config]:
         (8, 3)
     """
     args = trainer.args
-    _tell_ignored(args)
-    problems = [*_unknown_fields(args), *_unknown_parts(trainer), *_unknown_values(trainer)]
+    changed = _changed_fields(args)
+    _tell_ignored(changed)
+    problems = [*_unknown_fields(args, changed), *_unknown_parts(trainer), *_unknown_values(trainer)]
     if problems:
         raise ConfigError(problems)
     source, fields = _data_of(trainer)
@@ -139,26 +140,26 @@ def _problem(name: str, message: str, value: object = None, remedy: str = "") ->
     return Problem(name, message, value, "Trainer", remedy=remedy or REMEDIES.get(name, _LEAVE_OUT))
 
 
-def _tell_ignored(args: Any) -> None:
-    """Report fields that were set and mean nothing here."""
+def _changed_fields(args: Any) -> list[str]:
+    """Return the names of the fields that have other values than by default."""
     plain = type(args)(output_dir=args.output_dir)
-    names = [name for name in sorted(WITHOUT_MEANING - _SET_BY_ITSELF) if hasattr(plain, name)]
-    ignored = [name for name in names if repr(getattr(args, name)) != repr(getattr(plain, name))]
+    names = [field.name for field in dataclasses.fields(args) if not field.name.startswith("_")]
+    return [name for name in names if repr(getattr(args, name)) != repr(getattr(plain, name))]
+
+
+def _tell_ignored(changed: Iterable[str]) -> None:
+    """Report fields that were set and mean nothing here."""
+    ignored = sorted((WITHOUT_MEANING - _SET_BY_ITSELF).intersection(changed))
     if ignored:
         notice(f"dt.hf.job_from: {', '.join(ignored)}: not used; what is learned does not depend on it")
 
 
-def _unknown_fields(args: Any) -> Iterator[Problem]:
+def _unknown_fields(args: Any, changed: Iterable[str]) -> Iterator[Problem]:
     """Yield a problem for each field that was set and is not obeyed."""
-    from transformers import TrainingArguments
-
-    plain = type(args)(output_dir=args.output_dir) if isinstance(args, TrainingArguments) else args
-    for field in dataclasses.fields(args):
-        if field.name in OBEYED | WITHOUT_MEANING or field.name.startswith("_"):
-            continue
-        value, default = getattr(args, field.name), getattr(plain, field.name)
-        if repr(value) != repr(default):
-            yield _problem(field.name, f"{field.name}={value!r} is not obeyed", value)
+    for name in changed:
+        if name not in OBEYED | WITHOUT_MEANING:
+            value = getattr(args, name)
+            yield _problem(name, f"{name}={value!r} is not obeyed", value)
 
 
 def _unknown_values(trainer: Any) -> Iterator[Problem]:

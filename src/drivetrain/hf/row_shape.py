@@ -33,7 +33,7 @@ class OpenedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class RowShape:
-    """What was asked for, and the decision it leads to."""
+    """Decides how samples are laid out in the rows of a batch: packed or padded, and to which lengths."""
 
     opened: OpenedModel
     collate: Collator
