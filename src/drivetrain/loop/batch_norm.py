@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.hook import settlement_of
+from drivetrain.core.isolation import buffers_kept
 from drivetrain.core.logged import collecting
 from drivetrain.core.precision import Precision
 from drivetrain.core.widths import widened
@@ -47,22 +48,20 @@ class BatchNormPass:
         live = [buffer for layer in layers for buffer in statistics_of(layer)]
         sums = [widened(torch.zeros_like(buffer)) for buffer in live]
         count = widened(torch.zeros((), device=live[0].device))
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         momenta = [(layer, layer.momentum) for layer in layers]
         seed_validation(self._seed)
         try:
             for layer in layers:
                 layer.momentum = 1.0  # type: ignore[assignment]  # what it keeps is then the batch's own
-            for micro in micro_batches(self._loader):
-                with collecting(), self._precision.around_forward() or nullcontext():
-                    self._loss(model, micro.batch)
-                if micro.weight:
-                    torch._foreach_add_(sums, [widened(buffer) for buffer in live], alpha=micro.num_samples)
-                    count += micro.num_samples
+            with buffers_kept(model):
+                for micro in micro_batches(self._loader):
+                    with collecting(), self._precision.around_forward() or nullcontext():
+                        self._loss(model, micro.batch)
+                    if micro.weight:
+                        torch._foreach_add_(sums, [widened(buffer) for buffer in live], alpha=micro.num_samples)
+                        count += micro.num_samples
         finally:
             settlement_of(model).forget()
-            for buffer, value in buffers:
-                buffer.copy_(value)
             for layer, momentum in momenta:
                 layer.momentum = momentum
         together = self._world.all_reduce(torch.cat([count.reshape(1), *(total.flatten() for total in sums)]))
