@@ -252,7 +252,7 @@ class Job:
             return self._made(self.optimizer, _groups(trained, self.weight_decay), model)
         chosen = chosen_parameters(model, self.optims)
         return JointOptimizer({
-            name: self._made(optim.make, _groups(chosen[name], self.of_optimizer(name).weight_decay), model)
+            name: self._made(optim.make, _groups(chosen[name], self.settled_optim(name).weight_decay), model)
             for name, optim in self.optims.items()
         })  # fmt: skip
 
@@ -311,19 +311,21 @@ class Job:
         """Return the job with the loss of one turn alone."""
         return replace(self, loss=turn.loss, optimizer=self.optims[turn.optimizers[0]].make)
 
-    def of_optimizer(self, name: str) -> "Job":
-        """Return the job with the settings of one of its optimizers."""
+    def settled_optim(self, name: str) -> Optim:
+        """Return one of several optimizers, with the job's settings where it has none of its own."""
         optim = self.optims[name]
         return replace(
-            self,
+            optim,
             schedule=self.schedule if optim.schedule is None else optim.schedule,
             clip_norm=self.clip_norm if optim.clip_norm is None else optim.clip_norm,
             weight_decay=self.weight_decay if optim.weight_decay is None else optim.weight_decay,
         )
 
     def with_one(self, name: str) -> "Job":
-        """Return the job with one of its optimizers alone, for what depends on its settings."""
-        return replace(self.of_optimizer(name), loss=self.loss_function, optimizer=self.optims[name].make)
+        """Return the job with one of its optimizers alone, for what depends on its schedule."""
+        optim = self.settled_optim(name)
+        assert optim.schedule is not None, "the job has one"
+        return replace(self, loss=self.loss_function, optimizer=optim.make, schedule=optim.schedule)
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for a run to be continued."""

@@ -85,7 +85,7 @@ def why_not_here(world: World, *, asserts: bool) -> str:
 def _why_not_optimizer(optimizer: Optimizer, device: torch.device, precision: Precision) -> str:
     if isinstance(optimizer, JointOptimizer):
         if precision.scales_loss and len(optimizer.members) > 1:
-            return "fp16: several optimizers of one loss ask the host whether gradients are infinite"
+            return "fp16: with several optimizers the host is asked whether gradients are infinite"
         return next(
             filter(None, (_why_not_optimizer(one, device, precision) for one in optimizer.members.values())), ""
         )

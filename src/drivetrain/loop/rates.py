@@ -111,7 +111,7 @@ class JointRates:
     """Sets the rates of several optimizers, each by its own schedule."""
 
     def __init__(self, job: Job, optimizer: JointOptimizer) -> None:
-        self._rates = {name: LearningRates(job.of_optimizer(name), one) for name, one in optimizer.members.items()}
+        self._rates = {name: LearningRates(job.with_one(name), one) for name, one in optimizer.members.items()}
         self.plateaus = {name: rates.plateau for name, rates in self._rates.items() if rates.plateau is not None}
         self._others: dict[int, dict[str, float]] = {}
 

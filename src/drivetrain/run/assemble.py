@@ -138,22 +138,20 @@ def make_validator(
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
-    compiled = None
-    if loss is None:
-        called = None if run.job.turns else called_loss_of(run)
-        compiled = None if called is None else run.weighted(called)
-        loss = _validated_loss(run)
+    called = None
+    if loss is None and not run.job.turns and _pays(run, sets, micro_batch, kind):
+        called = called_loss_of(run)
     on_device = partial(to_device, device=run.world.device, channels_last=run.way.channels_last)
     return Validator(
         run.job,
         loaders,
         run.precision,
         run.world,
-        loss,
+        _validated_loss(run) if loss is None else loss,
         run.loss_parts,
         prefix=f"{kind}_",
         on_device=on_device,
-        compiled_loss=compiled if _pays(run, sets, micro_batch, kind) else None,
+        compiled_loss=None if called is None else run.weighted(called),
     )
 
 
@@ -176,10 +174,10 @@ def _validated_loss(run: Session) -> LossFunction:
     """Return the loss function of validations, with results weighted as in training."""
     if not run.job.turns:
         return run.weighted(run.job.loss_function)
-    by_turn = {turn.name: run.of_turn(turn) for turn in run.job.turns}
-    counted = {name: own.weighted(own.job.loss_function) for name, own in by_turn.items()}
+    by_turn = {turn: run.of_turn(turn) for turn in run.job.turns}
     return LossByTurn({
-        name: counted[name] if own.weighting.by == "tokens" else own.job.loss_function for name, own in by_turn.items()
+        turn.name: own.weighted(turn.loss) if own.weighting.by == "tokens" else turn.loss
+        for turn, own in by_turn.items()
     })  # fmt: skip
 
 

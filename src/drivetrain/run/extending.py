@@ -108,5 +108,5 @@ def extended(job: Job, extensions: Sequence[Extension]) -> Job:
 
 def _factors_of(job: Job) -> list[FactorSchedule]:
     """Return the schedules that are a factor of the step: the job's, or those of its optimizers."""
-    schedules = [job.of_optimizer(name).schedule for name in job.optims] or [job.schedule]
+    schedules = [job.settled_optim(name).schedule for name in job.optims] or [job.schedule]
     return [schedule for schedule in schedules if isinstance(schedule, FactorSchedule)]

@@ -84,7 +84,7 @@ def clips_of(job: Job, optimizer: Optimizer, names: Iterable[str] | None = None)
     return tuple(
         Clip(
             [parameter for group in optimizer.members[name].param_groups for parameter in group["params"]],
-            job.of_optimizer(name).clip_norm,
+            job.settled_optim(name).clip_norm,
         )
         for name in (job.optims if names is None else names)
     )
