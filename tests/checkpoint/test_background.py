@@ -1,9 +1,13 @@
 """Saves beside training: what reaches the file, when it counts, and what happens when something goes wrong."""
 
 import errno
+import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +20,11 @@ from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, Che
 from drivetrain.checkpoint import checkpointer as checkpointer_module
 from drivetrain.checkpoint.files import Written
 from drivetrain.checkpoint.staging import Staging
+from drivetrain.core.launchers import Supervision
 from drivetrain.core.world import World
+from drivetrain.monitor.recorder import NoRunRecorder
+from drivetrain.run import CheckpointSaver
+from drivetrain.run import saver as saver_module
 from tests.gloo_pool import GlooPool
 
 
@@ -347,7 +355,7 @@ def leave_early(folder: str) -> float:
     saver.begin(1, part(1, world), {})
     began = time.monotonic()
     if world.rank == 1:
-        saver.judged(leaving=True)
+        saver.judged()
         with mock.patch.object(background, "GRACE_SECONDS", 0.5):
             saver.close()
     left = time.monotonic() - began
@@ -361,6 +369,110 @@ def test_a_rank_that_leaves_does_not_wait_for_ever(gloo_pool: GlooPool, tmp_path
     left = gloo_pool.run(leave_early, str(tmp_path / "c"), world=2)[1]
     assert 0.4 < left < 50
     assert names(tmp_path / "c") == []
+
+
+class FreezingFiles(Files):
+    """Stops its own process inside the write of a rank's file, as a debugger or the cgroup freezer would."""
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+        if path.name.startswith("rank-"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().write_file(path, chunks)
+
+
+def train_with_a_frozen_rank(folder: str) -> dict[str, Any]:
+    """Rank 1 is frozen while a save that was judged is in flight; rank 0 finds out in its next collective."""
+    world = joined()
+    pids = world.gather(os.getpid())
+    training = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    reports, reports_there = os.pipe()
+    files = FreezingFiles() if world.rank == 1 else None
+    said: list[str] = []
+    recorder = mock.create_autospec(NoRunRecorder, instance=True)
+    recorder.say = said.append
+    saver = CheckpointSaver(
+        Checkpointer(Path(folder), world, files=files),
+        world,
+        recorder,
+        lambda: (part(1, world), {}),
+        lambda: None,
+        beside=True,
+    )
+    assert saver.snapshot is not None
+    saver.snapshot(1)()
+    found: dict[str, Any] = {}
+    if world.rank == 1:
+        saver.finish()
+        world.close()
+        return found
+    try:
+        with (
+            mock.patch.object(saver_module, "supervision", Supervision(reports_there)),
+            mock.patch.object(background, "GRACE_SECONDS", 1.0),
+        ):
+            try:
+                dist.all_reduce(torch.ones(1), group=training)
+            except RuntimeError as error:
+                saver.failed(error)
+                found["report"] = json.loads(os.read(reports, 2**16))
+                began = time.monotonic()
+                saver.close()
+                found["seconds"] = time.monotonic() - began
+                found["checkpoints"] = names(Path(folder))
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    saver.finish()
+    found["said"] = said
+    world.close()
+    return found
+
+
+def test_a_rank_that_is_frozen_during_a_save_is_reported_before_it_is_waited_for(
+    gloo_pool: GlooPool, tmp_path: Path
+) -> None:
+    found, _ = gloo_pool.run(train_with_a_frozen_rank, str(tmp_path / "c"), world=2)
+    assert found["report"]["kind"] == "error"
+    assert found["report"]["saving"] is True
+    assert "imed out" in found["report"]["message"]
+    assert 0.9 < found["seconds"] < 50
+    assert "step-00000001" not in found["checkpoints"]
+    assert found["said"] == [
+        "the save of step 1 has not ended, and has written nothing for 1 s: other ranks do not answer, or the disk does"
+        " not; it is given up, and the checkpoints before it are as they were"
+    ]
+
+
+def test_a_wait_lasts_as_long_as_something_is_written(tmp_path: Path) -> None:
+    """The limit is for a save that stands still, not for one that is long."""
+
+    class SlowFiles(Files):
+        def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+            return super().write_file(path, slowly(chunks) if path.name.startswith("rank-") else chunks)
+
+    def slowly(chunks: Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
+        yield from chunks
+        for _ in range(25):
+            time.sleep(0.1)
+            yield bytes(2**19)
+
+    checkpointer = Checkpointer(tmp_path / "c", World(), files=SlowFiles())
+    saver = BackgroundSaver(checkpointer, World(), limit_seconds=1.5)
+    saver.begin(1, one(1), {})
+    saver.judged()
+    saver.finish()
+    assert checkpointer.steps() == [1]
+
+
+def test_a_save_that_stands_still_is_an_error_for_the_one_that_waits(tmp_path: Path) -> None:
+    files = GatedFiles()
+    checkpointer = Checkpointer(tmp_path / "c", World(), files=files)
+    saver = BackgroundSaver(checkpointer, World(), limit_seconds=0.2)
+    saver.begin(1, one(1), {})
+    saver.judged()
+    with pytest.raises(CheckpointError, match="the save of step 1 has not ended, and has written nothing"):
+        saver.begin(2, one(2), {})
+    assert saver.close().endswith("it is given up, and the checkpoints before it are as they were")
+    files.gate.set()
 
 
 def groups_of_a_world() -> tuple[bool, bool, int, int]:

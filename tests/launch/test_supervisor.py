@@ -377,3 +377,37 @@ def test_the_kernel_out_of_memory_has_a_name(tmp_path: Path) -> None:
     lines = done.stderr.rstrip().splitlines()
     assert lines[-2] == "  cause:  out of memory (host)"
     assert "rank 1" in done.stderr
+
+
+def test_a_rank_that_is_finishing_a_checkpoint_is_not_killed_before(tmp_path: Path) -> None:
+    """It reports its error first, since it may have to wait for a rank that never answers."""
+    job = script(
+        tmp_path,
+        IN_TURN + "from drivetrain.core.launchers import supervision\n"
+        "if rank == 1: time.sleep(600)\n"
+        "error = ValueError('planted')\n"
+        "supervision.failed(error, saving=True)\n"
+        "time.sleep(2)\n"  # longer than the others get
+        "tell('saved')\n"
+        "raise error\n",
+    )
+    done = launch(tmp_path, str(job))
+    assert done.code == 1
+    assert (tmp_path / "saved").exists()
+    assert done.err.count("ValueError: planted") == 1
+
+
+def test_a_checkpoint_that_waits_for_a_silent_rank_is_not_waited_for(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        IN_TURN + "from drivetrain.core.launchers import supervision\n"
+        "if rank == 1: time.sleep(600)\n"
+        "supervision.failed(RuntimeError('gloo: Timed out waiting 2000ms for recv operation'), saving=True)\n"
+        "time.sleep(15)\n"
+        "tell('waited')\n",
+    )
+    done = launch(tmp_path, str(job))
+    assert done.code != 0
+    assert not (tmp_path / "waited").exists()
+    assert "rank 1" in done.err
+    assert "did not come to a collective that rank 0 waited for" in done.err

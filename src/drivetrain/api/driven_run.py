@@ -95,6 +95,7 @@ class DrivenRun:
             self._state,
             lambda: self.validation.best_step if self.validation else None,
             beside=session.config.checkpoint.async_save,
+            limit_seconds=session.config.distributed.timeout_seconds,
         )
         stack.callback(self._saver.close)
         self._memory = watch_memory(session.world.device, self.recorder.event, self.recorder.say)
@@ -178,8 +179,9 @@ class DrivenRun:
 
         A failure in this does not hide the error that ended the loop.
         """
+        self._saver.failed(error)
         try:
-            for record in self.trainer.outstanding(leaving=True) if self._is_whole else self.trainer.last_words():
+            for record in self.trainer.outstanding() if self._is_whole else self.trainer.last_words():
                 self._write(record)
             self._saver.close()
             self._save_alone()

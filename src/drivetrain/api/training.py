@@ -322,6 +322,7 @@ class _Loop:
             self._state,
             lambda: self._validation.best_step if self._validation else None,
             beside=run.config.checkpoint.async_save,
+            limit_seconds=run.config.distributed.timeout_seconds,
         )
         self._saver.watch_frozen(parts.strategy.save)
         norms = None
@@ -364,6 +365,9 @@ class _Loop:
                     saver.report()
                 saver.finish()
                 memory.close()
+        except BaseException as error:
+            saver.failed(error)
+            raise
         finally:
             self._loader.close()
             saver.close()

@@ -6,6 +6,9 @@
 A state whose step turns out to be bad is never judged, and is abandoned. There is one save at a time: the next one
 waits for the last, and the wait is reported. A save that fails costs that checkpoint and not the run; `finish` raises
 if it was the last. All ranks do the same. Their threads communicate over a separate process group (`World.aside`).
+
+No wait for the thread is without limit: it may be waiting for a rank that is frozen. A wait goes on for as long as the
+files of the save grow, of whichever rank, and ends when they have not grown for the limit.
 """
 
 import contextlib
@@ -26,6 +29,8 @@ from drivetrain.core.world import World
 
 # On the way out after an error, other ranks may be waiting for this one, and not get to judge the step.
 GRACE_SECONDS = 30.0
+LIMIT_SECONDS = 600.0  # for other waits, unless the run sets another: after this long without a byte a save has failed
+LOOKS = 60  # how often the files are looked at within a limit
 # A new thread starts with the GIL held. It releases it at once, or `begin` would wait for it.
 HEAD_START_SECONDS = 0.002
 
@@ -44,9 +49,16 @@ class SaveOutcome:
 class BackgroundSaver:
     """Saves in a background thread. Made, used and closed by all ranks together, in the thread that trains."""
 
-    def __init__(self, checkpointer: Checkpointer, world: World, staging: Staging | None = None) -> None:
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        world: World,
+        staging: Staging | None = None,
+        *,
+        limit_seconds: float = LIMIT_SECONDS,
+    ) -> None:
         self._checkpointer = checkpointer.over(world.aside())
-        self._has_peers = world.size > 1
+        self._has_peers, self._limit_seconds = world.size > 1, limit_seconds
         self._staging = staging or Staging()
         self._thread: threading.Thread | None = None
         self._save: _Save | None = None  # the newest
@@ -105,13 +117,9 @@ class BackgroundSaver:
 
         self._start(write)
 
-    def judged(self, *, leaving: bool = False) -> None:
-        """Commit the save that was begun last as soon as it is written: its step is good.
-
-        `leaving` says that an error ends the run, so that other ranks may not get as far: `close` does not wait for
-        them for ever.
-        """
-        self._decide(is_wanted=True, leaving=leaving)
+    def judged(self) -> None:
+        """Commit the save that was begun last as soon as it is written: its step is good."""
+        self._decide(is_wanted=True)
 
     def abandon(self) -> None:
         """Drop the save that was begun last: it leaves nothing behind.
@@ -138,17 +146,26 @@ class BackgroundSaver:
         if self._save is not None and self._save.failure is not None:
             raise self._save.failure
 
-    def close(self) -> None:
-        """Finish a save that was judged; abandon one that was not. Nothing is raised."""
-        if self._save is not None and self._save.verdict is None:
-            self._decide(is_wanted=False, leaving=True)
-        may_hang = self._has_peers and self._save is not None and self._save.leaving
-        if self._thread is not None:
-            self._thread.join(GRACE_SECONDS if may_hang else None)
+    @property
+    def needs_peers(self) -> bool:
+        """Whether a save is under way that takes the other ranks, too."""
+        return self._has_peers and self._save is not None and self._thread is not None and self._thread.is_alive()
 
-    def _decide(self, *, is_wanted: bool, leaving: bool = False) -> None:
+    def close(self) -> str:
+        """Finish a save that was judged; abandon one that was not. Nothing is raised.
+
+        Returns a line to report if it was given up, since nothing of it was written for too long: empty otherwise.
+        """
+        if self._save is not None and self._save.verdict is None:
+            self._decide(is_wanted=False)
+        limit = GRACE_SECONDS if self._has_peers else self._limit_seconds
+        if self._ends_within(limit) or self._save is None or not self._save.verdict:
+            return ""
+        return f"{self._stuck(limit)}; it is given up, and the checkpoints before it are as they were"
+
+    def _decide(self, *, is_wanted: bool) -> None:
         if self._save is not None:
-            self._save.verdict, self._save.leaving = is_wanted, leaving
+            self._save.verdict = is_wanted
             self._save.has_verdict.set()
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -159,9 +176,32 @@ class BackgroundSaver:
     def _join(self) -> None:
         if self._save is not None and self._save.verdict is None:
             raise ValueError(f"step {self._save.step} is being saved and was not judged: the wait would have no end")
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if not self._ends_within(self._limit_seconds):
+            raise CheckpointError(
+                self._stuck(self._limit_seconds),
+                remedy="look at the ranks that do not answer, and at the disk; --timeout-seconds allows for more",
+                path=self._checkpointer.folder,
+            )
+        self._thread = None
+
+    def _ends_within(self, limit_seconds: float) -> bool:
+        """Wait for the thread. Return False if none of the files has grown for so long."""
+        if self._thread is None:
+            return True
+        num_bytes, since = -1, time.monotonic()
+        while time.monotonic() - since < limit_seconds:
+            self._thread.join(limit_seconds / LOOKS)
+            if not self._thread.is_alive():
+                return True
+            before, num_bytes = num_bytes, self._checkpointer.num_bytes_in_drafts()
+            if num_bytes > before:
+                since = time.monotonic()
+        return False
+
+    def _stuck(self, limit_seconds: float) -> str:
+        step = "the first step" if self._save is None else f"step {self._save.step}"
+        waits = "other ranks do not answer, or the disk does not" if self._has_peers else "the disk does not answer"
+        return f"the save of {step} has not ended, and has written nothing for {limit_seconds:g} s: {waits}"
 
 
 class _Save:
@@ -171,7 +211,6 @@ class _Save:
         self.step = step
         self.verdict: bool | None = None
         self.has_verdict = threading.Event()
-        self.leaving = False
         self.failure: CheckpointError | None = None
 
     def is_wanted(self) -> bool:

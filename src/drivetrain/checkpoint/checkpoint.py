@@ -302,6 +302,15 @@ class CheckpointFolder:
         """Return the steps of the existing checkpoints, not verified; ascending."""
         return steps_in(self.path)
 
+    def num_bytes_in_drafts(self) -> int:
+        """Return the size of all files in drafts; those that come and go meanwhile do not matter."""
+        num_bytes = 0
+        with contextlib.suppress(OSError):
+            for draft in leftovers_in(self.path):
+                with contextlib.suppress(OSError):
+                    num_bytes += sum(path.stat().st_size for path in draft.iterdir())
+        return num_bytes
+
     def begin(self, step: int, *, shares: bool) -> tuple[str, str, int]:
         """Make a folder to write into, and one for frozen weights if they are to be written.
 

@@ -233,6 +233,10 @@ class Checkpointer:
             self.frozen.note_stored(step, shared, *_newly_shared(reports))
         return True
 
+    def num_bytes_in_drafts(self) -> int:
+        """Return how much the saves in progress have written, whichever rank did it; not collective, never raises."""
+        return self._disk.num_bytes_in_drafts()
+
     def over(self, world: World) -> Self:
         """Return a view of the same checkpoints, pins and problems over another process group: for another thread."""
         other = copy.copy(self)

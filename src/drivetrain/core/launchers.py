@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,6 +221,7 @@ def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 CHANNEL = "DRIVETRAIN_REPORT_FD"
+_LONGEST_TRACE = 32_000
 _LEAST_SECONDS = 0.2  # between two reports of steps: one costs more than a short step's bookkeeping
 
 
@@ -235,6 +237,7 @@ class Supervision:
         self._told_at = 0.0
         self.last_step = 0
         self.run_folder = ""
+        self._failed: BaseException | None = None
 
     @classmethod
     def of_environment(cls) -> "Supervision":
@@ -254,6 +257,32 @@ class Supervision:
         except OSError:
             self._channel = None
 
+    def failed(self, error: BaseException, *, saving: bool = False, skipped: str = "") -> None:
+        """Report the exception that ends this process; once, however often it is called.
+
+        Args:
+            error: The exception.
+            saving: Whether a checkpoint is still being written, which the supervisor then allows some time for.
+            skipped: A file whose frames are never the cause.
+        """
+        if self._failed is error:
+            return
+        self._failed = error
+        ours = error if isinstance(error, DrivetrainError) else None
+        self.tell(
+            "error",
+            type=_qualified(type(error)),
+            message=ours.message if ours else str(error)[:4000],
+            remedy=ours.remedy if ours else "",
+            expected=ours is not None,  # in words for users: no traceback needed
+            exit_code=ours.exit_code if ours else 1,
+            origin=_origin(error),
+            traceback=_trace(error, skipped)[-_LONGEST_TRACE:],
+            step=self.last_step,
+            saving=saving,
+            at=time.monotonic(),  # one clock for all processes of a machine
+        )
+
     def step(self, step: int) -> None:
         self.last_step = step
         if self._channel is None:
@@ -269,3 +298,26 @@ class Supervision:
 
 
 supervision = Supervision.of_environment()
+
+
+def _origin(error: BaseException) -> str:
+    """Return the original exception: one that is raised during cleanup hides it, but does not explain it."""
+    seen = {id(error)}
+    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
+        error = earlier
+        seen.add(id(error))
+    return f"{_qualified(type(error))}: {str(error)[:2000]}"
+
+
+def _qualified(kind: type) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _trace(error: BaseException, skipped: str) -> str:
+    """Return the traceback without the first frames if they are of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == skipped:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -56,6 +56,7 @@ class Failure:
     follows: bool = False  # from the failure of another rank, by its looks
     at: float = 0.0  # when, on the clock of the supervisor that decides
     log: str = ""
+    saving: bool = False  # a checkpoint was still being written when it was reported
 
     @property
     def where(self) -> str:
@@ -82,6 +83,7 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
     exception = f"{kind}: {first_line}" if first_line else kind
     code = int(error.get("exit_code", 1))  # 2 for wrong input, as without a launcher
     common: dict[str, Any] = {"exception": exception, "step": int(error.get("step", 0)), "exit_code": code, **place}
+    common["saving"] = bool(error.get("saving"))
     if error.get("expected"):
         follows = bool(_LOST_A_PEER.search(f"{message}\n{error.get('origin', '')}"))
         return Failure(
@@ -199,11 +201,13 @@ def in_words(
 def as_json(cause: Failure, attempt: int, others: Sequence[Failure], when: str) -> str:
     document = {
         "cause": cause.kind,
-        **_without(asdict(cause), "kind", "follows", "at"),
+        **_without(asdict(cause), "kind", "follows", "at", "saving"),
         "attempt": attempt,
         "time": when,
         "others": [
-            _without(asdict(replace(one, traceback=one.traceback[-2000:])), "at") for one in others if one != cause
+            _without(asdict(replace(one, traceback=one.traceback[-2000:])), "at", "saving")
+            for one in others
+            if one != cause
         ],
     }
     return json.dumps(document, indent=2) + "\n"

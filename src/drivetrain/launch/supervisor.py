@@ -39,6 +39,7 @@ TICK_SECONDS = 0.1
 # After a failure: for ranks that noticed nothing, for ranks that are on their way out, and where every rank only
 # suffered, for the one that did it.
 UNAWARE_SECONDS, LEAVING_SECONDS, CULPRIT_SECONDS = 0.5, 3.0, 10.0
+SAVING_SECONDS = 30.0  # after a failure: for a rank that is finishing a checkpoint with the others
 GONE_SECONDS = 10.0  # killed processes are gone sooner; a machine that cannot say so is lost
 OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without progress
 
@@ -52,6 +53,7 @@ class _Attempt:
     failures: list[Failure] = field(default_factory=list)
     left: dict[int, Failure] = field(default_factory=dict)  # ranks that ended well, and when
     interrupted: set[int] = field(default_factory=set)
+    exited: set[int] = field(default_factory=set)  # ranks that reported a failure or interruption, and are gone
     ended: dict[int, bool] = field(default_factory=dict)  # ranks whose run ended, and whether it is finished
     nodes_gone: set[int] = field(default_factory=set)  # whose workers have all ended
     stacks: dict[int, str] = field(default_factory=dict)
@@ -241,6 +243,8 @@ class Supervisor:
             if not self._wish.has_come():
                 headline = "ended by SIGINT, which came from outside"
                 attempt.failures.append(Failure(SIGNAL, headline=headline, signal="SIGINT", **place))
+        elif kind == "ended":
+            attempt.exited.add(rank)
         elif kind == "stack":
             attempt.stacks[rank] = event["text"]
         elif kind == "gone":
@@ -254,6 +258,10 @@ class Supervisor:
             return True
         if not attempt.failures or any(failure.kind == NODE_LOST for failure in attempt.failures):
             return seconds > LEAVING_SECONDS
+        # A save cannot end without a rank that does not come; otherwise the ranks complete it first.
+        saving = {one.rank for one in attempt.failures if one.saving and one.kind != TIMEOUT} - attempt.exited
+        if saving and seconds <= SAVING_SECONDS:
+            return False
         everyone_knows = len(attempt.ranks_out) == attempt.world_size
         if all(failure.follows for failure in attempt.failures):
             waited = any(failure.kind == TIMEOUT for failure in attempt.failures)

@@ -8,14 +8,11 @@ import os
 import signal
 import socket
 import sys
-import time
-import traceback
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import DrivetrainError
@@ -27,7 +24,6 @@ SUPERVISOR_PID = "DRIVETRAIN_SUPERVISOR_PID"
 CORES = "DRIVETRAIN_CORES"
 STACKS = "DRIVETRAIN_STACKS"
 STACK_SIGNAL = signal.SIGRTMIN + 7  # asks for the stack of every thread; no library is known to use it
-_LONGEST_TRACE = 32_000
 _RENDEZVOUS = "torch.distributed.rendezvous"
 _store: list[Any] = []  # of this process, kept as long as it lives
 
@@ -69,7 +65,7 @@ def _guarded(kind: str, words: list[str]) -> int:
         supervision.tell("interrupted")
         return 130
     except BaseException as error:  # noqa: BLE001  (whatever ended the script is the news)
-        _tell_error(error)
+        supervision.failed(error, skipped=__file__)
         return error.exit_code if isinstance(error, DrivetrainError) else 1
 
 
@@ -136,46 +132,3 @@ def _serve_store(descriptor: int) -> None:
 
 def _append_to(path: str) -> Any:
     return Path(path).open("a", encoding="utf-8")  # as long as the process lives
-
-
-def _tell_error(error: BaseException) -> None:
-    is_ours = isinstance(error, DrivetrainError)
-    message, remedy = (error.message, error.remedy) if isinstance(error, DrivetrainError) else (str(error)[:4000], "")
-    supervision.tell(
-        "error",
-        type=_qualified(type(error)),
-        message=message,
-        remedy=remedy,
-        expected=is_ours,  # in words for users: no traceback needed
-        exit_code=error.exit_code if isinstance(error, DrivetrainError) else 1,
-        origin=_origin(error),
-        traceback=_trace(error)[-_LONGEST_TRACE:],
-        step=supervision.last_step,
-        at=time.monotonic(),  # one clock for all processes of a machine
-    )
-
-
-def _origin(error: BaseException) -> str:
-    """Return the original exception: one that is raised during cleanup hides it, but does not explain it."""
-    seen = {id(error)}
-    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
-        error = earlier
-        seen.add(id(error))
-    return f"{_qualified(type(error))}: {str(error)[:2000]}"
-
-
-def _qualified(kind: type) -> str:
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-
-
-def _trace(error: BaseException) -> str:
-    """Return the traceback without the frames of this file, which are never the cause."""
-    return "".join(traceback.format_exception(type(error), error, _below_here(error.__traceback__)))
-
-
-def _below_here(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace

@@ -148,7 +148,9 @@ class _Worker:
 
 
 class Crew:
-    """Emits events: `run`, `step`, `checkpoint`, `end`, `failure`, `left`, `interrupted`, and `gone` once all ended."""
+    """Emits events: `run`, `step`, `checkpoint`, `end`, `failure`, `left`, `interrupted`; `ended` of a process that had
+    reported its failure or interruption before, and `gone` once all ended.
+    """
 
     def __init__(
         self,
@@ -356,6 +358,8 @@ class Crew:
         with contextlib.suppress(OSError):
             if stacks.stat().st_size == 0:
                 stacks.unlink()
+        if worker.has_told:
+            self._emit("ended", worker)
         if self._killed or worker.has_told:
             return
         if code == 0 or (code == STOPPED and worker.has_stopped):

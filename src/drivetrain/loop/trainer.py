@@ -69,11 +69,10 @@ class Saver(Protocol):
         """Refuse a state that cannot be saved: called after the first step, in which optimizers create their state."""
 
     @property
-    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
+    def snapshot(self) -> Callable[[int], Callable[[], None]] | None:
         """The function that copies the state for a checkpoint before its step was judged; None if saves wait for it.
 
-        It returns a function to call once the step was judged, with whether an error has ended the run; never if the
-        step was bad.
+        It returns a function to call once the step was judged; never if the step was bad.
         """
 
 
@@ -154,7 +153,7 @@ class Trainer:
         self._everies = [every for every in everies if every != "epoch"]
         self._in_flight = InFlight(world.device, stepper.clock)
         self._last_loss = math.nan  # of the record read last; before hooks that is the step just done
-        self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step in flight
+        self._commit: Callable[[], None] | None = None  # of a snapshot that was taken after the step in flight
         self.wants_stop = False
         self.stopped_early = False  # a stop was requested; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
@@ -221,7 +220,7 @@ class Trainer:
         if num_due:
             yield from self._records(num_due)
         if commit is not None:
-            commit(False)
+            commit()
         clock.lap(LOGGING)
         save_due |= self.stopped_early
         ends = is_last or self.is_over
@@ -287,16 +286,13 @@ class Trainer:
         stretch = stretch.shortened(min(free, default=stretch.num_steps)).shortened(self._in_flight.num_read_back)
         return stretch if stretch.num_steps > 1 else None
 
-    def outstanding(self, *, leaving: bool = False) -> Iterator[StepRecord]:
-        """Yield the records of the last steps that were not read yet; blocks until the device has finished them.
-
-        `leaving` says that the loop was left before its end, perhaps by this rank alone.
-        """
+    def outstanding(self) -> Iterator[StepRecord]:
+        """Yield the records of the last steps that were not read yet; blocks until the device has finished them."""
         commit, self._commit = self._commit, None
         if self._in_flight:
             yield from self._records(len(self._in_flight))
         if commit is not None:
-            commit(leaving)
+            commit()
 
     def _records(self, count: int) -> Iterator[StepRecord]:
         """Yield the records of the oldest `count` entries in flight; blocks until the device has finished them."""
@@ -317,7 +313,7 @@ class Trainer:
         except Exception:  # noqa: BLE001  (a bad step, or a device that is gone: the first error is the news)
             return
         yield record
-        commit(True)
+        commit()
 
     @property
     def is_over(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
+from drivetrain.checkpoint.background import LIMIT_SECONDS
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import supervision
 from drivetrain.core.processes import SetAside
@@ -36,9 +37,10 @@ class CheckpointSaver:
         best_step: Callable[[], int | None],
         *,
         beside: bool,
+        limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
         self._checkpointer, self._recorder, self._state, self._best_step = checkpointer, recorder, state, best_step
-        self._saver = BackgroundSaver(checkpointer, world) if beside else None
+        self._saver = BackgroundSaver(checkpointer, world, limit_seconds=limit_seconds) if beside else None
         self._best_at: dict[int, int | None] = {}  # which step was the best when one was saved
         self._pins: set[int] = set()
         self._num_problems_told = 0
@@ -46,7 +48,7 @@ class CheckpointSaver:
         self._pin_best()  # before anything can be pruned
 
     @property
-    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
+    def snapshot(self) -> Callable[[int], Callable[[], None]] | None:
         """The function that takes the state of a step not judged yet; None if saves wait. See `Trainer.snapshot`."""
         return None if self._saver is None else self._snapshot
 
@@ -66,7 +68,7 @@ class CheckpointSaver:
     def save(self, step: int) -> None:
         """Save the state of a step that was judged."""
         if self._saver is not None:
-            self._begin(step, may_wait=True)(False)
+            self._begin(step, may_wait=True)()
             return
         began = time.monotonic()
         self._recorder.flush()
@@ -94,17 +96,29 @@ class CheckpointSaver:
         if self._saver is not None:
             self._saver.finish()
 
+    def failed(self, error: BaseException) -> None:
+        """Report an error to the supervisor while a save is under way that takes all ranks: one may be frozen.
+
+        Called before anything is waited for. Errors in words for users are raised on all ranks, which may go on.
+        """
+        is_awaited = self._saver is not None and self._saver.needs_peers
+        if is_awaited and isinstance(error, Exception) and not isinstance(error, DrivetrainError):
+            supervision.failed(error, saving=True)
+
     def close(self) -> None:
         """Finish a save of a step that was judged, abandon any other. Called after an error, too; raises nothing."""
         self._aside.end()
         if self._saver is not None:
-            self._saver.close()
+            given_up = self._saver.close()
             self.report()
+            if given_up:
+                self._recorder.event("save given up", words=given_up)
+                self._recorder.say(given_up)
 
-    def _snapshot(self, step: int) -> Callable[[bool], None]:
+    def _snapshot(self, step: int) -> Callable[[], None]:
         return self._begin(step, may_wait=False)
 
-    def _begin(self, step: int, *, may_wait: bool) -> Callable[[bool], None]:
+    def _begin(self, step: int, *, may_wait: bool) -> Callable[[], None]:
         """Begin a save. With `may_wait`, the host may wait for the device: it has just waited for the step."""
         assert self._saver is not None
         saver = self._saver
@@ -112,9 +126,9 @@ class CheckpointSaver:
         self._best_at[step] = self._pin_best()
         saver.begin(step, shards, meta, may_wait=may_wait)
 
-        def judged(leaving: bool) -> None:
+        def judged() -> None:
             self._recorder.flush()  # a checkpoint counts on the lines of all steps up to it
-            saver.judged(leaving=leaving)
+            saver.judged()
 
         return judged
 
