@@ -102,6 +102,7 @@ FLAGS = {
     "watch.monitor_gpu": ["--monitor-gpu"],
     "watch.gpu_log_interval": ["--gpu-log-interval"],
     "watch.profile": ["--profile"],
+    "watch.inject": ["--inject"],
     "watch.report": ["--report"],
     "watch.quiet": ["--quiet"],
 }
@@ -123,7 +124,7 @@ OBEYED = {
     "status": ["run.output_dir"],
     "report": ["run.output_dir"],
     "train": list(FLAGS),
-    "launch": ["run.output_dir", "distributed.skip_preflight"],
+    "launch": ["run.output_dir", "distributed.skip_preflight", "watch.inject"],
     "plan": [
         name
         for name in FLAGS

@@ -13,6 +13,7 @@ from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
+from drivetrain.core.faults import Faults
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
@@ -76,6 +77,7 @@ from drivetrain.run.assemble import (
 )
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.grad_norm import NormCadence
+from drivetrain.run.injection import FaultyFiles, faults_of, inject
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
 from drivetrain.run.memory import (
     can_go_on_here,
@@ -168,6 +170,7 @@ class _Start:
     checkpoint: Checkpoint | None  # that the run goes on from
     model: nn.Module  # as the user made it
     changes: Sequence[str]  # in the job, since the checkpoint
+    faults: Faults  # that are injected
 
 
 class _Run(Session):
@@ -179,7 +182,9 @@ class _Run(Session):
         folder = self.claim()
         try:
             heed_cap(self)
-            checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last)
+            faults = faults_of(self)
+            files = FaultyFiles(faults) if faults else None
+            checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last, files=files)
             checkpoint = checkpointer.latest()
             model = built or build_model(self)
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
@@ -187,7 +192,7 @@ class _Run(Session):
             settle_weighting(self, model, checkpoint)
             self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():
-                return self._train(_Start(folder, checkpointer, checkpoint, model, changes))
+                return self._train(_Start(folder, checkpointer, checkpoint, model, changes, faults))
         except BaseException as error:
             self.note_failed_start(error)
             raise
@@ -223,6 +228,9 @@ class _Run(Session):
             takes_weights=start.checkpoint is None,
             counts_flops=watches,
         )
+        if start.faults.changes_steps:
+            why = parts.why_not_captured or "faults are injected into steps"
+            parts = replace(parts, objective=start.faults.around(parts.objective), why_not_captured=why)
         check_aims(self.job, [*(f"loss_{name}" for name in self.part_names), *self.step_log.names])
         self.loss_parts.check_division(-(-self.rank_samples // loader.division.micro_batch))
         wants_capture = self.way.capture
@@ -325,6 +333,7 @@ class _Loop:
             limit_seconds=run.config.distributed.timeout_seconds,
         )
         self._saver.watch_frozen(parts.strategy.save)
+        before_step = self._before_step(watched(run, loader, parts.model, stepper, recorder))
         norms = None
         if not job.clips and run.spec.norms:
             norms = self._norm_cadence(stepper, resumed_from)
@@ -344,7 +353,7 @@ class _Loop:
             validation=self._validation,
             average=parts.average,
             rehearsal=self._rehearsal(),
-            before_step=self._before_step(watched(run, loader, parts.model, stepper, recorder)),
+            before_step=inject(start.faults, run, parts, loader, self._saver, before_step),
             check_model=parts.watch.check,
             freezer=Freezer(parts.given, run.sharded.owners if run.sharded else {}),
             set_loss_weights=run.loss_parts.set_weights if run.loss_parts.has_schedule else None,

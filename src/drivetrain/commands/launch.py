@@ -13,7 +13,7 @@ from drivetrain.launch.start import check_script, start
 
 COMMAND = Command(
     summary="Starts a script on every GPU here, or on several machines; watches it, and says why it failed.",
-    obeys=("run.output_dir", "distributed.skip_preflight"),
+    obeys=("run.output_dir", "distributed.skip_preflight", "watch.inject"),
 )
 EXAMPLES = (
     "drivetrain launch train.py --lr 0.1         every GPU; what follows the script is the script's",
@@ -43,4 +43,5 @@ def run(options: LaunchCommandOptions, resolved: Resolved) -> int:
         detect(config.run.output_dir),
         config.run.output_dir,
         skip_preflight=config.distributed.skip_preflight,
+        inject=config.watch.inject,
     )

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from drivetrain.core.faults import ALLOWED as FAULTS_ALLOWED
+from drivetrain.core.faults import parse_faults
 from drivetrain.core.plugins import STRATEGIES, TRACKERS, Plugins
 from drivetrain.core.value import PrecisionName, parse_seconds
 
@@ -523,6 +525,11 @@ def _first_before_last(window: str | None) -> str | None:
     return window
 
 
+def _known_faults(text: str) -> str:
+    parse_faults(text)
+    return text
+
+
 def _known_tracker(name: str) -> str:
     """Accept the name of a tracker, and `package.module:prepare`, which is loaded by the process that trains."""
     if not TRACKERS.target(name):
@@ -563,6 +570,11 @@ class WatchSection(Section):
         None,
         pattern=r"^[1-9]\d*:[1-9]\d*$",
         description="steps to watch with torch.profiler, the first and the last, such as 10:15",
+    )
+    inject: Annotated[str, AfterValidator(_known_faults), Flag("inject"), Allowed(FAULTS_ALLOWED)] = Field(
+        "",
+        description="faults to inject into the run, each once, to see what it survives, such as kill@120:rank1: in "
+        "step 120, on rank 1 (default: every rank); several separated by commas",
     )
     report: Annotated[bool, Flag("report")] = Field(
         True, description="write report.html, performance_summary.txt and pictures at the end"

@@ -139,6 +139,7 @@ class Loader:
         self.watch: Callable[[Place, list[MicroBatch]], list[MicroBatch]] | None = None
         # Gets a step's number and its micro-batches, before they are copied to the device or gathered there.
         self.count_ahead: CountAhead | None = None
+        self.before_step: Callable[[int], None] | None = None  # with each step's number, from 1
         self.fingerprint = ""  # of the first step that was read, over all ranks; to be the same on each
         self.items = None if self.source.is_iterable else KeyedItems(self.source.dataset, seed)
         self._order = self.source.order(division.global_batch, seed, shuffle=shuffle)
@@ -280,6 +281,8 @@ class Loader:
         try:
             for step, micro_batches in self._feed.steps(fetched):
                 self._behind = step
+                if self.before_step is not None:
+                    self.before_step(step.place.step + 1)
                 yield step.place, micro_batches
         finally:
             self.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from drivetrain.config import FOREIGN
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.faults import ENVIRONMENT as FAULTS
 from drivetrain.core.processes import OrphanGuard, StopWish, hearing
 from drivetrain.hardware import Hardware
 from drivetrain.launch.layout import LaunchOptions, Layout, make_layout, own_addresses
@@ -195,10 +196,11 @@ def start(
     *,
     skip_preflight: bool,
     foreign: Collection[str] = (),
+    inject: str = "",
 ) -> int:
     """Run `words` in every worker until they end; the exit code is the job's.
 
-    `foreign` are the fields among the words that a file for another trainer set.
+    `foreign` are the fields among the words that a file for another trainer set; `inject` are faults for a script.
     """
     if script is not None:
         check_script(script)
@@ -206,6 +208,8 @@ def start(
     environment = {SKIP_PREFLIGHT: "1"} if skip_preflight else {}
     if foreign:
         environment[FOREIGN] = ",".join(sorted(foreign))
+    if inject:
+        environment[FAULTS] = inject
     task = WorkerTask(words, environment)
     code = {**code_version("" if script is None else str(script)), "arguments": " ".join(words[1:])}
     if layout.node_rank == 0 and os.environ.get("DRIVETRAIN_LAUNCHED"):

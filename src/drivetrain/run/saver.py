@@ -45,6 +45,7 @@ class CheckpointSaver:
         self._pins: set[int] = set()
         self._num_problems_told = 0
         self._aside = SetAside()
+        self.when_begun: Callable[[int], None] | None = None  # called with the step of a save that was begun
         self._pin_best()  # before anything can be pruned
 
     @property
@@ -125,6 +126,8 @@ class CheckpointSaver:
         shards, meta = self._state()
         self._best_at[step] = self._pin_best()
         saver.begin(step, shards, meta, may_wait=may_wait)
+        if self.when_begun is not None:
+            self.when_begun(step)
 
         def judged() -> None:
             self._recorder.flush()  # a checkpoint counts on the lines of all steps up to it
