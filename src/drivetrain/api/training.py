@@ -14,6 +14,7 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
 from drivetrain.core.faults import Faults
+from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
@@ -185,7 +186,8 @@ class _Run(Session):
             faults = faults_of(self)
             files = FaultyFiles(faults) if faults else None
             checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last, files=files)
-            checkpoint = checkpointer.latest()
+            with start_marks.restoring():
+                checkpoint = checkpointer.latest()
             model = built or build_model(self)
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
             refuse_before_planning(self, model, checkpoint)

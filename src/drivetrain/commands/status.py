@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.goodput import Account, read_account
 from drivetrain.core.run_folder import as_row, is_finished, read_job, read_yaml
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
@@ -55,6 +56,8 @@ class RunState:
     samples_per_second: float | None
     checkpoint: int | None  # the step of the newest
     seconds_left: float | None  # while it is running
+    goodput: float | None = None  # the share of the time since it was submitted that went into steps which still count
+    failures: str = ""  # how often it was interrupted, by what, and what that cost
 
 
 def runs_in(output_dir: Path) -> list[RunState]:
@@ -74,6 +77,7 @@ def state_of(folder: Path) -> RunState:
     num_steps, step = job.get("num_steps"), int(last.get("step", 0))
     timed = [row for row in steps if row.get("seconds")]
     seconds = sum(row["seconds"] for row in timed)
+    account = _account(folder, is_running=state == "running")
     left = None
     if state == "running" and num_steps is not None and timed:
         left = (num_steps - step) * seconds / len(timed)
@@ -89,7 +93,16 @@ def state_of(folder: Path) -> RunState:
         samples_per_second=sum(row["samples"] for row in timed) / seconds if seconds else None,
         checkpoint=checkpoint,
         seconds_left=left,
+        goodput=None if account is None else account.goodput,
+        failures="" if account is None else account.failures_in_words(),
     )
+
+
+def _account(folder: Path, *, is_running: bool) -> Account | None:
+    try:
+        return read_account(folder, is_running=is_running)
+    except (OSError, ValueError, LookupError, TypeError):  # damaged: it does not hide how the run stands
+        return None
 
 
 def _job(folder: Path) -> tuple[dict[str, Any], str]:
@@ -264,8 +277,10 @@ def in_words(one: RunState) -> str:
     facts += [] if one.samples_per_second is None else [f"{_rate(one.samples_per_second)} samples/s"]
     facts.append("no checkpoint" if one.checkpoint is None else f"checkpoint {one.checkpoint}")
     facts += [] if one.seconds_left is None else [f"{timedelta(seconds=round(one.seconds_left))} left"]
+    facts += [] if one.goodput is None else [f"goodput {one.goodput:.1%}"]
     line = f"{one.state:<9} {one.folder}: {', '.join(facts)}"
-    return f"{line}\n          {one.cause}" if one.cause else line
+    more = [one.cause, f"interruptions {one.failures}" if one.failures else ""]
+    return "\n          ".join([line, *filter(None, more)])
 
 
 def _jobs_in_words(jobs: Sequence[SlurmJob], output_dir: Path) -> list[str]:

@@ -163,6 +163,16 @@ def write_down(output_dir: Path, job: str, name: str, script: Path, output: str)
         file.write(json.dumps({**row, "submitted": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
 
 
+def submitted_at(output_dir: Path, environ: Mapping[str, str] | None = None) -> float | None:
+    """Return when this job was submitted, by the wall clock; None if that is not known, or if it was requeued."""
+    environ = os.environ if environ is None else environ
+    job = environ.get("SLURM_JOB_ID", "")
+    if not job or environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        return None
+    found = [row.get("submitted") for row in read_rows(output_dir / _RECORD)[0] if row.get("job") == job]
+    return datetime.fromisoformat(str(found[-1])).timestamp() if found and found[-1] else None
+
+
 def jobs_of(output_dir: Path) -> tuple[list[SlurmJob], str]:
     """Return the jobs submitted into this folder, and why nothing more is known of them; empty if all is well."""
     try:

@@ -17,6 +17,7 @@ from typing import Any
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.processes import OrphanGuard, hearing
 from drivetrain.core.run_folder import is_finished
+from drivetrain.launch.attempts import AttemptLog
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes
 from drivetrain.launch.root_cause import (
@@ -33,6 +34,7 @@ from drivetrain.launch.root_cause import (
     never_came,
     node_lost,
 )
+from drivetrain.launch.slurm import submitted_at
 from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Start, WorkerTask
 
 TICK_SECONDS = 0.1
@@ -58,6 +60,7 @@ class _Attempt:
     nodes_gone: set[int] = field(default_factory=set)  # whose workers have all ended
     stacks: dict[int, str] = field(default_factory=dict)
     step: int = 0
+    stepped_at: float = 0.0  # when the last report of a step came
     checkpoint: int = 0
 
     @property
@@ -86,6 +89,7 @@ class Supervisor:
         self._best_step = self._best_checkpoint = 0
         self._outside_in_a_row = 0
         self._before: Failure | None = None
+        self._log = AttemptLog(submitted_at(output_dir))
 
     def run(self) -> int:
         self._nodes = Nodes(self._layout, self._output_dir, self._code, self._options.node_seconds)
@@ -95,6 +99,7 @@ class Supervisor:
                 self._wish = wish
                 code, words = self._run()
             self._nodes.tell("end", code=code, words=words)
+            self._log.note("end", code=code)
             _say(words)
             return code
         except DrivetrainError as error:
@@ -114,6 +119,7 @@ class Supervisor:
         number = 0
         while True:
             attempt = _Attempt(number, self._layout.num_processes + sum(self._sizes))
+            self._log.note("attempt", number=number, world_size=attempt.world_size)
             outcome = self._attempt(attempt)
             cause = outcome.cause
             finished = outcome.ended_well and all(attempt.ended.values()) and not attempt.interrupted
@@ -122,6 +128,11 @@ class Supervisor:
             if cause is None:
                 return (0, "") if finished else (130, "")
             self._write_crash(cause, outcome.others, attempt, last=False)
+            step = max(attempt.step, cause.step)
+            self._log.note(
+                "failure", cause=cause.kind, rank=cause.rank, step=step, failed_at=cause.at,
+                progress_at=attempt.stepped_at,
+            )  # fmt: skip
             why_not = self._why_not_again(cause, attempt) or self._why_not_all_here(cause)
             if self._wish.has_come():
                 return self._wish.exit_code, self._stopped_in_words(attempt, cause)
@@ -217,7 +228,7 @@ class Supervisor:
             "at": time.monotonic(),
         }
         if kind == "step":
-            attempt.step = max(attempt.step, event["step"])
+            attempt.step, attempt.stepped_at = max(attempt.step, event["step"]), time.monotonic()
         elif kind == "resumed":
             self._best_step = max(self._best_step, event["step"])
             self._best_checkpoint = max(self._best_checkpoint, event["step"])
@@ -227,6 +238,7 @@ class Supervisor:
             if self._run_folder is None:
                 Path(event["folder"], "crash.json").unlink(missing_ok=True)  # of an earlier start
             self._run_folder = Path(event["folder"])
+            self._log.into(self._run_folder)
             if self._options.log_dir is None:
                 crew.logs.move(self._run_folder / "logs")
         elif kind == "end":

@@ -8,9 +8,10 @@ measured, and each stands for those before it; of those that were enqueued in on
 does not happen in every step is measured whenever it does.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from operator import sub
+from operator import add, sub
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,13 @@ class Laps(NamedTuple):
     seconds: Sequence[float]  # by phase, of all these steps together
     waited: float | None = None  # seconds that the host waited for the device meanwhile; None: not known
 
+    def and_then(self, later: "Laps") -> "Laps":
+        """Return these measurements and later ones together."""
+        waited = [found for found in (self.waited, later.waited) if found is not None]
+        return Laps(
+            self.steps + later.steps, list(map(add, self.seconds, later.seconds)), sum(waited) if waited else None
+        )
+
     def per_step(self) -> dict[str, float]:
         """Return the seconds of a step, by the name of each phase that occurred."""
         pairs = zip(PHASES, self.seconds, strict=True)
@@ -43,6 +51,8 @@ class Laps(NamedTuple):
 
 class PhaseClock(Protocol):
     """Takes the loop's reports of what it does."""
+
+    started_at: float | None  # by the monotonic clock; None: not yet
 
     def start(self) -> None:
         """Start the clock: the loop begins now."""
@@ -79,10 +89,12 @@ class PhaseClock(Protocol):
 
 
 class NoClock:
-    """Measures nothing."""
+    """Measures nothing but when the loop began."""
+
+    started_at: float | None = None
 
     def start(self) -> None:
-        pass
+        self.started_at = time.monotonic()
 
     def lap(self, phase: int) -> None:
         pass
@@ -156,6 +168,7 @@ class HostClock(_Clock):
         self._over = self._taken = self._all.copy()  # of steps that are over; of steps that were handed out
 
     def start(self) -> None:
+        super().start()
         self._last = perf_counter()
 
     def lap(self, phase: int) -> None:
@@ -217,6 +230,7 @@ class EventClock(_Clock):
         self._read_last: _StepLaps | None = None  # the step behind it may count from its last event
 
     def start(self) -> None:
+        super().start()
         self._begin(self._stride)
 
     def look(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import queue
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,16 +14,17 @@ import torch
 from rich.markup import escape
 
 from drivetrain.config import Config
+from drivetrain.core.goodput import stamp, start_marks
 from drivetrain.core.log import LOGGER
 from drivetrain.core.logged import Media
 from drivetrain.core.records import StepRecord
-from drivetrain.core.run_folder import RunFolder, read_rows, yaml_text
+from drivetrain.core.run_folder import RunFolder, as_row, read_rows, yaml_text
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.monitor.console import RunConsole
 from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
 from drivetrain.monitor.media import keep_media
-from drivetrain.monitor.phases import Laps, NoClock, PhaseClock
+from drivetrain.monitor.phases import DATA, LOGGING, Laps, NoClock, PhaseClock
 from drivetrain.monitor.profiler import StepProfiler, peak_rate
 from drivetrain.monitor.sampler import Sampler, label
 from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, start_trackers
@@ -79,6 +81,7 @@ class RunFacts:
     captured: bool = False
     closed: tuple[str, ...] = ()  # settings of which the plan measured or ruled out the other way
     first_set: str = ""  # the name of the first validation set; empty for a single one, which has none
+    joined_at: float = 0.0  # when the ranks had met, on the monotonic clock
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
@@ -124,6 +127,55 @@ def _part_losses(window: Sequence[StepRecord]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items()}
 
 
+class _LoopTime:
+    """Accounts for the time of the loop since this start; see `core/goodput.py`.
+
+    Laps leave no gap: what is neither data, validation, a checkpoint nor records is the work of steps and their hooks.
+    Compilation is in the first step: what that took more than those behind it belongs to the start.
+    """
+
+    NUM_FIRST = 9
+    IS_COMPILED = 2.0  # a first step that took this many times as long as others
+
+    def __init__(self, resumed_from: int) -> None:
+        self.step, self.noted_at = resumed_from, time.monotonic()
+        self.spent = {"eval": 0.0, "ckpt_block": 0.0, "data_wait": 0.0, "other": 0.0}
+        self._began = self.noted_at
+        self._first: list[float] = []
+
+    def saw(self, record: StepRecord) -> None:
+        self.step = record.step
+        if len(self._first) < self.NUM_FIRST:
+            self._first.append(record.seconds)
+
+    def saw_laps(self, laps: Laps) -> None:
+        self.spent["data_wait"] += laps.seconds[DATA]
+        self.spent["other"] += laps.seconds[LOGGING]
+
+    def as_spent(self, started_at: float | None) -> dict[str, float]:
+        """Return the seconds by bucket; `started_at` is when the first step was begun."""
+        began = started_at or (self._began if self._first else self.noted_at)  # a loop of the user's does not say
+        init = max(0.0, began - self._began)
+        if len(self._first) > 1:
+            usual = statistics.median(self._first[1:])
+            init += self._first[0] - usual if self._first[0] > self.IS_COMPILED * usual else 0.0
+        rest = self.noted_at - self._began - init - sum(self.spent.values())
+        return {**self.spent, "init": init, "step": max(0.0, rest)}
+
+
+def _last_written(path: Path) -> dict[str, float]:
+    """Return when the start before this one last wrote down a step, and which. A kill leaves no other record."""
+    try:
+        found = path.stat()
+        with path.open("rb") as file:
+            file.seek(max(0, found.st_size - 4096))
+            rows = [row for line in file.read().split(b"\n") if (row := as_row(line)) is not None]
+    except OSError:
+        return {}
+    steps = [row["step"] for row in rows if isinstance(row.get("step"), int)]
+    return {"last_write": found.st_mtime, "last_step": steps[-1]} if steps else {}
+
+
 class NoRunRecorder:
     """The recorder of ranks other than the main one: writes nothing."""
 
@@ -147,6 +199,9 @@ class NoRunRecorder:
     def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
         pass
 
+    def spend(self, bucket: str, seconds: float) -> None:
+        """Account for time of the loop that no step took: `eval`, `ckpt_block`."""
+
     def flush(self) -> None:
         pass
 
@@ -160,10 +215,45 @@ class NoRunRecorder:
         pass
 
 
+def _device_figures(sampler: Sampler | None) -> dict[str, float]:
+    return {
+        f"{device}/{name}": float(value)
+        for device, row in (sampler.latest if sampler is not None else {}).items()
+        for name, value in row.items()
+        if isinstance(value, (int, float))
+    }
+
+
+def _known(facts: RunFacts, peak_flops: float | None, peak_origin: str, *, saves_beside: bool) -> Observed:
+    """Return what the doctor is told of the run before it begins."""
+    plan = facts.plan
+    return Observed(
+        steps=0,
+        phases={},
+        device=facts.device.type,
+        precision=plan.precision,
+        world_size=plan.world_size,
+        num_workers=plan.num_workers,
+        num_cores=facts.num_cores,
+        may_add_workers=facts.may_add_workers,
+        is_resident=facts.is_resident,
+        pins_memory=facts.pins_memory,
+        accumulation=plan.accumulation,
+        micro_batch=plan.micro_batch,
+        compiled=facts.compiled,
+        captured=facts.captured,
+        closed=facts.closed,
+        peak_flops=peak_flops,
+        peak_origin=peak_origin,
+        saves_beside=saves_beside,
+    )
+
+
 class RunRecorder(NoRunRecorder):
     """The recorder of one run, on its main process. A failing write is reported once; the run goes on."""
 
     DEFAULT_LOG_EVERY = 10
+    TIME_SECONDS = 60.0  # at most between two accounts of the time, while steps are done
     LEAST_SECONDS = 0.5  # between points if the number of steps is not given: short steps need no hundred a second
 
     def __init__(
@@ -187,6 +277,7 @@ class RunRecorder(NoRunRecorder):
         self._console = RunConsole(
             facts.num_steps, facts.steps_per_epoch, facts.resumed_from, quiet=quiet, line_every=every or None
         )
+        written = _last_written(folder.path / "steps.jsonl")
         self._logs = {name: folder.log(f"{name}.jsonl") for name in ("steps", "metrics", "speed", "events")}
         for name in ("steps", "metrics", "speed"):
             num_damaged = self._logs[name].keep_up_to(facts.resumed_from)
@@ -200,39 +291,19 @@ class RunRecorder(NoRunRecorder):
         plan = asdict(facts.plan)
         text = yaml_text({**plan, **facts.planned}, width=120, explicit_end=True)
         folder.write("plan.yaml", text)
-        self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan)
+        self._time = _LoopTime(facts.resumed_from)
+        since = {"since": start_marks.take(facts.joined_at), **written}
+        self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan, **stamp(), **since)
         self._peak_flops, origin = self._say_flops()
-        self._checkups = Checkups(self._known(origin))
+        known = _known(facts, self._peak_flops, origin, saves_beside=config.checkpoint.async_save)
+        self._checkups = Checkups(known)
         self._last: StepRecord | None = None
+        self._laps: Laps | None = None  # since the last row of speed.jsonl, as far as they were read
         self._window: list[StepRecord] = []  # since the last row of speed.jsonl
         self._window_began = time.monotonic()
         self._trackers: list[BackgroundTracker] = []
         self._sampler: Sampler | None = None
         self._profiler: StepProfiler | None = None
-
-    def _known(self, peak_origin: str) -> Observed:
-        """Return what the doctor is told of the run before it begins."""
-        facts, plan, config = self._facts, self._facts.plan, self._config
-        return Observed(
-            steps=0,
-            phases={},
-            device=facts.device.type,
-            precision=plan.precision,
-            world_size=plan.world_size,
-            num_workers=plan.num_workers,
-            num_cores=facts.num_cores,
-            may_add_workers=facts.may_add_workers,
-            is_resident=facts.is_resident,
-            pins_memory=facts.pins_memory,
-            accumulation=plan.accumulation,
-            micro_batch=plan.micro_batch,
-            compiled=facts.compiled,
-            captured=facts.captured,
-            closed=facts.closed,
-            peak_flops=self._peak_flops,
-            peak_origin=peak_origin,
-            saves_beside=config.checkpoint.async_save,
-        )
 
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan
@@ -286,7 +357,9 @@ class RunRecorder(NoRunRecorder):
         self._console.__exit__(*error)
         self._pass_messages_on()
         if error[1] is not None:
-            self.event("stopped by an error", error=f"{type(error[1]).__name__}: {error[1]}")
+            self._note_time()
+            self.event("stopped by an error", error=f"{type(error[1]).__name__}: {error[1]}", **stamp())
+        start_marks.run_over()
         for name, log in self._logs.items():
             self._guarded(name, log.close)
 
@@ -298,6 +371,7 @@ class RunRecorder(NoRunRecorder):
                 self._steps.append(record)
             except OSError as error:
                 self._break("steps", error)
+        self._time.saw(record)
         self._console.show(record)
         step = record.step
         if self._sampler is not None:
@@ -311,7 +385,11 @@ class RunRecorder(NoRunRecorder):
 
     def _write_speed(self, record: StepRecord, *, is_over: bool = False) -> None:
         """Write one row for the steps since the last row, and the same to the trackers."""
-        window, laps = self._window, self._clock.take()
+        if time.monotonic() - self._time.noted_at > self.TIME_SECONDS:
+            self._note_time()
+        self._take_laps()
+        window, laps, self._laps = self._window, self._laps, None
+        assert laps is not None
         phases, seconds = laps.per_step(), sum(found.seconds for found in window)
         row = {"step": record.step, "epoch": record.epoch, "steps": len(window), "seconds": seconds}
         figures = self._rates(window, seconds)
@@ -321,7 +399,7 @@ class RunRecorder(NoRunRecorder):
             if record.grad_norm is not None:
                 figures["grad_norm"] = record.grad_norm
             figures |= {f"phase_ms/{name}": 1e3 * value for name, value in phases.items()}
-            self._track({**figures, **self._device_figures()}, record.step)
+            self._track({**figures, **_device_figures(self._sampler)}, record.step)
         self._window, self._window_began = [], time.monotonic()
         self._see_doctor(laps, figures.get("mfu"), is_over=is_over)
         self._pass_messages_on()
@@ -360,15 +438,6 @@ class RunRecorder(NoRunRecorder):
             rates["mfu"] = self._facts.flops_per_sample * samples / seconds / self._peak_flops
         return rates
 
-    def _device_figures(self) -> dict[str, float]:
-        rows = self._sampler.latest if self._sampler is not None else {}
-        return {
-            f"{device}/{name}": float(value)
-            for device, row in rows.items()
-            for name, value in row.items()
-            if isinstance(value, (int, float))
-        }
-
     def _track(self, figures: Mapping[str, float], step: int) -> None:
         tagged = {_tag(name): value for name, value in figures.items()} if self._trackers else {}
         for tracker in self._trackers:
@@ -377,6 +446,7 @@ class RunRecorder(NoRunRecorder):
     def metrics(self, step: int, epoch: int, values: Mapping[str, float], seconds: float) -> None:
         """Record a validation after `step` steps; `epoch` is that of the last of them, from 0, as in `steps.jsonl`."""
         self._checkups.saw_validation()
+        self.spend("eval", seconds)
         self._append("metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds})
         self._track(values, step)
         # Of several sets, the first has its values twice: under its own name, and without one.
@@ -387,6 +457,7 @@ class RunRecorder(NoRunRecorder):
 
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         """Record the test after the last step, with the weights of the step `of_step`."""
+        self.spend("eval", seconds)
         self._append(
             "metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds, "weights_of_step": of_step}
         )
@@ -407,8 +478,23 @@ class RunRecorder(NoRunRecorder):
             for tracker in self._trackers:
                 tracker.log_media(_tag(name), value, step)
 
+    def spend(self, bucket: str, seconds: float) -> None:
+        self._time.spent[bucket] += seconds
+
+    def _take_laps(self) -> None:
+        """Read the clock, for the account of the time and for the next row of speed.jsonl."""
+        laps, before = self._clock.take(), self._laps
+        self._time.saw_laps(laps)
+        self._laps = laps if before is None else before.and_then(laps)
+
+    def _note_time(self) -> None:
+        self._take_laps()
+        self._time.noted_at = time.monotonic()
+        self.event("time", step=self._time.step, spent=self._time.as_spent(self._clock.started_at), **stamp())
+
     def flush(self) -> None:
         """Write buffered rows before a checkpoint, which counts on them. A disk that was full may have room again."""
+        self._note_time()  # what was spent on steps that the checkpoint holds is known from now on
         for name, log in self._logs.items():
             if self._guarded(name, log.flush):
                 self._broken.discard(name)
@@ -420,7 +506,7 @@ class RunRecorder(NoRunRecorder):
         if kind in ("checkpoint", "save failed"):
             self._checkups.saw_save(facts.get("seconds", 0.0), facts.get("waited_seconds", 0.0))
         LOGGER.debug("event %s: %s", kind, facts)
-        self._append("events", {"event": kind, "time": datetime.now(UTC).isoformat(), **facts})
+        self._append("events", {"event": kind, "time": datetime.now(UTC).isoformat()} | facts)
         if "events" not in self._broken:
             self._guarded("events", self._logs["events"].flush)
 
@@ -430,7 +516,9 @@ class RunRecorder(NoRunRecorder):
         if self._last is not None:
             self._write_speed(self._last, is_over=True)
         self._conclude()
-        self.event("finish" if finished else "stop", step=steps, **{"because": because} if because else {}, **facts)
+        self._note_time()
+        why = {"because": because} if because else {}
+        self.event("finish" if finished else "stop", step=steps, **why, **facts, **stamp())
         if because:
             self.say(f"stopped at step {steps}: {because}")
         elif not finished:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from drivetrain.core.goodput import Account, read_account
 from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows, read_yaml
 
@@ -46,11 +47,17 @@ class RunData:
     events: list[Row]
     tests: list[Row] = field(default_factory=list)  # after the last step; the newest one counts
     damage: tuple[str, ...] = ()  # what could not be read and is left out
+    account: Account | None = None  # of its time
 
     @classmethod
     def read(cls, folder: Path) -> "RunData":
         damage = list[str]()
         metrics = _lines(folder / "metrics.jsonl", damage)
+        try:
+            account = read_account(folder)
+        except (ValueError, LookupError, TypeError):
+            account = None
+            damage.append("the account of the time cannot be read and is left out")
         return cls(
             folder=folder,
             job=_yaml(folder / "job.yaml", damage),
@@ -63,6 +70,7 @@ class RunData:
             devices=_lines(folder / "gpu.jsonl", damage),
             events=_lines(folder / "events.jsonl", damage),
             damage=tuple(damage),
+            account=account,
         )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from drivetrain.core.aims import Aim
+from drivetrain.core.goodput import NAMES
 from drivetrain.report.run_data import TESTED, Row, RunData
 
 _FIGURES = {
@@ -25,7 +26,7 @@ _FIGURES = {
 
 
 def summary(data: RunData) -> str:
-    parts = [[*part(data)] for part in (_how, _result, _speed, _phases, _verdict, _devices)]
+    parts = [[*part(data)] for part in (_how, _result, _speed, _goodput, _phases, _verdict, _devices)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
@@ -113,6 +114,18 @@ def _flops(data: RunData) -> Iterator[str]:
     elif rate is not None:
         source = f"{flops['peak_origin']}: {flops['peak_source']}"
         yield _line("MFU", f"{rate:.1%} of {peak / 1e12:,.1f} TFLOP/s ({source})")
+
+
+def _goodput(data: RunData) -> Iterator[str]:
+    account = data.account
+    if account is None or not account.wall_seconds:
+        return
+    yield f"Where the time of the run went, from its submission (goodput {account.in_words()})"
+    for name, seconds in account.seconds.items():
+        if seconds:
+            yield f"  {NAMES[name]:<18} {seconds:>12.2f} s {seconds / account.wall_seconds:>7.1%}"
+    if account.interruptions:
+        yield f"  {'interruptions':<18} {account.failures_in_words()}"
 
 
 def _phases(data: RunData) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import WeightsTaken, plainly_named
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import StepContext
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.optims import LossByTurn, Turn
@@ -399,8 +400,9 @@ def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:
     """Load a checkpoint, if there is one. Return how many steps were done before."""
     if checkpoint is None:
         return 0
-    parts.strategy.load(plainly_named(checkpoint, parts.model.state_dict()))
-    run.load_hooks(checkpoint)
+    with start_marks.restoring():
+        parts.strategy.load(plainly_named(checkpoint, parts.model.state_dict()))
+        run.load_hooks(checkpoint)
     parts.watch.check()
     if run.extensions and isinstance(parts.average, RunningMean):
         parts.average.begin_anew_after(checkpoint.step)

@@ -2,12 +2,14 @@
 
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.goodput import stamp
 from drivetrain.core.log import notice
-from drivetrain.core.run_folder import Extension, RunFolder, has_steps, read_extensions, read_job
+from drivetrain.core.run_folder import Extension, JsonLines, RunFolder, has_steps, read_extensions, read_job
 from drivetrain.job import Job
 from drivetrain.run.extending import settle_extension
 
@@ -47,8 +49,17 @@ def note_failure(folder: RunFolder, error: BaseException) -> None:
     _note(folder, facts)
 
 
+def note_over(path: Path) -> None:
+    """Note that all of a run is done, its report included."""
+    _append(path, {"event": "end", **stamp()})
+
+
 def _note(folder: RunFolder, facts: dict[str, Any]) -> None:
+    _append(folder.path, {**facts, "time": datetime.now(UTC).isoformat()})
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
     with suppress(OSError):  # a full disk: what follows is the news
-        log = folder.log("events.jsonl")
-        log.append({**facts, "time": datetime.now(UTC).isoformat()})
+        log = JsonLines(path / "events.jsonl")
+        log.append(row)
         log.close()

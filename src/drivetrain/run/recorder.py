@@ -9,6 +9,7 @@ from math import ceil
 from rich.markup import escape
 from torch.optim import Optimizer
 
+from drivetrain.core.goodput import read_account
 from drivetrain.core.launchers import supervision
 from drivetrain.core.optimizers import tell_plain_steps
 from drivetrain.core.records import StepRecord
@@ -19,6 +20,7 @@ from drivetrain.hardware import Gpu
 from drivetrain.loop import CAPTURED, NOT_CAPTURED, CapturedStepper, Stepper
 from drivetrain.monitor.phases import PhaseClock
 from drivetrain.monitor.recorder import NoRunRecorder, RunFacts, RunPlan, RunRecorder
+from drivetrain.run.claiming import note_over
 from drivetrain.run.extending import ExtendedSchedule
 from drivetrain.run.result import Best
 from drivetrain.run.session import Session
@@ -74,6 +76,7 @@ def open_recorder(
         captured=run.way.capture,
         closed=() if planned is None else planned.closed,
         first_set=next(iter(job.valid_sets), ""),
+        joined_at=run.began,
     )
     recorder = RunRecorder(folder, facts, run.config, run.hardware, clock, quiet=run.quiet)
     if run.preflight is not None:
@@ -147,6 +150,13 @@ def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | Non
     elif last is not None:
         recorder.say(f"  last       loss {last.loss:.6g} at step {last.step}")
     recorder.say(f"  took       {format_duration(time.monotonic() - run.began)}, {format_count(steps, 'step')} in all")
+    if run.world.is_main:
+        note_over(run.path)
+        account = read_account(run.path)
+        if account is not None:
+            recorder.say(f"  goodput    {account.in_words()}")
+            if account.interruptions:
+                recorder.say(f"  failures   {escape(account.failures_in_words())}")
     report = run.path / "report.html"
     if report.exists() and run.config.watch.report:
         recorder.say(f"  report     {escape(str(report))}")

@@ -1,8 +1,8 @@
 """Saves the checkpoints of a run, deciding when each is begun and when it counts."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +68,10 @@ class CheckpointSaver:
 
     def save(self, step: int) -> None:
         """Save the state of a step that was judged."""
+        with self._blocking():
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         if self._saver is not None:
             self._begin(step, may_wait=True)()
             return
@@ -95,7 +99,8 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait at the end until the last save is on the disk; raises if it is not."""
         if self._saver is not None:
-            self._saver.finish()
+            with self._blocking():
+                self._saver.finish()
 
     def failed(self, error: BaseException) -> None:
         """Report an error to the supervisor while a save is under way that takes all ranks: one may be frozen.
@@ -117,7 +122,17 @@ class CheckpointSaver:
                 self._recorder.say(given_up)
 
     def _snapshot(self, step: int) -> Callable[[], None]:
-        return self._begin(step, may_wait=False)
+        with self._blocking():
+            return self._begin(step, may_wait=False)
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Account for the time that training waits for a save."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._recorder.spend("ckpt_block", time.monotonic() - began)
 
     def _begin(self, step: int, *, may_wait: bool) -> Callable[[], None]:
         """Begin a save. With `may_wait`, the host may wait for the device: it has just waited for the step."""

@@ -1,0 +1,314 @@
+"""Goodput: where the time of a run went, from its submission to its end, over all of its starts.
+
+Every second is in one bucket. The account is made from the run folder alone: `events.jsonl`, which the main process
+appends to, and `attempts.jsonl`, which the supervisor does, who outlives the workers. Rows have the monotonic clock of
+their machine; the wall clock only joins machines, and starts of a machine.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.run_folder import read_rows
+from drivetrain.core.value import format_duration
+
+BUCKETS = (
+    "queue", "launch", "init", "restore", "data_wait", "step", "step_lost", "ckpt_block", "eval", "hang", "recovery",
+    "shutdown", "other",
+)  # fmt: skip
+ATTEMPTS = "attempts.jsonl"
+HANGS = frozenset(("timeout", "hang"))  # causes of failures during which nothing went on until it was noticed
+_OF_LOOP = ("step", "data_wait", "eval", "ckpt_block", "init", "other")
+_OFF = "off"
+Row = dict[str, Any]
+
+
+@cache
+def _boot() -> str:
+    """Return what tells apart the monotonic clocks of machines, and of starts of a machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def stamp() -> Row:
+    """Return the moment, for a row of the account."""
+    return {"time": datetime.now(UTC).isoformat(), "mono": time.monotonic(), "boot": _boot()}
+
+
+class StartMarks:
+    """What this process did before its run was recorded, and since when."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # None: the process has had no run yet
+        self._restore_seconds = 0.0
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._restore_seconds += time.monotonic() - began
+
+    def run_over(self) -> None:
+        """Have the next run of this process begin here."""
+        self._since, self._restore_seconds = time.monotonic(), 0.0
+
+    def take(self, joined_at: float) -> dict[str, float]:
+        """Return how long ago this start began, how much of that was before the ranks had met, and restoring."""
+        now = time.monotonic()
+        since = now - _process_seconds() if self._since is None else self._since
+        found = {
+            "seconds": max(0.0, now - since),
+            "launch": max(0.0, joined_at - since),
+            "restore": self._restore_seconds,
+        }
+        self.run_over()
+        return found
+
+
+start_marks = StartMarks()
+
+
+def _process_seconds() -> float:
+    """Return how old this process is; 0 for one that a user types into, who may have thought before."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return 0.0
+    with suppress(OSError, ValueError, IndexError):
+        ticks = float(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+@dataclass
+class _Life:
+    """The steps of one start."""
+
+    began: float
+    resumed_from: int
+    rows: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+    ended: str = ""  # the event that ended it; empty: none was written
+    step: int = 0  # the last that is known to have been done
+    seconds: float = 0.0  # in the loop
+
+    def spent_at(self, step: int) -> dict[str, float]:
+        """Return the time spent up to a step; between two rows in proportion to their steps."""
+        before = (self.began, self.resumed_from, dict.fromkeys(_OF_LOOP, 0.0))
+        for row in self.rows:
+            if row[1] > step:
+                share = max(0.0, (step - before[1]) / (row[1] - before[1]))
+                return {name: _between(before[2], row[2], name, share) for name in _OF_LOOP}
+            before = row
+        return {name: before[2].get(name, 0.0) for name in _OF_LOOP}
+
+
+def _between(before: Mapping[str, float], after: Mapping[str, float], name: str, share: float) -> float:
+    first = before.get(name, 0.0)
+    return first + share * (after.get(name, 0.0) - first)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the time of a run went."""
+
+    seconds: dict[str, float]  # by bucket
+    interruptions: dict[str, int]  # by cause
+    lost_steps: tuple[int, ...]  # of each interruption that the run went on after
+    repair_seconds: tuple[float, ...]  # of each: from the failure to the loop
+
+    @property
+    def wall_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into steps which still count."""
+        return self.seconds["step"] / self.wall_seconds if self.wall_seconds else 0.0
+
+    def in_words(self) -> str:
+        """Return the account in one line: the goodput, and what took most of the rest."""
+        wall = self.wall_seconds
+        rest = sorted(((value, name) for name, value in self.seconds.items() if name != "step"), reverse=True)
+        parts = [f"{NAMES[name]} {value / wall:.1%}" for value, name in rest[:3] if wall and value >= 0.001 * wall]
+        words = f"{self.goodput:.1%} of {format_duration(wall)}"
+        return words + (f" ({', '.join(parts)})" if parts else "")
+
+    def failures_in_words(self) -> str:
+        """Return what failures cost, in one line; empty if there were none."""
+        if not self.interruptions:
+            return ""
+        causes = ", ".join(f"{cause} ({count})" for cause, count in self.interruptions.items())
+        words = f"{sum(self.interruptions.values())}: {causes}"
+        if self.repair_seconds:
+            words += f"; {format_duration(statistics.fmean(self.repair_seconds))} to go on"
+            words += f" and {statistics.fmean(self.lost_steps):.3g} steps lost (means)"
+        return words
+
+
+NAMES = {
+    "queue": "queue", "launch": "launch", "init": "init and compile", "restore": "restore", "data_wait": "data wait",
+    "step": "steps kept", "step_lost": "steps lost", "ckpt_block": "checkpoints", "eval": "validation", "hang": "hang",
+    "recovery": "recovery", "shutdown": "shutdown", "other": "other",
+}  # fmt: skip
+
+
+def read_account(folder: Path, *, is_running: bool = False) -> Account | None:
+    """Return where the time of the run in a folder went so far; None if its records do not say.
+
+    Args:
+        folder: The run's.
+        is_running: Whether the time up to now counts: steps that no checkpoint holds yet are not lost.
+    """
+    book = _Book(read_rows(folder / "events.jsonl")[0], read_rows(folder / ATTEMPTS)[0])
+    if not book.lives:
+        return None
+    return book.account(_last_write(folder), is_running=is_running)
+
+
+def _last_write(folder: Path) -> float | None:
+    with suppress(OSError):
+        return (folder / "steps.jsonl").stat().st_mtime
+    return None
+
+
+class _Book:
+    """The rows of a run in the order of their time, as states and lives."""
+
+    def __init__(self, events: list[Row], attempts: list[Row]) -> None:
+        self._offsets: dict[str, float] = {}  # of each monotonic clock to the wall clock, as it was first seen
+        self.lives: list[_Life] = []
+        self._marks: list[tuple[float, str, _Life | None]] = []  # from then on, it was in this state
+        self._failures: list[tuple[float, str, int]] = []
+        for row in sorted((row for row in (*events, *attempts) if "mono" in row), key=self._at):
+            self._take(row)
+
+    def _at(self, row: Row, name: str = "mono") -> float:
+        boot, mono = str(row["boot"]), float(row["mono"])
+        if boot not in self._offsets:
+            self._offsets[boot] = datetime.fromisoformat(row["time"]).timestamp() - mono
+        return self._offsets[boot] + float(row.get(name, mono))
+
+    def _mark(self, at: float, state: str, life: _Life | None = None) -> None:
+        self._marks.append((at, state, life))
+
+    def _take(self, row: Row) -> None:
+        at, kind, life = self._at(row), row.get("event"), self.lives[-1] if self.lives else None
+        if kind in ("start", "resume"):
+            self._begin(row, at, life)
+        elif kind == "time" and life is not None:
+            life.rows.append((at, int(row["step"]), row["spent"]))
+            life.step = max(life.step, int(row["step"]))
+        elif kind in ("finish", "stop") and life is not None:
+            life.ended = str(kind)
+            self._mark(at, "shutdown")
+        elif kind == "stopped by an error" and life is not None:
+            is_stop = str(row.get("error", "")).startswith("KeyboardInterrupt")
+            life.ended = "stop" if is_stop else str(row.get("error", "error")).partition(":")[0]
+            self._mark(at, "queue" if is_stop else "recovery")
+        elif kind == "launch":
+            if row.get("submitted"):
+                self._mark(float(row["submitted"]), "queue")
+            self._mark(at - float(row.get("seconds", 0.0)), "launch")
+        elif kind == "attempt":
+            self._mark(at, "launch")
+        elif kind == "failure":
+            self._fail(row, life)
+        elif kind == "end":
+            self._mark(at, _OFF)
+
+    def _begin(self, row: Row, at: float, before: _Life | None) -> None:
+        since = row.get("since") or {}
+        seconds, launch = float(since.get("seconds", 0.0)), float(since.get("launch", 0.0))
+        if before is not None and not before.ended and row.get("last_write"):
+            self._mark(min(float(row["last_write"]), at - seconds), "recovery")
+        if before is not None:
+            before.step = max(before.step, int(row.get("last_step", 0)))
+        life = _Life(at, int(row["step"]), step=int(row["step"]))
+        self._mark(at - seconds, "launch")
+        self._mark(at - max(0.0, seconds - launch), "init")
+        restore = float(since.get("restore", 0.0))
+        self._mark(at - restore, "restore")
+        self._mark(at, "loop", life)
+        self.lives.append(life)
+
+    def _fail(self, row: Row, life: _Life | None) -> None:
+        failed_at = self._at(row, "failed_at")
+        if row.get("cause") in HANGS and row.get("progress_at"):
+            self._mark(self._at(row, "progress_at"), "hang")
+        self._mark(failed_at, "recovery")
+        if life is not None and life.began <= failed_at:
+            life.ended = str(row["cause"])
+            life.step = max(life.step, int(row.get("step", 0)))
+        self._failures.append((failed_at, str(row["cause"]), int(row.get("step", 0))))
+
+    def account(self, last_write: float | None, *, is_running: bool) -> Account:
+        if is_running:
+            self._mark(time.time(), _OFF)
+        elif not self.lives[-1].ended and last_write is not None:
+            self._mark(max(last_write, self.lives[-1].began), _OFF)
+        seconds = dict.fromkeys(BUCKETS, 0.0)
+        self._sweep(seconds)
+        kept_to: float = float("inf")
+        for number in range(len(self.lives) - 1, -1, -1):
+            life = self.lives[number]
+            is_open = number == len(self.lives) - 1 and (is_running or life.ended in ("finish", "stop"))
+            self._divide(life, seconds, kept_to, is_open=is_open)
+            kept_to = min(kept_to, life.resumed_from)
+        return Account(seconds, *self._interruptions())
+
+    def _sweep(self, seconds: dict[str, float]) -> None:
+        """Add the time between two marks to the state of the first; that of the loop to its life."""
+        marks = sorted(self._marks, key=lambda mark: mark[0])
+        was_stopped = False
+        for (begin, state, life), (end, following, _) in pairwise(marks):
+            if state == "loop" and life is not None:
+                life.seconds += end - begin
+            elif state == following == _OFF:  # of the main process, and then of its supervisor
+                seconds["shutdown"] += end - begin
+            elif state == _OFF:  # it waited to be started again: after a stop in a queue, otherwise for help
+                seconds["queue" if was_stopped else "recovery"] += end - begin
+            else:
+                seconds[state] += end - begin
+            was_stopped = state == "shutdown" or (state == _OFF and was_stopped)
+
+    def _divide(self, life: _Life, seconds: dict[str, float], kept_to: float, *, is_open: bool) -> None:
+        """Divide the time of a loop: what was measured; steps that were done again later are lost."""
+        last_at, last_step, last = life.rows[-1] if life.rows else (life.began, life.resumed_from, {})
+        kept = dict(last) if is_open or last_step <= kept_to else life.spent_at(int(max(kept_to, life.resumed_from)))
+        for name in ("eval", "ckpt_block", "init", "other"):
+            seconds[name] += last.get(name, 0.0)
+        for name in ("step", "data_wait"):
+            seconds[name] += kept.get(name, 0.0)
+            seconds["step_lost"] += last.get(name, 0.0) - kept.get(name, 0.0)
+        # Behind the last row nothing is known but that steps were being done.
+        tail = max(0.0, life.seconds - (last_at - life.began))
+        seconds["step" if is_open else "step_lost"] += tail
+        rest = life.seconds - tail - sum(last.get(name, 0.0) for name in _OF_LOOP)
+        seconds["other"] += max(0.0, rest)
+
+    def _interruptions(self) -> tuple[dict[str, int], tuple[int, ...], tuple[float, ...]]:
+        causes = Counter(cause for _, cause, _ in self._failures)
+        lost, repairs = [], []
+        for life, following in pairwise(self.lives):
+            if life.ended in ("finish", "stop"):
+                continue
+            failed = [at for at, _, _ in self._failures if life.began <= at < following.began]
+            if not failed:
+                causes[life.ended or "killed"] += 1
+                failed = [at for at, state, _ in self._marks if state == "recovery" and life.began <= at]
+            if failed:
+                repairs.append(following.began - min(failed))
+            lost.append(max(0, life.step - following.resumed_from))
+        return dict(causes), tuple(lost), tuple(repairs)
