@@ -71,6 +71,7 @@ FLAGS = {
     "checkpoint.every": ["--checkpoint-every"],
     "checkpoint.keep_last": ["--keep-last"],
     "checkpoint.async_save": ["--async-save"],
+    "checkpoint.check_finite": ["--check-finite"],
     "checkpoint.init_from": ["--init-from"],
     "distributed.strategy": ["--parallel-strategy", "--deepspeed", "--use-deepspeed", "--use-ddp"],
     "distributed.expert_rest": ["--expert-rest"],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
+from drivetrain.core.errors import BadResumeError
 from drivetrain.core.hook import StepContext
 from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.run_folder import RunFolder
@@ -30,9 +31,10 @@ from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
 from drivetrain.plan.plan import PlannedRun
 from drivetrain.run import (
-    CHECKPOINTS,
     Session,
     checkpoint_of,
+    falls_back,
+    make_checkpointer,
     note_end,
     open_recorder,
     tell_batch_size,
@@ -103,6 +105,7 @@ class DrivenRun:
         self.trainer = self._make_trainer(checkpoint)
         self._buffers = list(parts.model.buffers())
         self._failure: Exception | None = None  # of the save when the loop was left
+        self._error: Exception | None = None  # in what follows a step
         self._is_whole = True  # all that follows a step went well
         self._remember()
 
@@ -157,8 +160,12 @@ class DrivenRun:
         """Do what follows a step: records, validations, hooks and checkpoints that are due."""
         self.steps = begun.place.step + 1
         self._remember()
-        for record in self.trainer.settle(begun, outcome):
-            self._write(record)
+        try:
+            for record in self.trainer.settle(begun, outcome):
+                self._write(record)
+        except Exception as error:  # the loop's generator does not hear of it: it is closed, as by `break`
+            self._error = error
+            raise
         self._is_whole = True
 
     def finish(self) -> bool:
@@ -179,11 +186,13 @@ class DrivenRun:
 
         A failure in this does not hide the error that ended the loop.
         """
-        self._saver.failed(error)
+        self._saver.failed(self._error or error)
         try:
             for record in self.trainer.outstanding() if self._is_whole else self.trainer.last_words():
                 self._write(record)
             self._saver.close()
+            if isinstance(self._error, BadResumeError) and falls_back(self._session, self._error):
+                self._error.add_note("start it again: it goes on from the checkpoint before")
             self._save_alone()
         except Exception as failure:
             self._failure = failure
@@ -271,7 +280,7 @@ def open_run(session: Session, stack: ExitStack) -> Opened:
     folder = session.claim()
     if folder is not None:
         stack.callback(folder.close)
-    checkpointer = Checkpointer(session.path / CHECKPOINTS, world, job.keep_last)
+    checkpointer = make_checkpointer(session)
     checkpoint = checkpointer.latest()
     recorded = None if checkpoint is None else session.recorded_way(checkpoint)
     if recorded is not None:

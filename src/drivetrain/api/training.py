@@ -13,6 +13,7 @@ from drivetrain.checkpoint import Checkpoint, Checkpointer
 from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.checkpoint.weights import plainly_named
 from drivetrain.config import Config
+from drivetrain.core.errors import BadResumeError
 from drivetrain.core.faults import Faults
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
@@ -38,7 +39,6 @@ from drivetrain.planning.batch_size import settle_global_batch
 from drivetrain.planning.planner import PlanningProgress, make_plan
 from drivetrain.report import write_report
 from drivetrain.run import (
-    CHECKPOINTS,
     CheckpointSaver,
     Result,
     Session,
@@ -48,7 +48,9 @@ from drivetrain.run import (
     checkpoint_of,
     configured,
     done_instead,
+    falls_back,
     folder_of,
+    make_checkpointer,
     note_end,
     num_trained,
     open_recorder,
@@ -101,7 +103,8 @@ def train(
 ) -> Result:
     """Train a job to its end. An interrupted run of the same job under the same name is continued, exactly.
 
-    If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch.
+    If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch. If
+    the loss is not finite right after a resume, it goes on from the checkpoint before, as long as there is one.
 
     Args:
         job: What to train.
@@ -126,7 +129,7 @@ def train(
         try:
             return replace(run.train(), job=job)
         except Exception as error:
-            if not is_out_of_memory(error) or not run.can_try_again(error):
+            if not run.can_try_again(error):
                 raise
         finally:
             run.close()
@@ -184,8 +187,7 @@ class _Run(Session):
         try:
             heed_cap(self)
             faults = faults_of(self)
-            files = FaultyFiles(faults) if faults else None
-            checkpointer = Checkpointer(self.path / CHECKPOINTS, self.world, self.job.keep_last, files=files)
+            checkpointer = make_checkpointer(self, FaultyFiles(faults) if faults else None)
             with start_marks.restoring():
                 checkpoint = checkpointer.latest()
             model = built or build_model(self)
@@ -204,8 +206,10 @@ class _Run(Session):
                 folder.close()
 
     def can_try_again(self, error: Exception) -> bool:
-        """Have the next start use smaller micro-batches. Return whether this process can do it."""
-        if not hasattr(self, "path"):  # no folder was claimed, so there is nowhere to keep the cap
+        """Have the next start use smaller micro-batches, or an older checkpoint. Return whether this process can."""
+        if isinstance(error, BadResumeError):
+            return falls_back(self, error)
+        if not is_out_of_memory(error) or not hasattr(self, "path"):  # without a folder the cap cannot be kept
             return False
         lower_cap(self, error)
         is_here = can_go_on_here(self)

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from drivetrain.checkpoint.files import (
     trash_name,
 )
 from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredFile, StoredTensor
-from drivetrain.checkpoint.tensor_file import DTYPES, Box, TensorFile
+from drivetrain.checkpoint.tensor_file import DTYPES, Box, TensorFile, not_finite
 
 MOST_OPEN_FILES = 64  # a checkpoint of thousands of ranks must not use up the process's file descriptors
 # The disk or the folder lost something. Other errors (no permission, a server that does not answer, too many files)
@@ -184,6 +184,14 @@ class Checkpoint:
                 raise CheckpointDamagedError(
                     f"{path} does not hold the part {part_name!r} of {key!r} as {code} {list(shape)}", path=path
                 )
+
+    def refuse_nan(self, names: Iterable[str], keys: Collection[str]) -> None:
+        """Raise a CheckpointDamagedError if one of these tensors has a NaN in one of these files."""
+        for name in names:
+            for key, part_name, _, _ in self._parts_by_file[name]:
+                if key in keys and not_finite(self._file(name).read(part_name, ())) == "nan":
+                    path = self._path_of(name)
+                    raise CheckpointDamagedError(f"{key} in {path} holds nan: it was saved when it was bad", path=path)
 
     def close(self) -> None:
         """Close the files; the next `read` opens them again."""

@@ -15,7 +15,7 @@ All ranks use one shared folder and call every collective method together. An er
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -49,6 +49,7 @@ from drivetrain.checkpoint.tensor_file import (
     Entry,
     arranged,
     encoded,
+    not_finite,
     refuse_unstorable_meta,
     refuse_unstorable_shards,
 )
@@ -66,12 +67,15 @@ class RankReport(Value):
     file: StoredFile | None = None  # none for a rank that has no data
     table: str = ""  # a RankTable, as JSON: compared as text to detect changes
     is_wanted: bool = True  # false: its step turned out to be bad
+    not_finite: str = ""  # a tensor of this rank that must be finite and is not
     shared_file: StoredFile | None = None  # of frozen weights, where they are written in this save
     shared_table: str = ""
     moved: tuple[str, ...] = ()  # keys of frozen weights that could not be written, since they had changed meanwhile
 
 
 Layout = tuple[tuple[Any, ...], ...]
+# Returns the keys whose elements must be finite, from the meta of a state and the shapes of its tensors.
+FiniteKeys = Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Collection[str]]
 
 
 class _Known(NamedTuple):
@@ -154,12 +158,31 @@ class Checkpointer:
     Readers beside a run that may be saving use `Checkpoint.latest_in`, which changes nothing.
     """
 
-    def __init__(self, folder: Path, world: World, keep_last: int = 3, *, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        keep_last: int = 3,
+        *,
+        files: Files | None = None,
+        must_be_finite: FiniteKeys = lambda meta, shapes: (),
+    ) -> None:
+        """Prepare the folder.
+
+        Args:
+            folder: The folder of the run's checkpoints.
+            world: The ranks that save together.
+            keep_last: How many checkpoints stay, besides pinned ones.
+            files: The operations on the disk.
+            must_be_finite: Returns the keys of a state in which no element may be NaN or infinite. A state with one is
+                never committed: going on from it would fail for ever.
+        """
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
         self.folder = folder
         self.problems: list[str] = []  # problems that did not stop the run, as text; only grows
         self._world, self._keep_last, self._files = world, keep_last, files or Files()
+        self._must_be_finite = must_be_finite
         self._disk = CheckpointFolder(folder, self._files, self.problems)
         self._pinned: set[int] = set()
         self._closed = False
@@ -212,7 +235,9 @@ class Checkpointer:
         draft = self.folder / name
         try:
             until_copied()
-            report = self._write(draft, self.frozen.to_be_written(split, shards))
+            written = self.frozen.to_be_written(split, shards)
+            bad = self._not_finite(written, meta)
+            report = RankReport(not_finite=bad) if bad else self._write(draft, written)
             if to_share:
                 report = report.model_copy(update=self._write_shared(shared, to_share))
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
@@ -373,6 +398,14 @@ class Checkpointer:
         written = self._files.write_file(draft / file_name(self._world.rank), encoded(known.file, held.__getitem__))
         return RankReport(table=known.table, file=StoredFile(size=written.size, sha256=written.sha256))
 
+    def _not_finite(self, shards: Sequence[Shard], meta: Mapping[str, Any]) -> str:
+        """Return what makes this rank's part of a state one that must not be saved; empty if nothing does."""
+        keys = self._must_be_finite(meta, {shard.key: tuple(shard.global_shape) for shard in shards})
+        for shard in shards:
+            if shard.key in keys and (found := not_finite(shard.tensor)):
+                return f"{shard.key} holds {found}"
+        return ""
+
     def _write_shared(self, name: str, shards: Sequence[Shard]) -> dict[str, Any]:
         """Write this rank's file of frozen weights; return fields of its report. Each is copied when its turn comes."""
         file = file_name(self._world.rank)
@@ -403,6 +436,9 @@ class Checkpointer:
         try:
             if failure := SaveFailure.joined([report.failure for report in reports]):
                 raise failure.error()
+            for rank, report in enumerate(reports):
+                if report.not_finite:
+                    raise _poisoned(step, report.not_finite, rank if len(reports) > 1 else None)
             written = {file_name(rank): report.file for rank, report in enumerate(reports) if report.file}
             tensors = self._tables.merged([report.table for report in reports], set(written))
             frozen, folders = self.frozen.shared_by(split), dict(self.frozen.folders)
@@ -444,7 +480,11 @@ class Checkpointer:
             checkpoint = Checkpoint(path, read_manifest(path))
             if checkpoint.step != step:
                 raise CheckpointDamagedError(f"{path} holds step {checkpoint.step}", path=path)
-            checkpoint.verify(checkpoint.files[self._world.rank :: self._world.size])
+            files = checkpoint.files[self._world.rank :: self._world.size]
+            checkpoint.verify(files)
+            if checkpoint.format_version < 3:  # since then nothing that is not finite is committed
+                shapes = {key: info.shape for key, info in checkpoint.keys.items()}
+                checkpoint.refuse_nan(files, self._must_be_finite(checkpoint.meta, shapes))
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
             return None, SaveFailure.of(error, path, "it cannot be verified")
         return checkpoint, None
@@ -454,6 +494,28 @@ class Checkpointer:
         name = step_name(step)
         outcome = self._decided_by_main(lambda: self._disk.set_aside(name), "a damaged checkpoint cannot be set aside")
         return f"{name} is damaged and {outcome}: {reason}"
+
+    def give_up_on(self, step: int, reason: str) -> bool:
+        """Set the checkpoint of a step aside if there is an older one, which `latest` returns then; collective.
+
+        Args:
+            step: The step, of a checkpoint that is whole.
+            reason: Why it is of no use, in words.
+
+        Returns:
+            Whether there is an older one.
+        """
+        self._refuse_closed()
+        name = step_name(step)
+
+        def set_aside() -> str:
+            there = self.steps()
+            return self._disk.set_aside(name) if step in there and min(there) < step else ""
+
+        outcome = self._decided_by_main(set_aside, f"{name} cannot be set aside")
+        if outcome:
+            self.problems.append(f"{name} {outcome}: {reason}")
+        return bool(outcome)
 
     def _refuse_to_start_anew(self, damaged: set[int], incomplete: Sequence[str]) -> None:
         names = self._decided_by_main(lambda: set_aside_in(self.folder), "checkpoints cannot be listed")
@@ -508,6 +570,15 @@ def _newly_shared(reports: Sequence[RankReport]) -> tuple[dict[str, StoredFile],
     files = {file_name(rank): report.shared_file for rank, report in enumerate(reports) if report.shared_file}
     tables = [RankTable.from_json(report.shared_table).tensors for report in reports if report.shared_table]
     return files, merged_tensors(tables)
+
+
+def _poisoned(step: int, found: str, rank: int | None) -> CheckpointError:
+    where = "" if rank is None else f" on rank {rank}"
+    return CheckpointError(
+        f"step {step} cannot be saved: {found}{where}, and whatever goes on from it fails",
+        remedy="run again under the same name: it goes on from the checkpoint before; a lower learning rate, or"
+        " clip_norm, where it happens again. If such values belong there, --no-check-finite",
+    )
 
 
 def _not_whole(problem: str) -> CheckpointError:

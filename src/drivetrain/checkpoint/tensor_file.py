@@ -108,6 +108,53 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return on_host.view(-1).view(torch.uint8).numpy().data
 
 
+# The bits of a number without its sign are at least this large if it is not finite.
+_LEAST_NOT_FINITE: Mapping[torch.dtype, tuple[Any, int]] = {
+    torch.float16: (np.uint16, 0x7C00),
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float8_e5m2: (np.uint8, 0x7C),
+    torch.float8_e4m3fn: (np.uint8, 0x7F),  # it has no infinities
+}
+_PIECE_ELEMENTS = 2**19  # whose bits stay in the cache
+
+
+@torch.no_grad()
+def not_finite(tensor: Tensor) -> str:
+    """Return `nan` or `inf` if a tensor has such an element; empty if it has none, or is not of floating point.
+
+    One pass in one thread, without the GIL: it runs beside training. For tensors on a device, the host waits for it.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return ""
+    tensor = tensor.detach()
+    if tensor.is_cpu and tensor.is_contiguous() and _is_seen_to_be_finite(tensor.view(-1)):
+        return ""
+    wide = tensor.float() if tensor.element_size() == 1 else tensor
+    return "" if bool(wide.isfinite().all()) else "nan" if bool(wide.isnan().any()) else "inf"
+
+
+def _is_seen_to_be_finite(flat: Tensor) -> bool:
+    """Return whether all elements are finite. False may be wrong: the sum of large ones may overflow."""
+    if flat.dtype in _LEAST_NOT_FINITE:
+        return _has_finite_bits(flat)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.add.reduce(flat.numpy())))
+
+
+def _has_finite_bits(flat: Tensor) -> bool:
+    kind, least = _LEAST_NOT_FINITE[flat.dtype]
+    bits = flat.view(torch.uint8).numpy().view(kind)
+    without_sign = np.empty(min(len(bits), _PIECE_ELEMENTS), dtype=kind)
+    mask: Any = kind(np.iinfo(kind).max >> 1)
+    for start in range(0, len(bits), _PIECE_ELEMENTS):
+        piece = bits[start : start + _PIECE_ELEMENTS]
+        if np.bitwise_and(piece, mask, out=without_sign[: len(piece)]).max() >= least:
+            return False
+    return True
+
+
 class TensorFile:
     """An existing file. Ranges come from a memory map, so a slice costs a slice."""
 

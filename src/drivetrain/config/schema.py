@@ -362,6 +362,9 @@ class CheckpointSection(Section):
     async_save: Annotated[bool, Flag("async-save")] = Field(
         True, description="write checkpoints beside training, from a copy in host memory; off, training waits for each"
     )
+    check_finite: Annotated[bool, Flag("check-finite")] = Field(
+        True, description="never save trained weights or optimizer moments that are NaN or infinite"
+    )
     init_from: Annotated[Path | None, Flag("init-from")] = Field(
         None,
         description="weights that a new run starts with: a .safetensors file, the folder of a run, or one of its "

@@ -28,6 +28,14 @@ class DrivetrainError(Exception):
         return f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message
 
 
+class BadResumeError(DrivetrainError):
+    """The numbers of a run went bad in the first steps after a resume: the checkpoint may be to blame."""
+
+    def __init__(self, message: str, *, remedy: str, resumed_from: int) -> None:
+        super().__init__(message, remedy=remedy)
+        self.resumed_from = resumed_from
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem of the configuration, with all that a user needs to fix it."""

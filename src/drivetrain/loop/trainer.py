@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.launchers import supervision
 from drivetrain.core.logged import Media, collecting, media_of, on_host
@@ -57,6 +57,8 @@ class Begun(NamedTuple):
 
 # How long to wait, after an error, for the record of a step whose state was copied: the device may hang.
 LAST_WAIT_SECONDS = 10.0
+# In so many steps after a resume a bad loss is put down to the checkpoint: bad moments show in the second one.
+FIRST_STEPS = 3
 
 
 class Saver(Protocol):
@@ -375,6 +377,13 @@ class Trainer:
                 f"{where}: before anything was learned, so the data or the first weights are to blame",
                 remedy="look for nan or infinite values in the first batch, and for a log or a division by zero in the "
                 "loss; --precision fp32 rules out an overflow",
+            )
+        if self._first_step and step <= self._first_step + FIRST_STEPS:
+            return BadResumeError(
+                f"{where}, right after the run went on from step {self._first_step}",
+                remedy="a lower learning rate, or clip_norm, or repaired data of that step; then run again under the "
+                "same name",
+                resumed_from=self._first_step,
             )
         return DrivetrainError(
             f"{where}; the run stops before it is saved, so the last checkpoint is good",

@@ -17,7 +17,7 @@ from drivetrain.run.recorder import (
     tell_strategy,
 )
 from drivetrain.run.result import Best, Result, Which, best_of, best_or_last, checkpoint_of, folder_of, load_whole
-from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State
+from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State, falls_back, make_checkpointer
 from drivetrain.run.session import SOURCE, Session
 
 __all__ = [
@@ -34,9 +34,11 @@ __all__ = [
     "checkpoint_of",
     "configured",
     "done_instead",
+    "falls_back",
     "folder_of",
     "last_one_finished",
     "load_whole",
+    "make_checkpointer",
     "note_end",
     "num_trained",
     "open_recorder",

@@ -1,25 +1,67 @@
 """Saves the checkpoints of a run, deciding when each is begun and when it counts."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Shard
+from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Files, Shard
 from drivetrain.checkpoint.background import LIMIT_SECONDS
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.launchers import supervision
+from drivetrain.core.log import notice
 from drivetrain.core.processes import SetAside
 from drivetrain.core.world import World
 from drivetrain.monitor.recorder import NoRunRecorder
+from drivetrain.run.session import Session
 
 NOTABLE_WAIT_SECONDS = 0.05
 LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough for the collector to matter
 
 State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
 CHECKPOINTS = "checkpoints"
+
+
+def must_be_finite(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the keys of a state in which NaN and infinite numbers are never right.
+
+    These are the parameters that an optimizer holds, their averages, and what the optimizer keeps of each of their
+    elements, such as moments. Buffers may hold anything (masks of -inf, metrics), and so may frozen parameters and an
+    optimizer's other state.
+    """
+    found = set()
+    trained = {name for group in meta.get("optimizer_groups", ()) for name in group["params"]}
+    for key, shape in shapes.items():
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            name = name.rpartition("/")[0]
+            is_meant = name in trained and shapes.get(f"model/{name}", shape) == shape and bool(shape)
+        else:
+            is_meant = kind in ("model", "ema") and name in trained
+        if is_meant:
+            found.add(key)
+    return found
+
+
+def make_checkpointer(run: Session, files: Files | None = None) -> Checkpointer:
+    """Make the checkpointer of a run, together on all ranks. `files` are the operations on the disk, if others."""
+    keys = must_be_finite if run.config.checkpoint.check_finite else _none
+    return Checkpointer(run.path / CHECKPOINTS, run.world, run.job.keep_last, files=files, must_be_finite=keys)
+
+
+def _none(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    return set()
+
+
+def falls_back(run: Session, error: BadResumeError) -> bool:
+    """Set the checkpoint aside that a run went on from and went bad at once, if there is an older one; collective."""
+    checkpointer = make_checkpointer(run)
+    outcome = checkpointer.give_up_on(error.resumed_from, error.message)
+    if outcome and run.world.is_main:
+        notice(f"{checkpointer.problems[-1]}; going on from step {max(checkpointer.steps())} instead")
+    return outcome
 
 
 class CheckpointSaver:
@@ -47,6 +89,7 @@ class CheckpointSaver:
         self._aside = SetAside()
         self.when_begun: Callable[[int], None] | None = None  # called with the step of a save that was begun
         self._pin_best()  # before anything can be pruned
+        self._tell_problems()
 
     @property
     def snapshot(self) -> Callable[[int], Callable[[], None]] | None:
@@ -162,10 +205,14 @@ class CheckpointSaver:
         for news in self._checkpointer.frozen.take_news():
             self._recorder.event(news.event, **news.facts)
             self._recorder.say(news.text)
+        self._tell_problems()
+
+    def _tell_problems(self) -> None:
         problems = self._checkpointer.problems[self._num_problems_told :]
         self._num_problems_told += len(problems)
         for problem in problems:
             self._recorder.event("checkpoint problem", problem=problem)
+            self._recorder.say(problem)
 
     def _pin_best(self) -> int | None:
         best = self._best_step()
