@@ -143,7 +143,8 @@ def become(words: list[str], folder: str, environment: Mapping[str, str]) -> Non
     os.environ.clear()
     os.environ.update(environment)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # that is inherited, as behind `&`
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # It is nobody's worker: what it starts is its own.
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.current_process().name = "MainProcess"

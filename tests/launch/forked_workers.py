@@ -47,7 +47,6 @@ class Forked(subprocess.Popen[Any]):
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream, descriptor in enumerate((nothing, *self._streams)):
             os.dup2(descriptor, stream)

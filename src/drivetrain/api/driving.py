@@ -35,9 +35,9 @@ from drivetrain.core.optimizers import (
 )
 from drivetrain.core.optims import Optim
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
-from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.schedules import Constant, Schedule
+from drivetrain.core.stopping import stopping_cleanly, written_first
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.division import Place
 from drivetrain.job import OTHER_NAMES, Job, LossFunction

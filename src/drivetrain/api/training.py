@@ -19,9 +19,9 @@ from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
-from drivetrain.core.processes import stopping_cleanly, written_first
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
+from drivetrain.core.stopping import stopping_cleanly, written_first
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed

@@ -4,9 +4,6 @@ Three means work together. The kernel kills a process when its parent dies (`die
 orphans finds those that a child left behind (`adopt_orphans`, `kill_strays`). What the kernel does not kill, the
 children of workers such as loader processes, an `OrphanGuard` kills by their process groups. Scripts that would train
 again in a process that was started by spawn are refused.
-
-At Ctrl-C or a termination signal a run ends cleanly: the step finishes, a checkpoint is written, and all ranks stop
-together. A supervisor takes the first signal as "save and stop", which its workers do, a second as "at once".
 """
 
 import ast
@@ -17,28 +14,21 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.stopping import STOP_SIGNALS, held_back
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.02
 _REAP_SECONDS = 3.0
 MAIN_GUARD_REMEDY = 'put what starts the training below `if __name__ == "__main__":` at the end of the script'
 _forks = [False, True]  # whether a process is being started; whether collecting was on before
-# A launcher passes a terminal's Ctrl-C on to workers that got it already. That is not a second, impatient one.
-IMPATIENT_AFTER_SECONDS = 1.0
-_stops: list[Callable[[], None]] = []  # of the runs of this process that go on now
-# SLURM, submitit and Lightning use different ones to say that time is running out.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-_SAME_PRESS_SECONDS = 0.3  # a scheduler may send a signal to the group and to the leader
-
 
 if TYPE_CHECKING:
     import psutil
@@ -148,7 +138,7 @@ class OrphanGuard:
 def _keep_watch(heard: int, closed_when_ready: int) -> NoReturn:
     try:
         os.setsid()  # neither a terminal's Ctrl-C nor a kill of the supervisor's group reaches it
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         os.close(closed_when_ready)
         os.closerange(0, heard)
@@ -239,6 +229,8 @@ class SetAside:
 def forking() -> Iterator[None]:
     """Keep existing objects out of the garbage collector of a process that may be forked inside this context.
 
+    Signals that ask the job to stop are blocked in it from its birth: they are not meant for it.
+
     The remains of an earlier run, such as a process group in a cycle, have threads that do not exist in the child:
     destroying them there ends in a segmentation fault. Collection is off from before the fork, because other at-fork
     handlers run in the child before the one here.
@@ -246,7 +238,8 @@ def forking() -> Iterator[None]:
     _forks[:] = True, gc.isenabled()
     gc.disable()
     try:
-        yield
+        with held_back():
+            yield
     finally:
         _forks[0] = False
         if _forks[1]:
@@ -262,117 +255,3 @@ def _in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing is forked
     os.register_at_fork(after_in_child=_in_child)
-
-
-def request_stop() -> bool:
-    """Ask the runs of this process to end cleanly, from any thread, as Ctrl-C does.
-
-    Return False if none is running yet.
-    """
-    for stop in list(_stops):
-        stop()
-    return bool(_stops)
-
-
-@contextmanager
-def stopping_cleanly(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
-    """Call `stop` on the first Ctrl-C or SIGTERM inside this context; a later Ctrl-C ends the process at once."""
-    first: list[float] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if not first:
-            first.append(time.monotonic())
-            stop()
-            say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint. Ctrl-C again: at once")
-        elif number == signal.SIGINT and time.monotonic() - first[0] > IMPATIENT_AFTER_SECONDS:
-            raise KeyboardInterrupt
-
-    _stops.append(stop)
-    try:
-        with _handled(handle):
-            yield
-    finally:
-        _stops.remove(stop)
-
-
-@contextmanager
-def written_first(say: Callable[[str], None]) -> Iterator[None]:
-    """Defer the first Ctrl-C or SIGTERM inside this context to its end; a later one takes effect at once.
-
-    Used for files that are written when a run is over: a sender of SIGTERM allows for some time.
-    """
-    waiting: list[tuple[int, float]] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if not waiting:
-            waiting.append((number, time.monotonic()))
-            say(f"{signal.Signals(number).name}: the run is over; its report is written first. Again: at once")
-        elif time.monotonic() - waiting[0][1] > IMPATIENT_AFTER_SECONDS:
-            put_back()
-            signal.raise_signal(number)
-
-    with _handled(handle) as put_back:
-        yield
-    if waiting:
-        signal.raise_signal(waiting[0][0])
-
-
-@contextmanager
-def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
-    """Install the handlers and yield a function that restores the previous ones; it is called on exit in any case."""
-    before: dict[int, Any] = {}
-
-    def put_back() -> None:
-        for handled, handler in before.items():
-            signal.signal(handled, handler)
-
-    if threading.current_thread() is threading.main_thread():  # only it may handle signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup and the like
-                before[number] = signal.signal(number, handle)
-    try:
-        yield put_back
-    finally:
-        put_back()
-
-
-class StopWish:
-    """Holds which signal came, and whether a second one did."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.at_once = False
-        self._first_at = 0.0
-
-    def has_come(self) -> bool:
-        return self.signal is not None
-
-    @property
-    def name(self) -> str:
-        return (self.signal or signal.SIGINT).name
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + (self.signal or signal.SIGINT)
-
-    def hear(self, number: int, frame: FrameType | None = None) -> None:
-        now = time.monotonic()
-        if self.signal is None:
-            self.signal, self._first_at = signal.Signals(number), now
-        elif now - self._first_at > _SAME_PRESS_SECONDS:
-            self.at_once = True
-
-
-@contextmanager
-def hearing() -> Iterator[StopWish]:
-    wish = StopWish()
-    before = {
-        number: signal.signal(number, wish.hear)
-        for number in _SIGNALS
-        if signal.getsignal(number) != signal.SIG_IGN  # nohup and the like
-    }
-    try:
-        yield wish
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.processes import MAIN_GUARD_REMEDY, forking, trains_when_imported
+from drivetrain.core.stopping import outlive_signals
 from drivetrain.core.value import format_bytes
 from drivetrain.data.batch import MicroBatch as MicroBatch
 from drivetrain.data.batch import map_tensors, pinned, to_device
@@ -395,7 +397,7 @@ class Loader:
             "num_workers": self._num_workers,
             "pin_memory": self._pin_memory,
             "prefetch_factor": self._prefetch_factor,
-            "worker_init_fn": wishes.init_function,
+            "worker_init_fn": partial(_begin_worker, wishes.init_function),
             "timeout": wishes.timeout_seconds,
             "multiprocessing_context": wishes.context,
         }
@@ -415,6 +417,12 @@ class Loader:
         end_workers = getattr(workers, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
+
+
+def _begin_worker(wanted: Callable[[int], Any] | None, worker: int) -> None:
+    outlive_signals()
+    if wanted is not None:
+        wanted(worker)
 
 
 def _micro_batch(batch: Any, parts: list[MicroStep], number: int) -> MicroBatch:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.processes import forking
+from drivetrain.core.stopping import outlive_signals
 from drivetrain.core.value import format_bytes
 from drivetrain.data.keyed_items import Collate, Generators, ItemError, KeyedItems, draws_anything, spread_over
 from drivetrain.data.resident import (
@@ -359,7 +360,13 @@ def _each(chunks: _Chunks, source: Source, num_workers: int) -> Iterator[_Chunk]
     if num_workers == 0 or len(chunks) < 2 * num_workers:
         yield from (chunks[number] for number in range(len(chunks)))
         return
-    loader = DataLoader(chunks, batch_size=None, num_workers=num_workers, multiprocessing_context=source.wishes.context)
+    loader = DataLoader(
+        chunks,
+        batch_size=None,
+        num_workers=num_workers,
+        multiprocessing_context=source.wishes.context,
+        worker_init_fn=outlive_signals,
+    )
     try:
         with forking():
             workers = iter(loader)

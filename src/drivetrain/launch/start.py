@@ -15,7 +15,8 @@ from drivetrain.config import FOREIGN
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.faults import ENVIRONMENT as FAULTS
-from drivetrain.core.processes import OrphanGuard, StopWish, hearing
+from drivetrain.core.processes import OrphanGuard
+from drivetrain.core.stopping import StopWish, hearing
 from drivetrain.hardware import Hardware
 from drivetrain.launch.layout import LaunchOptions, Layout, make_layout, own_addresses
 from drivetrain.launch.nodes import NO_TOKEN, OTHER_SECRET, Channel, read_token, token_file
@@ -140,7 +141,7 @@ class Follower:
                 return None
             if wish.signal is not None and not told:
                 told = True
-                channel.send({"event": "stop wanted", "signal": int(wish.signal)})
+                channel.send({"event": "signal", "number": int(wish.signal)})
             if wish.at_once:
                 return wish.exit_code
             if self._crew is None:
@@ -163,7 +164,7 @@ class Follower:
                 logs = RankLogs(folder, start.attempt, self._options.tail_ranks)
                 self._crew = Crew(self._task, self._layout, start, logs, guard, None)
             case "stop" if self._crew is not None:
-                self._crew.stop()
+                self._crew.stop(int(str(message["signal"])))
             case "kill":
                 if self._crew is None:
                     channel.send({"event": "gone"})

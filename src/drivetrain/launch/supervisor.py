@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.processes import OrphanGuard, hearing
+from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.run_folder import is_finished
+from drivetrain.core.stopping import hearing
 from drivetrain.launch.attempts import AttemptLog
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes
@@ -195,8 +196,9 @@ class Supervisor:
             now = time.monotonic()
             if self._wish.has_come() and stopping_at is None:
                 stopping_at = now
-                self._nodes.tell("stop")
-                crew.stop()
+                number = self._wish.exit_code - 128
+                self._nodes.tell("stop", signal=number)
+                crew.stop(number)
             if stopping_at is not None and (self._wish.at_once or now - stopping_at > self._options.stop_seconds):
                 self._end_all(attempt, crew)
                 return _Outcome()
@@ -261,8 +263,8 @@ class Supervisor:
             attempt.stacks[rank] = event["text"]
         elif kind == "gone":
             attempt.nodes_gone.add(node)
-        elif kind == "stop wanted":
-            self._wish.hear(int(event["signal"]))
+        elif kind == "signal":
+            self._wish.share(int(event["number"]))
 
     def _is_settled(self, attempt: _Attempt, crew: Crew, seconds: float) -> bool:
         """Return whether all reports that belong to a failure have arrived."""

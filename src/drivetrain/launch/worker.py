@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,8 +19,10 @@ from typing import Any, NoReturn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import supervision
 from drivetrain.core.processes import die_with_parent
+from drivetrain.core.stopping import follow_supervisor, take_order
 
 STORE_FD = "DRIVETRAIN_STORE_FD"
+ORDERS_FD = "DRIVETRAIN_ORDERS_FD"
 SUPERVISOR_PID = "DRIVETRAIN_SUPERVISOR_PID"
 CORES = "DRIVETRAIN_CORES"
 STACKS = "DRIVETRAIN_STACKS"
@@ -41,8 +44,10 @@ def main() -> NoReturn:
     if stacks:
         faulthandler.register(STACK_SIGNAL, file=_append_to(stacks), all_threads=True)
     faulthandler.enable()
-    # A signal to save and stop may come while torch is still being imported; Python would die of USR1.
-    signal.signal(signal.SIGTERM, _stop)
+    # Signals may come while torch is still being imported; they are blocked since this process was started.
+    follow_supervisor(lambda number: supervision.tell("signal", number=number))
+    orders = int(os.environ.pop(ORDERS_FD))
+    threading.Thread(target=_take_orders, args=(orders,), name="drivetrain-orders", daemon=True).start()
     supervision.tell("ready", pid=os.getpid())
     kind, *words = sys.argv[1:]
     sys.exit(_guarded(kind, words))
@@ -69,8 +74,11 @@ def _guarded(kind: str, words: list[str]) -> int:
         return error.exit_code if isinstance(error, DrivetrainError) else 1
 
 
-def _stop(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _take_orders(descriptor: int) -> None:
+    """Wait for the supervisor's orders: the number of the signal that it stops the job for, one to a line."""
+    with os.fdopen(descriptor) as orders:
+        for line in orders:
+            take_order(int(line))
 
 
 def _run_script(words: list[str]) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,11 +20,12 @@ from typing import Any, BinaryIO
 
 from drivetrain.core.launchers import CHANNEL, ProcessPlace
 from drivetrain.core.processes import OrphanGuard, kill_group
+from drivetrain.core.stopping import held_back
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.nodes import TOKEN
 from drivetrain.launch.root_cause import Failure, failure_from_error, failure_from_exit
-from drivetrain.launch.worker import CORES, STACK_SIGNAL, STACKS, STORE_FD, SUPERVISOR_PID
+from drivetrain.launch.worker import CORES, ORDERS_FD, STACK_SIGNAL, STACKS, STORE_FD, SUPERVISOR_PID
 
 _KEPT_LINES = 40
 _LONGEST_LINE = 2000
@@ -139,6 +139,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     output: int
     reports: int
+    orders: int
     began: bytes = b""  # a report without its end
     is_ready: bool = False
     has_told: bool = False  # has reported its failure or interruption
@@ -181,6 +182,7 @@ class Crew:
         )
         output, output_there = os.pipe()
         reports, reports_there = os.pipe()
+        orders_there, orders = os.pipe()
         cores = layout.cores[local_rank] if layout.cores else ()
         environment = {
             **os.environ,
@@ -196,30 +198,32 @@ class Crew:
             "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
             "PYTHONUNBUFFERED": "1",
             CHANNEL: str(reports_there),
+            ORDERS_FD: str(orders_there),
             SUPERVISOR_PID: str(os.getpid()),
             STACKS: str(self._logs.stacks(rank).absolute()),
             CORES: ",".join(map(str, cores)),
         }
         environment.pop(TOKEN, None)  # the supervisors' own
-        passed = [reports_there]
+        passed = [reports_there, orders_there]
         if store is not None:
             environment[STORE_FD] = str(store.fileno())
             passed.append(store.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, *task.words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output_there,
-            stderr=output_there,
-            pass_fds=passed,
-            start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
-        )
+        with held_back():  # it is not up yet: no signal may end it
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, *task.words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output_there,
+                stderr=output_there,
+                pass_fds=passed,
+                start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
+            )
         self._guard.add(process.pid)
-        os.close(output_there)
-        os.close(reports_there)
+        for end in (output_there, reports_there, orders_there):
+            os.close(end)
         for end in (output, reports):
             os.set_blocking(end, False)
-        worker = _Worker(rank, process, output, reports)
+        worker = _Worker(rank, process, output, reports, orders)
         self._selector.register(output, selectors.EVENT_READ, (worker, self._read_output))
         self._selector.register(reports, selectors.EVENT_READ, (worker, self._read_reports))
         return worker
@@ -250,17 +254,22 @@ class Crew:
         events, self._events = self._events, []
         return events
 
-    def stop(self) -> None:
-        """Ask every worker to save and end. One that is not up yet has nothing to save."""
+    def stop(self, number: int) -> None:
+        """Order every worker to save and end, for a signal. One that is not up yet has nothing to save."""
         for worker in self._workers:
-            if not worker.ended:
-                self._signal(worker, signal.SIGINT if worker.is_ready else signal.SIGKILL)
+            if worker.ended:
+                continue
+            if worker.is_ready:
+                with contextlib.suppress(OSError):  # it has just ended
+                    os.write(worker.orders, f"{number}\n".encode())
+            else:
+                kill_group(worker.process.pid)
 
     def kill(self) -> None:
         self._killed = True
         for worker in self._workers:
             if not worker.ended:
-                self._signal(worker, signal.SIGKILL)
+                kill_group(worker.process.pid)
 
     def stack_of(self, rank: int) -> str:
         """Return a rank's stack, asked for by a signal that is answered in any state except of a stopped process."""
@@ -289,13 +298,6 @@ class Crew:
             self._end(worker, worker.process.returncode)
         self._selector.close()
         self._logs.close()
-
-    def _signal(self, worker: _Worker, number: int) -> None:
-        if number == signal.SIGKILL:
-            kill_group(worker.process.pid)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            worker.process.send_signal(number)  # its children are its own to stop
 
     def _read_output(self, worker: _Worker) -> None:
         self._drain(worker.output, lambda data: self._logs.write(worker.rank, data))
@@ -331,7 +333,7 @@ class Crew:
             self._emit("step", worker, step=worker.step)
         elif kind == "run":
             self._emit("run", worker, folder=str(report["folder"]))
-        elif kind in ("resumed", "checkpoint", "end", "interrupted"):
+        elif kind in ("resumed", "checkpoint", "end", "interrupted", "signal"):
             worker.has_told |= kind == "interrupted"
             worker.has_stopped |= kind == "end" and not report["finished"]
             self._emit(kind, worker, **{name: value for name, value in report.items() if name != "kind"})
@@ -351,6 +353,7 @@ class Crew:
             if descriptor in self._selector.get_map():  # a child of the worker still holds the other end
                 self._selector.unregister(descriptor)
             os.close(descriptor)
+        os.close(worker.orders)
         worker.ended = True
         self._guard.remove(worker.process.pid)
         kill_group(worker.process.pid)  # children it left behind

@@ -17,8 +17,8 @@ from drivetrain.config import Config, configure
 from drivetrain.core.aims import EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
-from drivetrain.core.processes import request_stop
 from drivetrain.core.schedules import WarmupCosine
+from drivetrain.core.stopping import request_stop
 from drivetrain.core.world import World
 from drivetrain.data.source import Source, source_of
 from drivetrain.job import Job

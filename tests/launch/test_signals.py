@@ -1,0 +1,103 @@
+"""Signals to a job in training: whoever gets them, and however the job was started, it is saved and loses nothing.
+
+`all` is every process of the job, with its loader processes: what SLURM signals.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from drivetrain.checkpoint import Checkpoint
+from tests.commands.test_train_integration import diary, wait_for_step
+from tests.launch.jobs import Launching, are_gone, environment, words_of
+from tests.warm_python import WarmProcess
+
+SCRIPT = Path(__file__).with_name("signaled_script.py")
+STEPS = "20000"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+TARGETS = ("supervisor", "workers", "all")
+PLACES = ("foreground", "background")
+SECONDS = 20  # of the 30 that a scheduler gives at least
+BACKGROUND = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.argv[:] = sys.argv[1:]; "
+BACKGROUND += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"  # as a shell starts `command &`
+
+
+def start(folder: Path, place: str, *words: str, **more: str) -> Launching:
+    command = words_of(folder, *words, forks=True)
+    if place == "background":
+        command = ["-c", BACKGROUND, *command[1:]]
+    return Launching(command, folder, environment(**more))
+
+
+def send(process: Launching | WarmProcess, number: signal.Signals, target: str, workers: list[int]) -> None:
+    below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+    meant = {"supervisor": [process.pid], "workers": workers, "all": [*below, process.pid]}[target]
+    for pid in meant:
+        os.kill(pid, number)
+
+
+def steps_saved(folder: Path) -> int:
+    checkpoint = Checkpoint.latest_in(folder / "runs" / "launched" / "checkpoints")
+    return 0 if checkpoint is None else checkpoint.step
+
+
+def workers_of(process: Launching, folder: Path) -> list[int]:
+    """The workers, once they made a few steps."""
+    deadline = time.monotonic() + 240
+    while not all(diary(folder, rank) and diary(folder, rank)[-1][0] >= 3 for rank in (0, 1)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [diary(folder, rank)[-1][2] for rank in (0, 1)]
+
+
+def signal_once(folder: Path, number: signal.Signals, target: str, place: str) -> float:
+    """Return how long it took from the signal to the end."""
+    with start(folder, place, str(SCRIPT), str(folder), STEPS) as process:
+        workers = workers_of(process, folder)
+        loaders = [one.pid for pid in workers for one in psutil.Process(pid).children(recursive=True)]
+        assert len(loaders) >= 2, "no loader process to be signaled"
+        began = time.monotonic()
+        send(process, number, target, workers)
+        if (number, target, place) == (signal.SIGINT, "supervisor", "background"):
+            # Ignored, as the shell wants it: Ctrl-C is meant for the foreground. The job goes on.
+            wait_for_step(folder, diary(folder)[-1][0] + 5)
+            assert process.poll() is None
+            number = signal.SIGTERM
+            process.send_signal(number)
+        _, err = process.communicate(timeout=240)
+        seconds = time.monotonic() - began
+        assert process.returncode == 128 + number, err
+        assert are_gone([*workers, *loaders]) == []
+    step = steps_saved(folder)
+    assert [diary(folder, rank)[-1][0] for rank in (0, 1)] == [step, step], err
+    assert 3 <= step < int(STEPS)
+    words = f"stopped by {number.name}; the checkpoint of step {step} is saved, and the same command goes on from there"
+    assert err.rstrip().splitlines()[-1] == f"drivetrain: {words}"
+    assert "Traceback" not in err
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "place"),
+    [
+        (signal.SIGUSR1, "all", "foreground"),
+        (signal.SIGTERM, "all", "foreground"),
+        (signal.SIGHUP, "workers", "foreground"),
+        (signal.SIGUSR1, "supervisor", "background"),
+    ],
+)
+def test_a_signal_saves(tmp_path: Path, number: signal.Signals, target: str, place: str) -> None:
+    signal_once(tmp_path, number, target, place)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_the_table(tmp_path: Path, number: signal.Signals, target: str, place: str) -> None:
+    assert signal_once(tmp_path, number, target, place) < SECONDS
