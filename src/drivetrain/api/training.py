@@ -17,6 +17,7 @@ from drivetrain.core.errors import BadResumeError
 from drivetrain.core.faults import Faults
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
+from drivetrain.core.isolation import is_out_of_memory
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.records import StepRecord
@@ -82,16 +83,17 @@ from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.grad_norm import NormCadence
 from drivetrain.run.injection import FaultyFiles, faults_of, inject
 from drivetrain.run.loss_weighting import look_at_all, settle_by_batch, settle_weighting, tell_weighting, watched
-from drivetrain.run.memory import (
+from drivetrain.run.model_factory import build_model, prepare_model
+from drivetrain.run.out_of_memory import (
+    Caps,
+    StepRetry,
     can_go_on_here,
     give_memory_back,
     has_checkpoint,
     heed_cap,
-    is_out_of_memory,
     lower_cap,
     tell_cap,
 )
-from drivetrain.run.model_factory import build_model, prepare_model
 from drivetrain.run.refusals import refuse_before_planning
 from drivetrain.strategies.freezing import Freezer
 
@@ -103,8 +105,8 @@ def train(
 ) -> Result:
     """Train a job to its end. An interrupted run of the same job under the same name is continued, exactly.
 
-    If a step runs out of memory, a run of one process goes on from its last checkpoint with half the micro-batch. If
-    the loss is not finite right after a resume, it goes on from the checkpoint before, as long as there is one.
+    If a step runs out of memory, a run of one process repeats it with half the micro-batch. If the loss is not finite
+    right after a resume, it goes on from the checkpoint before, as long as there is one.
 
     Args:
         job: What to train.
@@ -133,6 +135,7 @@ def train(
                 raise
         finally:
             run.close()
+        del run
         give_memory_back()
 
 
@@ -175,6 +178,7 @@ class _Start:
     model: nn.Module  # as the user made it
     changes: Sequence[str]  # in the job, since the checkpoint
     faults: Faults  # that are injected
+    caps: Caps  # of the micro-batch, from steps that are still to come
 
 
 class _Run(Session):
@@ -185,18 +189,18 @@ class _Run(Session):
         built = settle_global_batch(self)
         folder = self.claim()
         try:
-            heed_cap(self)
             faults = faults_of(self)
             checkpointer = make_checkpointer(self, FaultyFiles(faults) if faults else None)
             with start_marks.restoring():
                 checkpoint = checkpointer.latest()
+            caps = heed_cap(self, 0 if checkpoint is None else checkpoint.step)
             model = built or build_model(self)
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
             refuse_before_planning(self, model, checkpoint)
             settle_weighting(self, model, checkpoint)
             self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
             with self.numerics(), self.stream():
-                return self._train(_Start(folder, checkpointer, checkpoint, model, changes, faults))
+                return self._train(_Start(folder, checkpointer, checkpoint, model, changes, faults, caps))
         except BaseException as error:
             self.note_failed_start(error)
             raise
@@ -205,12 +209,21 @@ class _Run(Session):
             if folder is not None:
                 folder.close()
 
+    _can_try_again: tuple[int, bool] | None = None  # the identity of the error that ended it, and what was found
+
     def can_try_again(self, error: Exception) -> bool:
         """Have the next start use smaller micro-batches, or an older checkpoint. Return whether this process can."""
+        if self._can_try_again is not None and self._can_try_again[0] == id(error):
+            return self._can_try_again[1]
+        can = False
         if isinstance(error, BadResumeError):
-            return falls_back(self, error)
-        if not is_out_of_memory(error) or not hasattr(self, "path"):  # without a folder the cap cannot be kept
-            return False
+            can = falls_back(self, error)
+        elif is_out_of_memory(error) and hasattr(self, "path"):  # without a folder the cap cannot be kept
+            can = self._lower_cap(error)
+        self._can_try_again = id(error), can
+        return can
+
+    def _lower_cap(self, error: Exception) -> bool:
         lower_cap(self, error)
         is_here = can_go_on_here(self)
         words = f"out of memory with micro-batches of {self.way.micro_batch} samples"
@@ -364,6 +377,7 @@ class _Loop:
             freezer=Freezer(parts.given, run.sharded.owners if run.sharded else {}),
             set_loss_weights=run.loss_parts.set_weights if run.loss_parts.has_schedule else None,
             norms=norms,
+            retry=StepRetry(run, parts, loader, stepper, recorder, start.caps),
         )
 
     def run(self) -> None:
@@ -381,6 +395,8 @@ class _Loop:
                 saver.finish()
                 memory.close()
         except BaseException as error:
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                self._run.can_try_again(error)  # before it is reported: the report says what another start does
             saver.failed(error)
             raise
         finally:

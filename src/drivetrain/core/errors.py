@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# The attribute of an error after which another start differs: what it does differently, in words.
+GOES_ON_WITH = "drivetrain_goes_on_with"
+
 
 class DrivetrainError(Exception):
     """An error with a remedy. The command line prints both without a traceback and exits with `exit_code`.

@@ -9,6 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
+_OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or _OF_THE_HOST in str(error)
+
 
 @contextmanager
 def generators_kept() -> Iterator[None]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
 
 LOOPBACK = "127.0.0.1"
 
@@ -277,6 +277,7 @@ class Supervision:
             expected=ours is not None,  # in words for users: no traceback needed
             exit_code=ours.exit_code if ours else 1,
             origin=_origin(error),
+            goes_on_with=str(getattr(error, GOES_ON_WITH, "")),
             traceback=_trace(error, skipped)[-_LONGEST_TRACE:],
             step=self.last_step,
             saving=saving,

@@ -56,6 +56,7 @@ class Failure:
     follows: bool = False  # from the failure of another rank, by its looks
     at: float = 0.0  # when, on the clock of the supervisor that decides
     log: str = ""
+    goes_on_with: str = ""  # what another start does differently by itself, such as smaller micro-batches
     saving: bool = False  # a checkpoint was still being written when it was reported
 
     @property
@@ -83,7 +84,7 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
     exception = f"{kind}: {first_line}" if first_line else kind
     code = int(error.get("exit_code", 1))  # 2 for wrong input, as without a launcher
     common: dict[str, Any] = {"exception": exception, "step": int(error.get("step", 0)), "exit_code": code, **place}
-    common["saving"] = bool(error.get("saving"))
+    common |= {"saving": bool(error.get("saving")), "goes_on_with": str(error.get("goes_on_with", ""))}
     if error.get("expected"):
         follows = bool(_LOST_A_PEER.search(f"{message}\n{error.get('origin', '')}"))
         return Failure(

@@ -44,6 +44,7 @@ TICK_SECONDS = 0.1
 UNAWARE_SECONDS, LEAVING_SECONDS, CULPRIT_SECONDS = 0.5, 3.0, 10.0
 SAVING_SECONDS = 30.0  # after a failure: for a rank that is finishing a checkpoint with the others
 GONE_SECONDS = 10.0  # killed processes are gone sooner; a machine that cannot say so is lost
+DIFFERENT_AT_MOST = 12  # restarts beyond --max-restarts that do something differently: 4096 samples halved to one
 OUTSIDE_AT_MOST = 3  # failures from outside in a row that may come without progress
 
 
@@ -159,9 +160,10 @@ class Supervisor:
     def _restart_in_words(self, cause: Failure, number: int) -> str:
         after = f" after step {cause.step}" if cause.step else ""
         place = f"the checkpoint of step {self._best_checkpoint}" if self._best_checkpoint else "the beginning"
+        differently = f" with {cause.goes_on_with}" if cause.goes_on_with else ""
         return (
             f"drivetrain: {cause.where} failed first{after} ({cause.kind}: {cause.headline.splitlines()[0]}).\n"
-            f"  Starting again from {place}, restart {number} of {self._options.max_restarts}"
+            f"  Starting again from {place}{differently}, restart {number} of {self._options.max_restarts}"
         )
 
     @property
@@ -334,6 +336,8 @@ class Supervisor:
             return "-"
         if self._run_folder is not None and is_finished(self._run_folder):
             return "its run is finished; another start would begin a new one"
+        if cause.goes_on_with and attempt.number < limit + DIFFERENT_AT_MOST:
+            return ""
         if attempt.number >= limit:
             return f"{limit} restart{'s' if limit > 1 else ''} of --max-restarts are used up"
         if before is not None and cause.resembles(before):

@@ -55,6 +55,7 @@ class Stepper:
         self._before_micro_step = before_micro_step
         self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
         self._last_batch: Any = None
+        self.is_moving = False  # whether the strategy's step is being run: weights may be half moved if it fails
         self._generator = _generator_of(world.device)
 
     def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
@@ -76,7 +77,9 @@ class Stepper:
 
     def end(self, stop: bool) -> StepOutcome:
         """Run the strategy's step after the last micro-step."""
+        self.is_moving = True
         outcome = self._strategy.step(stop)
+        self.is_moving = False
         self.clock.lap(OPTIMIZER)
         return outcome
 

@@ -10,30 +10,31 @@ other, as a stretch: the host's per-step work would take as long as the device n
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import BadResumeError, DrivetrainError
-from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.hook import Hook, Rehearsal
 from drivetrain.core.launchers import supervision
-from drivetrain.core.logged import Media, collecting, media_of, on_host
 from drivetrain.core.records import PartLoss, StepOutcome, StepRecord
-from drivetrain.core.state import put_away
 from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
+from drivetrain.loop.hook_calls import HookCalls, RunLog
 from drivetrain.loop.rates import Rates
 from drivetrain.loop.read_back import InFlight, ReadStep
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
-from drivetrain.monitor.phases import CHECKPOINT, HOOKS, LOGGING, VALIDATION
+from drivetrain.monitor.phases import CHECKPOINT, LOGGING
 from drivetrain.strategies.ema import Average
 from drivetrain.strategies.freezing import Freezer
+
+Steps = Iterator[tuple[Place, Iterable[MicroBatch]]]
 
 
 class NormSchedule(Protocol):
@@ -78,17 +79,18 @@ class Saver(Protocol):
         """
 
 
-class RunLog(Protocol):
-    """Writes events to the run's folder and lines to the terminal."""
+class Retry(Protocol):
+    """Repeats a step that was out of memory with smaller micro-batches."""
 
-    def event(self, kind: str, **facts: Any) -> None:
-        """Write an event."""
+    @property
+    def next_change(self) -> int | None:
+        """The step before which the micro-batch changes, by the number of steps done; None if it stays."""
 
-    def say(self, text: str) -> None:
-        """Print a line."""
+    def may_repeat(self, error: Exception, place: Place) -> bool:
+        """Return whether a step that failed can be repeated from the state that it began with."""
 
-    def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
-        """Record what a hook logged after `step` steps, in an epoch from 0."""
+    def shrink(self, step: int) -> None:
+        """Divide the steps that follow `step` steps into smaller micro-batches."""
 
 
 class Trainer:
@@ -117,6 +119,7 @@ class Trainer:
         set_loss_weights: Callable[[int], None] | None = None,
         norms: NormSchedule | None = None,
         freezer: Freezer | None = None,
+        retry: Retry | None = None,
     ) -> None:
         """Prepare the loop.
 
@@ -141,13 +144,30 @@ class Trainer:
             set_loss_weights: Sets the weights of the loss's parts for the step that begins, where they change.
             norms: Decides which steps compute their gradient norm, if nothing is clipped.
             freezer: Freezes weights for hooks.
+            retry: Repeats steps that were out of memory; None: such a step ends the run.
         """
-        self._job, self._world, self._model, self._optimizer = job, world, model, optimizer
-        self._stepper, self._loader, self._folder, self._rates = stepper, loader, folder, rates
-        self._saver, self._recorder, self._snapshot = saver, recorder, saver.snapshot
+        self._job, self._stepper, self._loader, self._rates = job, stepper, loader, rates
+        self._saver, self._snapshot = saver, saver.snapshot
+        self._hook_calls = HookCalls(
+            model,
+            optimizer,
+            world,
+            folder,
+            recorder,
+            stepper,
+            validation,
+            average,
+            rehearsal=rehearsal,
+            check_model=check_model,
+            freezer=freezer,
+        )
         self._first_step, self._validation, self._average = first_step, validation, average
-        self._rehearsal, self._before_step, self._check_model = rehearsal, before_step, check_model
-        self._set_loss_weights, self._norms, self._freezer = set_loss_weights, norms, freezer
+        self._before_step, self._set_loss_weights, self._norms, self._retry = (
+            before_step,
+            set_loss_weights,
+            norms,
+            retry,
+        )
         # Looked up once: the loop's overhead is a few microseconds per step, and has to stay so.
         self._num_steps, self._save_every = job.num_steps, job.save_every
         self._hooks = [(hook, hook.every) for hook in (*([validation] if validation else []), *job.hooks)]
@@ -167,23 +187,53 @@ class Trainer:
 
     def run(self) -> Iterator[StepRecord]:
         try:
-            for place, micro_batches in self.steps():
-                begun = self.begin(place)
-                yield from self.settle(begun, self._stepper.run(place, micro_batches, self.wants_stop))
-                if self.is_over:
-                    return
-                if self._stepper.may_go_on:
-                    yield from self._go_on()
+            steps: Steps | None = self.steps()
+            while steps is not None:
+                steps = yield from self._run_steps(steps)
         except (Exception, KeyboardInterrupt):
             yield from self.last_words()
             raise
 
-    def steps(self) -> Iterator[tuple[Place, Iterable[MicroBatch]]]:
+    def _run_steps(self, steps: Steps) -> Generator[StepRecord, None, Steps | None]:
+        """Run steps. Return those that are left, where they are divided anew; None if the run is over."""
+        for place, micro_batches in steps:
+            if self._retry is not None and self._retry.next_change == place.step:
+                return self._divided_anew(place)
+            begun = self.begin(place)
+            outcome = self._attempt(place, micro_batches)
+            if outcome is None:
+                yield from self.outstanding()
+                return self._divided_anew(place)
+            yield from self.settle(begun, outcome)
+            if self.is_over:
+                return None
+            if self._stepper.may_go_on:
+                yield from self._go_on()
+        return None
+
+    def _attempt(self, place: Place, micro_batches: Iterable[MicroBatch]) -> StepOutcome | None:
+        """Run a step. None: it was out of memory, and will be repeated from the state that it began with."""
+        try:
+            return self._stepper.run(place, micro_batches, self.wants_stop)
+        except Exception as error:
+            if self._retry is None or not self._retry.may_repeat(error, place):
+                raise
+            return None  # and the error is gone, with all the memory that it held
+
+    def _divided_anew(self, place: Place) -> Steps:
+        """Return the steps from this one on, with smaller micro-batches."""
+        assert self._retry is not None
+        self._loader.close()
+        self._retry.shrink(place.step)
+        return self._loader.batches(place.step, self._job.max_steps, self._job.epochs)
+
+    def steps(self) -> Steps:
         """Return the job's remaining steps: the place of each, and this rank's micro-batches.
 
         Hooks are checked first: one that cannot work raises while no work can be lost.
         """
-        self._check_hooks()
+        for hook, _ in self._hooks:
+            self._hook_calls.check(hook, self._first_step)
         self._stepper.clock.start()
         return self._loader.batches(self._first_step, self._job.max_steps, self._job.epochs)
 
@@ -237,7 +287,7 @@ class Trainer:
             # The host waits for the device here: no hook runs, and no run ends, before the step was judged.
             yield from self.outstanding()
             clock.lap(LOGGING)
-            verdict = self._call(hooks_due, place)
+            verdict = self._hook_calls.call(hooks_due, place, self._last_loss)
             save_due |= verdict.save
             self.ended_by_hook = verdict.stop
         if self._average is not None and (is_last or self.ended_by_hook):
@@ -281,6 +331,8 @@ class Trainer:
             return None
         done = stretch.first.step
         free = [every - 1 - done % every for every in self._everies]
+        if self._retry is not None and self._retry.next_change is not None:
+            free.append(max(0, self._retry.next_change - done))
         if self._norms is not None:
             free.append(self._norms.every - 1 - done % self._norms.every)
         if self._job.max_steps is not None:
@@ -389,60 +441,6 @@ class Trainer:
             f"{where}; the run stops before it is saved, so the last checkpoint is good",
             remedy="a lower learning rate, or clip_norm; then run again under the same name to go on from there",
         )
-
-    def _check_hooks(self) -> None:
-        for hook, _ in self._hooks:
-            if isinstance(hook, ChecksFirst):
-                hook.check(self._context(self._first_step, 0))
-
-    def _context(self, step: int, epoch: int) -> StepContext:
-        return StepContext(
-            step,
-            epoch,
-            self._model,
-            self._world,
-            self._folder,
-            self._recorder.event,
-            batch=self._stepper.last_batch,
-            say=self._recorder.say,
-            measure=lambda: {} if self._validation is None else self._validation.measure(self._model),
-            loss=self._last_loss,
-            freeze=self._freeze,
-            unfreeze=self._unfreeze,
-            experts=ExpertAccess(self._companions, self._rehearsal),
-        )
-
-    def _freeze(self, *patterns: str) -> None:
-        if self._freezer is not None:
-            self._freezer.freeze(patterns)
-            self._stepper.start_over()
-
-    def _unfreeze(self, *patterns: str) -> None:
-        if self._freezer is not None:
-            self._freezer.unfreeze(patterns)
-            self._stepper.start_over()
-
-    def _call(self, hooks: list[Hook], place: Place) -> Verdict:
-        context = self._context(place.step + 1, place.epoch + place.ends_epoch)
-        verdicts = []
-        for hook in hooks:
-            put_away(self._model)
-            with collecting(copies=self._world.is_main) as logged:
-                verdicts.append(hook(context) or Verdict())
-            if logged:
-                media = media_of(logged)
-                self._recorder.logged(context.step, place.epoch, on_host(logged), media)
-            self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
-        self._check_model()
-        self._stepper.look_again()
-        return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
-
-    def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors kept for a parameter element by element: optimizer state and moving average."""
-        state = {**self._optimizer.state.get(parameter, {}), "average": self._average and self._average.of(parameter)}
-        return {
-            name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape
-        }
 
 
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepContext, Verdict
-from drivetrain.core.isolation import buffers_kept, evaluating, untouched
+from drivetrain.core.isolation import buffers_kept, evaluating, is_out_of_memory, untouched
+from drivetrain.core.log import notice
 from drivetrain.core.logged import Logged, LoggedValues, collecting, one_value
 from drivetrain.core.metrics import Counted, LossSum, MetricObject, Tally, flattened, over_all_ranks
 from drivetrain.core.precision import Precision
@@ -52,7 +54,9 @@ class Validator:
         prefix: str = "valid_",  # of the names of metrics
         on_device: Callable[[Any], Any] = lambda batch: batch,  # moves a batch that was fetched by itself
         compiled_loss: LossFunction | None = None,  # for batches of the full size: others would be compiled anew
+        may_halve: bool = True,  # whether batches that run out of memory are halved: not where that changes the loss
     ) -> None:
+        self._may_halve = may_halve
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
         self._outputs: list[Any] = []  # of the model: always the same list, since compiled code appends to it
         self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
@@ -85,28 +89,39 @@ class Validator:
     def try_out(self, model: nn.Module) -> None:
         """Run one batch of each set through the model, and raise what would end a validation. Nothing is kept of it."""
         for name, loader in self._loaders.items():
-            failure: Exception | None = None
             words = f"the first batch of the validation set{f' {name!r}' if name else ''}"
-            with untouched(self._world.device), buffers_kept(model):
-                try:
-                    first = loader.first()
-                    words += f", {described(first.batch)}"
-                    self._count([first._replace(batch=self._on_device(first.batch))], model, model)
-                except DrivetrainError as error:
-                    failure = DrivetrainError(f"{error.message}; it was tried on {words}", remedy=error.remedy)
-                    failure.__cause__ = error
-                except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
-                    error.add_note(f"drivetrain: {words}, was tried before the first step")
-                    failure = error
+            failure = self._tried(loader, model, words)
+            while self._halves(loader, model, failure):
+                failure = self._tried(loader, model, words)
             raise_on_all_ranks(failure, "validation", model, self._world)
+
+    def _tried(self, loader: Loader, model: nn.Module, words: str) -> Exception | None:
+        """Run the first batch of a set through the model, and return what went wrong; None if nothing did."""
+        with untouched(self._world.device), buffers_kept(model):
+            try:
+                first = loader.first()
+                words += f", {described(first.batch)}"
+                self._count([first._replace(batch=self._on_device(first.batch))], model, model)
+            except DrivetrainError as error:
+                failure = DrivetrainError(f"{error.message}; it was tried on {words}", remedy=error.remedy)
+                failure.__cause__ = error
+                return failure
+            except Exception as error:  # noqa: BLE001  (raised by the caller, on all ranks)
+                error.add_note(f"drivetrain: {words}, was tried before the first step")
+                return error
+        return None
 
     def _measure_set(self, loader: Loader, model: nn.Module, called: Any) -> dict[str, float]:
         counted: dict[str, Counted | None] = {}
         failure: Exception | None = None
-        try:
-            counted = self._count(micro_batches(loader), model, called)
-        except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
-            failure = error
+        while True:
+            try:
+                counted = self._count(micro_batches(loader), model, called)
+            except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
+                failure = error
+            if not self._halves(loader, model, failure):
+                break
+            failure = None
         own = ("loss", *self._functions)
         told = raise_on_all_ranks(
             failure, "validation", model, self._world, [name for name in counted if name not in own]
@@ -122,6 +137,21 @@ class Validator:
         for name, found in self._objects.items():
             values |= flattened(name, self._computed(name, found))
         return values
+
+    def _halves(self, loader: Loader, model: nn.Module, failure: Exception | None) -> bool:
+        """Halve the batches of a set on all ranks if one was out of memory; return whether they did. Collective."""
+        division, is_sharded = loader.division, any(map(is_distributed, model.parameters()))
+        if not self._may_halve or division.micro_batch < 2 or is_sharded:
+            return False
+        if not self._world.any(failure is not None and is_out_of_memory(failure)):
+            return False
+        loader.division = replace(division, micro_batch=division.micro_batch // 2)
+        if self._world.is_main:
+            notice(
+                f"validation was out of memory with batches of {division.micro_batch} samples: it begins again with "
+                f"{loader.division.micro_batch}; valid_batch sets their size"
+            )
+        return True
 
     def _with_total(self, values: dict[str, float], parts: Sequence[str]) -> dict[str, float]:
         """Add the parts' weighted sum as the loss. A part without items in the set is left out."""

@@ -5,7 +5,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -57,6 +57,11 @@ class RunPlan:
         each = -(-self.micro_batch * self.world_size // self.num_devices)  # the devices of a process share its part
         return f"{each} × {self.accumulation} accumulated × {devices} {sign} {self.global_batch}"
 
+    def divided(self, micro_batch: int) -> "RunPlan":
+        """Return the same plan with steps divided into other micro-batches."""
+        accumulation = math.ceil(math.ceil(self.global_batch / self.world_size) / micro_batch)
+        return replace(self, micro_batch=micro_batch, accumulation=accumulation)
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -82,6 +87,10 @@ class RunFacts:
     closed: tuple[str, ...] = ()  # settings of which the plan measured or ruled out the other way
     first_set: str = ""  # the name of the first validation set; empty for a single one, which has none
     joined_at: float = 0.0  # when the ranks had met, on the monotonic clock
+
+
+def _write_plan(folder: RunFolder, plan: RunPlan, planned: Mapping[str, Any]) -> None:
+    folder.write("plan.yaml", yaml_text({**asdict(plan), **planned}, width=120, explicit_end=True))
 
 
 def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
@@ -214,6 +223,9 @@ class NoRunRecorder:
     def finish(self, finished: bool, steps: int, because: str = "", **facts: Any) -> None:
         pass
 
+    def replan(self, planned: Mapping[str, Any], micro_batch: int) -> None:
+        pass
+
 
 def _device_figures(sampler: Sampler | None) -> dict[str, float]:
     return {
@@ -289,8 +301,7 @@ class RunRecorder(NoRunRecorder):
         folder.write("hardware.json", hardware.to_json())
         folder.write("config.yaml", yaml_text(config.model_dump(mode="json")))
         plan = asdict(facts.plan)
-        text = yaml_text({**plan, **facts.planned}, width=120, explicit_end=True)
-        folder.write("plan.yaml", text)
+        _write_plan(folder, facts.plan, facts.planned)
         self._time = _LoopTime(facts.resumed_from)
         since = {"since": start_marks.take(facts.joined_at), **written}
         self.event("resume" if facts.resumed_from else "start", step=facts.resumed_from, **plan, **stamp(), **since)
@@ -304,6 +315,10 @@ class RunRecorder(NoRunRecorder):
         self._trackers: list[BackgroundTracker] = []
         self._sampler: Sampler | None = None
         self._profiler: StepProfiler | None = None
+
+    def replan(self, planned: Mapping[str, Any], micro_batch: int) -> None:
+        """Write the plan again, with other micro-batches: those before ran out of memory."""
+        _write_plan(self._folder, self._facts.plan.divided(micro_batch), planned)
 
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan

@@ -112,6 +112,16 @@ class Plan(Value):
         choice = asked.model_copy(update={"value": "off", "reason": f"{asked.reason}, but {why}"})
         return self.model_copy(update={"choices": {**self.choices, name: choice}})
 
+    def capped(self, micro_batch: int, accumulation: int, why: str) -> Self:
+        """Return the same plan with smaller micro-batches, since larger ones ran out of memory."""
+        values = {"batch.size": micro_batch, "batch.accumulation": accumulation}
+        changed = {
+            name: self.choices[name].model_copy(update={"value": value, "reason": why})
+            for name, value in values.items()
+            if name in self.choices
+        }
+        return self.model_copy(update={"choices": {**self.choices, **changed}})
+
     def not_compiled(self, why: str) -> Self:
         """Return the same plan, where it turned out that nothing can be compiled here."""
         choices = {name: choice for name, choice in self.choices.items() if name != "compile.mode"}

@@ -153,6 +153,7 @@ def make_validator(
         prefix=f"{kind}_",
         on_device=on_device,
         compiled_loss=None if called is None else run.weighted(called),
+        may_halve=not run.weighting.holds_division,
     )
 
 

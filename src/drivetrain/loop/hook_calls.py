@@ -1,0 +1,117 @@
+"""Calls the hooks of a run at step boundaries, with all that they may ask for."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.logged import Media, collecting, media_of, on_host
+from drivetrain.core.state import put_away
+from drivetrain.core.world import World
+from drivetrain.data.division import Place
+from drivetrain.loop.stepper import Stepper
+from drivetrain.loop.validation import Validation
+from drivetrain.monitor.phases import HOOKS, VALIDATION
+from drivetrain.strategies.ema import Average
+from drivetrain.strategies.freezing import Freezer
+
+
+class RunLog(Protocol):
+    """Writes events to the run's folder and lines to the terminal."""
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Write an event."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
+        """Record what a hook logged after `step` steps, in an epoch from 0."""
+
+
+class HookCalls:
+    """Calls hooks. The trainer decides when, and has waited for the step before."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: World,
+        folder: Path,
+        recorder: RunLog,
+        stepper: Stepper,
+        validation: Validation | None,
+        average: Average | None,
+        *,
+        rehearsal: Rehearsal | None,
+        check_model: Callable[[], None],
+        freezer: Freezer | None,
+    ) -> None:
+        self._model, self._optimizer, self._world, self._folder = model, optimizer, world, folder
+        self._recorder, self._stepper, self._validation, self._average = recorder, stepper, validation, average
+        self._rehearsal, self._check_model, self._freezer = rehearsal, check_model, freezer
+
+    def check(self, hook: Hook, step: int) -> None:
+        """Let a hook look at the run before its first step, if it wants to."""
+        if isinstance(hook, ChecksFirst):
+            hook.check(self._context(step, 0))
+
+    def _context(self, step: int, epoch: int, loss: float = math.nan) -> StepContext:
+        return StepContext(
+            step,
+            epoch,
+            self._model,
+            self._world,
+            self._folder,
+            self._recorder.event,
+            batch=self._stepper.last_batch,
+            say=self._recorder.say,
+            measure=lambda: {} if self._validation is None else self._validation.measure(self._model),
+            loss=loss,
+            freeze=self._freeze,
+            unfreeze=self._unfreeze,
+            experts=ExpertAccess(self._companions, self._rehearsal),
+        )
+
+    def _freeze(self, *patterns: str) -> None:
+        if self._freezer is not None:
+            self._freezer.freeze(patterns)
+            self._stepper.start_over()
+
+    def _unfreeze(self, *patterns: str) -> None:
+        if self._freezer is not None:
+            self._freezer.unfreeze(patterns)
+            self._stepper.start_over()
+
+    def call(self, hooks: list[Hook], place: Place, loss: float) -> Verdict:
+        """Call hooks after a step, and return what they ask for together.
+
+        Args:
+            hooks: Those that are due.
+            place: The step that was done.
+            loss: Its loss.
+        """
+        context = self._context(place.step + 1, place.epoch + place.ends_epoch, loss)
+        verdicts = []
+        for hook in hooks:
+            put_away(self._model)
+            with collecting(copies=self._world.is_main) as logged:
+                verdicts.append(hook(context) or Verdict())
+            if logged:
+                media = media_of(logged)
+                self._recorder.logged(context.step, place.epoch, on_host(logged), media)
+            self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
+        self._check_model()
+        self._stepper.look_again()
+        return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
+
+    def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the tensors kept for a parameter element by element: optimizer state and moving average."""
+        state = {**self._optimizer.state.get(parameter, {}), "average": self._average and self._average.of(parameter)}
+        return {
+            name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape
+        }
