@@ -94,6 +94,7 @@ FLAGS = {
     "compile.enabled": ["--compile"],
     "compile.mode": ["--compile-mode"],
     "compile.only": ["--compile-only"],
+    "compile.scope": ["--compile-scope"],
     "plan.auto_optimize": ["--auto-optimize"],
     "plan.budget_seconds": ["--plan-budget", "--budget"],
     "plan.file": ["--plan"],

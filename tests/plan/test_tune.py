@@ -21,6 +21,7 @@ class Machine:
         memory: int = 10**9,
         compile_gain: float = 0.5,
         compile_seconds: float = 20.0,
+        block_gain: float = 0.0,
         channels_last_gain: float = 0.0,
         slower_above: int | None = None,
         problems: dict[str, str] | None = None,
@@ -45,14 +46,15 @@ class Machine:
         taken = (self.overhead * (not way.capture) + self.per_sample * way.micro_batch) / way.micro_batch
         if self.slower_above and way.micro_batch > self.slower_above:
             taken *= 2
+        setup = 0.0
         if way.compile_mode:
-            self.now += self.compile_seconds
-            taken *= 1 - self.compile_gain
+            setup = self.compile_seconds * (0.1 if way.compile_scope == "blocks" else 1.0)
+            self.now += setup
+            taken *= 1 - (self.block_gain if way.compile_scope == "blocks" else self.compile_gain)
         if way.channels_last:
             taken /= 1 + self.channels_last_gain
         taken /= 1 + self.gains.get(way.precision, 0.0)
         taken /= 1 + self.gains.get(way.num_threads, 0.0)
-        setup = self.compile_seconds if way.compile_mode else 0.0
         return Measurement(
             sample_seconds=taken,
             peak_bytes=0 if self.is_cpu else peak,
@@ -210,6 +212,22 @@ def test_compiling_pays_or_is_not_used() -> None:
     assert not any(tried.way.compile_mode for tried in shorter.tried)
 
 
+def test_blocks_are_compiled_where_the_whole_loss_takes_too_long() -> None:
+    """Blocks cost 2 s, the whole loss 20 s: a short job takes the first, a long one whichever is faster."""
+    both = {"others": {"compile_mode": ("default",)}, "compile_costs": {"blocks": 3.0, "loss": 20.0}}
+    machine = Machine(block_gain=0.5, compile_gain=0.6)
+    short, long = (machine.tune(remaining_samples=n, **both) for n in (400_000, 10**7))
+    assert (short.way.compile_mode, short.way.compile_scope) == ("default", "blocks")
+    assert "costs 2 s" in short.reasons["compile_mode"]
+    assert short.reasons["compile_scope"].startswith("the whole loss at once: not tried")
+    assert (long.way.compile_mode, long.way.compile_scope) == ("default", "loss")
+    assert "costs 20 s" in long.reasons["compile_scope"]
+    slower = Machine(block_gain=0.6, compile_gain=0.5).tune(**both)
+    assert slower.way.compile_scope == "blocks"
+    neither = Machine(block_gain=-0.1, compile_gain=-0.1).tune(**both)
+    assert neither.way == neither.way.but(compile_mode=None)
+
+
 @given(
     gain=st.floats(-0.5, 0.9), cost=st.floats(0.0, 100.0), seconds=st.floats(1.0, 10_000.0), expected=st.floats(1, 60)
 )
@@ -220,7 +238,7 @@ def test_compiling_never_costs_more_than_may_be_risked(
     machine = Machine(compile_gain=gain, compile_seconds=cost, overhead=0.0, per_sample=1e-3)
     scope = {
         "others": {"compile_mode": ("default",)},
-        "compile_cost_seconds": expected,
+        "compile_costs": {"loss": expected},
         "remaining_samples": int(seconds * 1000),
     }
     tuned = machine.tune(**scope)

@@ -1,5 +1,6 @@
 """Compiling only some modules, and doing without a compiler that does not work."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch.utils.data import TensorDataset
 import drivetrain as dt
 from drivetrain.core.errors import ConfigError
 from drivetrain.moe import MixtureOfExperts
-from drivetrain.strategies.compiling import compile_named, num_graphs, why_not_compiled
+from drivetrain.strategies.compiling import (
+    compile_named,
+    compile_repeated,
+    forget_compiled,
+    num_graphs,
+    why_not_compiled,
+)
 from drivetrain.strategies.sharding import compile_blocks
 
 CPU = torch.device("cpu")
@@ -111,3 +118,98 @@ def test_blocks_of_a_sharded_model_are_compiled_repeatably_where_asked(
     compile_blocks(blocks, "default", fixed=fixed)
     assert len(asked) == 3
     assert all(("deterministic" in how.get("options", {})) == fixed for how in asked)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.linear(self.norm(inputs)).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+def test_repeated_blocks_are_compiled_once_for_all_of_them() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, inputs = Stack().double(), torch.randn(3, 4, dtype=torch.float64)
+    expected = model(inputs)
+    before, seen = num_graphs(), []
+    model.blocks[0].register_forward_hook(lambda *found: seen.append(found))
+    compile_repeated(model, "default")
+    assert torch.allclose(model(inputs), expected, rtol=1e-12)
+    assert num_graphs() == before + 2, "the first has an input that needs no gradient; the others share one"
+    assert len(seen) == 1
+    assert set(model.state_dict()) == set(Stack().state_dict())
+    forget_compiled(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(model(inputs), expected)
+
+
+def test_a_copy_of_compiled_blocks_computes_with_its_own_weights() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, inputs = Stack(2), torch.randn(3, 4)
+    compile_repeated(model, "default")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert copied(inputs).abs().max() == 0
+    assert model(inputs).abs().max() > 0
+
+
+def test_sizes_that_vary_are_compiled_for_once() -> None:
+    torch.compiler.reset()
+    model = Stack(3)
+    before = num_graphs()
+    compile_repeated(model, "default", varying_dims=(0,))
+    for size in (3, 5, 7):
+        model(torch.randn(size, 4))
+    assert num_graphs() == before + 2
+
+
+def stacked_job(name: str, model: Any = Stack) -> dt.Job:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(32, 4, dtype=torch.float64), torch.randint(0, 2, (32,)))
+    return dt.Job(
+        name=name,
+        model=lambda: model().double(),
+        data=data,
+        valid=data,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        global_batch=8,
+        max_steps=6,
+    )
+
+
+def test_a_run_with_compiled_blocks_learns_the_same(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    settings: dict[str, Any] = {"output_dir": tmp_path, "gpu_mode": "cpu", "report": False, "num_workers": 0}
+    plain = dt.train(stacked_job("plain"), dt.configure(**settings, compile=False))
+    assert not why_not_compiled(CPU)
+    before = num_graphs()
+    found = dt.train(stacked_job("blocks"), dt.configure(**settings, compile=True, compile_scope="blocks"))
+    assert num_graphs() == before + 2, "for all blocks; the validation, of few batches, is not compiled"
+    for name, expected in plain.model.state_dict().items():
+        assert torch.allclose(found.model.state_dict()[name], expected, rtol=1e-11), name
+    assert found.metrics["valid_loss"] == pytest.approx(plain.metrics["valid_loss"], rel=1e-11)
+    choices = yaml.safe_load((found.folder / "plan.yaml").read_text())["choices"]
+    assert choices["compile.scope"] == {"value": "blocks", "why": "each repeated block by itself; asked for"}
+    with pytest.raises(dt.DrivetrainError, match="no repeated blocks"):
+        dt.train(stacked_job("none", Gated), dt.configure(**settings, compile=True, compile_scope="blocks"))
+    with pytest.raises(ConfigError, match="compiling is off"):
+        dt.configure(compile=False, compile_scope="blocks")

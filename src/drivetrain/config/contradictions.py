@@ -263,6 +263,18 @@ _BETWEEN_VALUES: tuple[_Rule[_Case], ...] = (
         ),
         remedy="add --compile, or drop this",
     ),
+    _Rule(
+        "compile.scope",
+        lambda case: case.config.compile.scope != "auto" and case.config.compile.enabled is False,
+        lambda case: "chooses what to compile as one, but compiling is off",
+        remedy="drop one of the two",
+    ),
+    _Rule(
+        "compile.scope",
+        lambda case: case.config.compile.scope != "auto" and case.config.compile.only,
+        lambda case: f"chooses what to compile as one, and {case.spelled('compile.only')} names it",
+        remedy="drop one of the two",
+    ),
 )
 
 _WITH_THE_MACHINE: tuple[_Rule[_MachineCase], ...] = (

@@ -55,8 +55,9 @@ class Validator:
         on_device: Callable[[Any], Any] = lambda batch: batch,  # moves a batch that was fetched by itself
         compiled_loss: LossFunction | None = None,  # for batches of the full size: others would be compiled anew
         may_halve: bool = True,  # whether batches that run out of memory are halved: not where that changes the loss
+        eager: bool = False,  # whether compiled blocks of the model run as they are written
     ) -> None:
-        self._may_halve = may_halve
+        self._may_halve, self._eager = may_halve, eager
         self._prefix, self._on_device, self._compiled_loss = prefix, on_device, compiled_loss
         self._outputs: list[Any] = []  # of the model: always the same list, since compiled code appends to it
         self._job, self._loaders, self._precision, self._world = job, loaders, precision, world
@@ -166,7 +167,8 @@ class Validator:
             found.reset()
         seed_validation(self._job.seed)
         most, outputs = 0, self._outputs
-        with evaluating(model), torch.no_grad(), recording_outputs(called, outputs):
+        stance = torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
+        with evaluating(model), torch.no_grad(), recording_outputs(called, outputs), stance:
             for micro in batches:
                 outputs.clear()
                 most = max(most, micro.num_samples)

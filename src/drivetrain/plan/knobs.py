@@ -9,10 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from drivetrain.core.value import PrecisionName, Value
 from drivetrain.plan.rules import Choice, Settings
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+# What is compiled as one: the whole loss function with the model inside, or each of the blocks that a model repeats.
+# Blocks of a kind share their kernels, so the compiler is done many times sooner.
+CompileScope = Literal["loss", "blocks"]
 # Which kernels may be used: `off` any, the fastest; `fixed` none that is chosen by timing, and of cuDNN only
 # deterministic ones; `strict` torch's deterministic algorithms, and recurrent dropout outside cuDNN.
 Repeat = Literal["off", "fixed", "strict"]
@@ -31,6 +36,7 @@ class StepWay(Value):
     micro_batch: int
     precision: PrecisionName = "fp32"
     compile_mode: CompileMode | None = None
+    compile_scope: CompileScope = "loss"
     channels_last: bool = False
     recompute: bool = False
     capture: bool = False
@@ -44,6 +50,19 @@ class StepWay(Value):
     def splits_recurrent_dropout(self) -> bool:
         """Whether dropout between recurrent layers is computed outside cuDNN, whose own waits for the device."""
         return self.capture or self.repeat == "strict"
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss function is compiled with the model inside."""
+        return self.compile_mode is not None and self.compile_scope == "loss"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_scope(cls, values: Any) -> Any:
+        """What would be compiled as one makes no difference to steps that are not compiled."""
+        if isinstance(values, dict) and values.get("compile_mode") is None:
+            return {**values, "compile_scope": "loss"}
+        return values
 
     def but(self, **changes: object) -> "StepWay":
         return StepWay.model_validate({**self.model_dump(), **changes})
@@ -243,6 +262,15 @@ def _tell_compile_mode(outcome: PlanningOutcome) -> Choice[str] | None:
     return None if mode is None else Choice(value=mode, reason="how it is compiled")
 
 
+def _tell_compile_scope(outcome: PlanningOutcome) -> Choice[str] | None:
+    if outcome.way.compile_mode is None:
+        return None
+    whole, blocks = "the loss function with the model inside", "each repeated block by itself"
+    what = blocks if outcome.way.compile_scope == "blocks" else whole
+    asked = ASKED_FOR if "compile_scope" in outcome.facts.pinned else outcome.reasons.get("compile_scope", "")
+    return Choice(value=outcome.way.compile_scope, reason=f"{what}{f'; {asked}' if asked else ''}")
+
+
 # CUDA graphs
 
 
@@ -345,6 +373,15 @@ KNOBS: tuple[Knob, ...] = (
         is_advised=True,
     ),
     Knob(
+        field="compile_scope",
+        settings=("compile.scope",),
+        words="what is compiled as one",
+        in_words=lambda scope: "block by block" if scope == "blocks" else "",
+        by_rule=lambda asked: "blocks" if asked.read("compile.scope") == "blocks" else "loss",
+        stage="compile",
+        told=(PlanLine("compile.scope", _tell_compile_scope),),
+    ),
+    Knob(
         field="capture",
         settings=("kernels.capture",),
         words="capturing",
@@ -395,7 +432,7 @@ KNOBS: tuple[Knob, ...] = (
 BY_FIELD = {knob.field: knob for knob in KNOBS}
 
 # Choices that come after all others in a plan, in this order.
-_AT_THE_END = ("kernels.num_threads", "distributed.expert_rest", "compile.mode")
+_AT_THE_END = ("kernels.num_threads", "distributed.expert_rest", "compile.mode", "compile.scope")
 
 
 def knobs_of(*stages: Stage) -> Iterator[Knob]:

@@ -124,7 +124,9 @@ class Plan(Value):
 
     def not_compiled(self, why: str) -> Self:
         """Return the same plan, where it turned out that nothing can be compiled here."""
-        choices = {name: choice for name, choice in self.choices.items() if name != "compile.mode"}
+        choices = {
+            name: choice for name, choice in self.choices.items() if name not in ("compile.mode", "compile.scope")
+        }
         asked = choices["compile.enabled"]
         choices["compile.enabled"] = asked.model_copy(
             update={"value": False, "reason": f"{asked.reason}, but nothing can be compiled here: {why}"}

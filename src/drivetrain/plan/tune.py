@@ -12,7 +12,7 @@ from typing import Protocol
 from pydantic import Field
 
 from drivetrain.core.value import Value
-from drivetrain.plan.knobs import BY_FIELD, LEAST_GAIN, CompileMode, Knob, Others, StepWay, knobs_of
+from drivetrain.plan.knobs import BY_FIELD, LEAST_GAIN, CompileMode, CompileScope, Knob, Others, StepWay, knobs_of
 from drivetrain.plan.memory import MOST_SIZES, MemoryModel, Peak, bound_to_fit, largest_that_fits, next_size_to_measure
 
 SMALLER_GAIN = 0.015  # for which a smaller micro-batch is taken
@@ -58,7 +58,8 @@ class Scope(Value):
     fixed_micro_batch: str = ""  # why it may not be changed: it is pinned, or recorded
     largest_micro_batch: str = ""  # why the largest that fits is taken, however fast: it is part of what is learned
     others: dict[str, Others] = Field(default_factory=dict)  # what to try, by field of a way
-    compile_cost_seconds: float = 15.0  # expected, before it was measured
+    # What compiling is expected to take, before it was measured, by what is compiled as one: tried in this order.
+    compile_costs: dict[CompileScope, float] = Field({"loss": 15.0})
     compile_share: float = 0.12  # of the remaining time, that compiling may cost without being sure to gain
     budget_seconds: float = 60.0  # for measuring; a way that is begun is finished
     budget_share: float = math.inf  # of the remaining time, that measuring may take
@@ -138,7 +139,8 @@ class _Search:
         else:
             best = self._quick_ones(best)
             for mode in self._scope.others_of("compile_mode").values:
-                best = self._compiled(best, mode)
+                for compile_scope in self._scope.compile_costs:
+                    best = self._compiled(best, mode, compile_scope)
         return Tuned(
             way=best,
             tried=tuple(self._tried),
@@ -316,19 +318,23 @@ class _Search:
         )
         return other if taken else way
 
-    def _compiled(self, way: StepWay, mode: CompileMode) -> StepWay:
+    def _compiled(self, way: StepWay, mode: CompileMode, scope: CompileScope) -> StepWay:
+        """Return the way that takes less time until the job's end: as it is, or with this compiled as one."""
         before = self._try(way)
         remaining = before.sample_seconds * self._scope.remaining_samples
-        cost = self._scope.compile_cost_seconds
+        cost = self._scope.compile_costs[scope]
+        field = "compile_mode" if way.compile_mode is None else "compile_scope"
+        what = "" if field == "compile_mode" else "the whole loss at once: "
         if cost > remaining * self._scope.compile_share:
-            self._reasons["compile_mode"] = (
-                f"not tried: the job takes {remaining:.0f} s more, too little to spend some {cost:.0f} s on compiling"
+            self._reasons[field] = (
+                f"{what}not tried: the job takes {remaining:.0f} s more, too little to spend some {cost:.0f} s on "
+                "compiling"
             )
             return way
-        other = way.but(compile_mode=mode)
+        other = way.but(compile_mode=mode, compile_scope=scope)
         after = self._try(other)
         if after.problem:
-            self._reasons["compile_mode"] = f"not used: {after.problem}"
+            self._reasons[field] = f"{what}not used: {after.problem}"
             return way
         saved = (before.sample_seconds - after.sample_seconds) * self._scope.remaining_samples
         words = (
@@ -336,9 +342,9 @@ class _Search:
             f"of the {remaining:.0f} s that are left, and costs {after.setup_seconds:.0f} s"
         )
         if saved <= after.setup_seconds:
-            self._reasons["compile_mode"] = f"not used: {words}"
+            self._reasons[field] = f"{what}not used: {words}"
             return way
-        self._reasons["compile_mode"] = words
+        self._reasons[field] = words
         return other
 
     # Measuring

@@ -26,7 +26,7 @@ from drivetrain.hardware import cache_folder
 from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import BY_FIELD, StepWay, others_of
+from drivetrain.plan.knobs import BY_FIELD, CompileScope, StepWay, others_of
 from drivetrain.plan.plan import PlanCache, PlannedRun, Repeated, key_of_facts
 from drivetrain.plan.repeat import Repeatability, find_repeatable
 from drivetrain.plan.tune import (
@@ -47,6 +47,7 @@ from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled
+from drivetrain.strategies.layers import repeated_blocks
 
 OnProbe = Callable[[StepWay, Measurement], None]
 
@@ -55,6 +56,7 @@ LEAST_JOB_SECONDS = 5.0
 BUDGET_SHARE = 0.05
 # What compiling took on models of ordinary size, by the number of their smallest modules.
 COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
+LEAST_REPEATED = 0.5  # of a model's smallest modules, that have to be in blocks for compiling these alone
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
 # Trying whether steps repeat: what starting two processes takes, what compiling in both at once takes against one, how
 # many steps are run, and the share of the job that it may take; looking for a way that repeats may take as much again.
@@ -444,7 +446,6 @@ def _known(run: Session, cache: PlanCache) -> dict[StepWay, Measurement]:
 def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int, is_short_of_time: bool) -> Scope:
     config, device = run.config, run.world.device
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
-    num_modules = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     return Scope(
         rank_samples=run.rank_samples,
         remaining_samples=run.rank_samples * num_steps,
@@ -454,11 +455,28 @@ def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int,
         fixed_micro_batch=_why_fixed(run, planned),
         largest_micro_batch=run.weighting.holds_division,
         others=others_of(facts_of(run, model, planned)),
-        compile_cost_seconds=COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * num_modules,
+        compile_costs=_compile_costs(run, model),
         compile_share=COMPILE_SHARE[device.type],
         budget_seconds=config.plan.budget_seconds,
         **({"budget_share": BUDGET_SHARE, "least_job_seconds": LEAST_JOB_SECONDS} if is_short_of_time else {}),
     )
+
+
+def _compile_costs(run: Session, model: nn.Module) -> dict[CompileScope, float]:
+    """Return what compiling may take, by what is compiled as one, in the order in which that is tried."""
+    asked, blocks = run.config.compile.scope, repeated_blocks(model)
+    kinds = {type(block): block for block in blocks.values()}
+    num_repeated, num_modules = sum(map(_num_leaves, blocks.values())), _num_leaves(model)
+    num_modules_of: dict[CompileScope, int] = {}
+    if asked != "loss" and num_repeated >= LEAST_REPEATED * num_modules and not run.shards:
+        num_modules_of["blocks"] = sum(map(_num_leaves, kinds.values()))
+    if asked != "blocks":
+        num_modules_of["loss"] = num_modules
+    return {scope: COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * number for scope, number in num_modules_of.items()}
+
+
+def _num_leaves(module: nn.Module) -> int:
+    return sum(1 for each in module.modules() if not any(True for _ in each.children()))
 
 
 def _why_fixed(run: Session, planned: PlannedRun) -> str:

@@ -50,8 +50,8 @@ from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
 from drivetrain.run.session import Session, switches_of
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compiled, num_graphs
-from drivetrain.strategies.layers import recompute, split_recurrent_dropout
+from drivetrain.strategies.compiling import compile_repeated, compiled, forget_compiled, num_graphs, varying_dims_of
+from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn, turns_in
@@ -157,8 +157,7 @@ class StepProbe:
                 captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
             synchronize(device)
             warm = time.perf_counter() - began
-            losses = [turn.loss for turn in job.turns] or [job.loss_function]
-            if way.compile_mode and not all(_was_compiled(logging_loss(loss), graphs) for loss in losses):
+            if way.compile_mode and not self._was_compiled(way, model, graphs):
                 return Measurement(problem="nothing was compiled")
             one, more = _step_seconds(step, device, seconds, count, at_once)
             whole = one + (count - 1) * max(more, 0.0)
@@ -180,7 +179,9 @@ class StepProbe:
         job = self._job
 
         def called(loss: LossFunction) -> LossFunction | None:
-            return compiled(loss, way.compile_mode, fixed=way.repeat != "off") if way.compile_mode else None
+            if not way.compiles_loss:
+                return None
+            return compiled(loss, way.compile_mode or "default", fixed=way.repeat != "off")
 
         def own(turn: Turn) -> OwnLoss:
             alone = LossParts(None, None, self._alone, alone=True)
@@ -205,13 +206,26 @@ class StepProbe:
     def _copy(self, way: StepWay) -> nn.Module:
         """Return a copy of the model, prepared for a way of running a step."""
         model = copy.deepcopy(self._model)
+        forget_compiled(model)
         if way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if way.compile_mode and not way.compiles_loss:
+            dims = varying_dims_of(self._job.loss_function)
+            compile_repeated(model, way.compile_mode, dims, fixed=way.repeat != "off")
         if way.splits_recurrent_dropout:
             split_recurrent_dropout(model)
         if way.recompute:
             recompute(model)
         return model
+
+    def _was_compiled(self, way: StepWay, model: nn.Module, graphs_before: int) -> bool:
+        """Return whether something was compiled, in this probe or by an earlier one whose code is used again."""
+        if num_graphs() > graphs_before:
+            return True
+        if not way.compiles_loss:
+            return any(_has_compiled(type(block).forward) for block in repeated_blocks(model).values())
+        losses = [turn.loss for turn in self._job.turns] or [self._job.loss_function]
+        return all(_has_compiled(logging_loss(loss)) for loss in losses)
 
     def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
@@ -366,11 +380,9 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else ""
 
 
-def _was_compiled(loss: Any, graphs_before: int) -> bool:
-    """Return whether the loss was compiled, in this probe or by an earlier one whose code is used again."""
-    if num_graphs() > graphs_before:
-        return True
-    code = getattr(loss, "__code__", None)
+def _has_compiled(function: Any) -> bool:
+    """Return whether the compiler has made something of a function's code."""
+    code = getattr(function, "__code__", None)
     return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 

@@ -139,8 +139,8 @@ def make_validator(
     if run.job.valid_batch is not None:
         micro_batch = run.job.valid_batch * len(run.devices)
     loaders = {name: whole_set_loader(run, source, micro_batch) for name, source in sets.items()}
-    called = None
-    if loss is None and not run.job.turns and _pays(run, sets, micro_batch, kind):
+    called, pays = None, _pays(run, sets, micro_batch, kind)
+    if loss is None and not run.job.turns and pays:
         called = called_loss_of(run)
     on_device = partial(to_device, device=run.world.device, channels_last=run.way.channels_last)
     return Validator(
@@ -154,6 +154,7 @@ def make_validator(
         on_device=on_device,
         compiled_loss=None if called is None else run.weighted(called),
         may_halve=not run.weighting.holds_division,
+        eager=run.way.compile_mode is not None and not run.way.compiles_loss and not pays,
     )
 
 

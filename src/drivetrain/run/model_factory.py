@@ -36,8 +36,15 @@ from drivetrain.run.memory import explained
 from drivetrain.run.session import Session
 from drivetrain.strategies import ShardOptions, SharedExperts
 from drivetrain.strategies.base import LossFunction
-from drivetrain.strategies.compiling import compile_named, compile_options, compiled
-from drivetrain.strategies.layers import recompute, split_recurrent_dropout
+from drivetrain.strategies.compiling import (
+    compile_named,
+    compile_options,
+    compile_repeated,
+    compiled,
+    forget_compiled,
+    varying_dims_of,
+)
+from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.strategies.shared_experts import HeldExperts
 
@@ -97,11 +104,7 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
         if run.world.device.type != "cuda":
             raise DrivetrainError("synchronized batch norm needs GPUs", remedy="drop --sync-batchnorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    fixed = run.way.repeat != "off"
-    if run.config.compile.only and run.way.compile_mode is not None:
-        compile_named(model, run.config.compile.only, run.way.compile_mode, fixed=fixed)
-    elif run.shards and run.way.compile_mode is not None:
-        compile_blocks(model, run.way.compile_mode, shares_experts=run.experts is not None, fixed=fixed)
+    _compile_parts(run, model)
     if run.way.splits_recurrent_dropout:
         split_recurrent_dropout(model)
     if run.way.recompute:
@@ -125,12 +128,31 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
     return Prepared(model, optimizer)
 
 
+def _compile_parts(run: Session, model: nn.Module) -> None:
+    """Compile what is compiled of the model by itself, without the loss function: named modules or blocks."""
+    forget_compiled(model)
+    mode, fixed = run.way.compile_mode, run.way.repeat != "off"
+    if mode is None:
+        return
+    if run.config.compile.only:
+        compile_named(model, run.config.compile.only, mode, fixed=fixed)
+    elif run.shards:
+        compile_blocks(model, mode, shares_experts=run.experts is not None, fixed=fixed)
+    elif run.way.compile_scope == "blocks":
+        if not repeated_blocks(model):
+            raise DrivetrainError(
+                "--compile-scope blocks: no repeated blocks were found in the model",
+                remedy="keep them in an nn.ModuleList or nn.Sequential, or use --compile-scope loss",
+            )
+        compile_repeated(model, mode, varying_dims_of(run.job.loss_function), fixed=fixed)
+
+
 def callable_model(run: Session) -> Prepared:
     """Return the model as it is run, its optimizer, and what the loss function calls instead if it is compiled."""
     model, optimizer, _ = prepare_model(run, build_model(run))
     if not run.shards:
         model = model.to(run.world.device)
-    if run.way.compile_mode is None or run.shards:
+    if run.way.compile_mode is None or not run.way.compiles_loss or run.shards:
         return Prepared(model, optimizer)
     how = compile_options(run.way.compile_mode, fixed=run.way.repeat != "off")
     return Prepared(model, optimizer, torch.compile(model, **how))
@@ -139,7 +161,7 @@ def callable_model(run: Session) -> Prepared:
 def called_loss_of(run: Session) -> LossFunction | None:
     """Return what is called in place of the loss function where it is compiled, with the model inside."""
     # Of a sharded model, blocks are compiled.
-    is_whole = run.way.compile_mode is not None and not run.shards and not run.config.compile.only
+    is_whole = run.way.compiles_loss and not run.shards and not run.config.compile.only
     if not is_whole:
         return None
     return compiled(run.job.loss_function, run.way.compile_mode or "default", fixed=run.way.repeat != "off")

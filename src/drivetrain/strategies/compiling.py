@@ -1,11 +1,15 @@
-"""Compiles the loss function and the model inside it as one.
+"""Compiles the loss function and the model inside it as one, or each of the blocks that a model repeats.
 
 The loss alone can take as much time and memory as several layers: over a large vocabulary its input is the largest
-tensor of the step. Compiled together with the model, it is fused with the operation that makes that input.
+tensor of the step. Compiled together with the model, it is fused with the operation that makes that input. But the
+compiler then works through every layer. Blocks of one kind share their code: compiled one by one, the first costs
+seconds, and the others nothing.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,9 +17,10 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.logged import logging_loss
-from drivetrain.data.batch import map_tensors
+from drivetrain.data.batch import leaves, map_tensors
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction
+from drivetrain.strategies.layers import repeated_blocks
 
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
 
@@ -42,7 +47,60 @@ def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: b
     """Compile the forward of the modules with these names, in place."""
     for name in names:
         for module in modules_named(model, name):
-            module.forward = torch.compile(module.forward, **compile_options(mode, fixed=fixed))
+            compile_forward(module, mode, fixed=fixed)
+
+
+def compile_repeated(model: nn.Module, mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False) -> None:
+    """Compile the forward of each repeated block, in place.
+
+    Of a loss function that says which dimensions of its batches vary (`varying_dims`), the same dimensions of what a
+    block is given are taken to vary.
+    """
+    for block in repeated_blocks(model).values():
+        compile_forward(block, mode, varying_dims, fixed=fixed)
+
+
+def compile_forward(module: nn.Module, mode: str, varying_dims: Sequence[int] = (), *, fixed: bool = False) -> None:
+    """Compile the forward of a module, in place. Its hooks run outside of what is compiled."""
+    module.forward = _CompiledForward(module, compile_options(mode, fixed=fixed), tuple(varying_dims))
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Give modules back their own forward, where an earlier run of the same instance had compiled it."""
+    for module in model.modules():
+        found = vars(module).get("forward")
+        if isinstance(found, _CompiledForward):
+            found.undo()
+
+
+class _CompiledForward:
+    """The compiled forward of a module. A copy of the module has it for its own weights."""
+
+    def __init__(self, module: nn.Module, options: dict[str, Any], varying_dims: tuple[int, ...]) -> None:
+        self._module, self._options, self._varying_dims = module, options, varying_dims
+        self._before = vars(module).get("forward")  # that was put in place of the method of its class
+        if isinstance(self._before, _CompiledForward):
+            self._before = self._before._before
+        # The code of the method is the same for all blocks of a kind, and so is what the compiler makes of it.
+        self._called: Any = torch.compile(self._before or MethodType(type(module).forward, module), **options)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self._varying_dims:
+            for leaf in leaves((args, named)):
+                if isinstance(leaf, torch.Tensor):
+                    _of_any_size(self._varying_dims, leaf)
+        return self._called(*args, **named)
+
+    def undo(self) -> None:
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CompiledForward":
+        return _CompiledForward(copy.deepcopy(self._module, memo), self._options, self._varying_dims)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CompiledForward, (self._module, self._options, self._varying_dims)
 
 
 def modules_named(model: nn.Module, name: str) -> list[nn.Module]:
@@ -72,7 +130,7 @@ def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunct
     more for all when the second comes.
     """
     called = torch.compile(logging_loss(loss), **compile_options(mode, fixed=fixed))
-    varying: tuple[int, ...] = getattr(loss, "varying_dims", ())
+    varying = varying_dims_of(loss)
     if not varying:
         return called
 
@@ -80,6 +138,12 @@ def compiled(loss: LossFunction, mode: str, *, fixed: bool = False) -> LossFunct
         return called(model, map_tensors(partial(_of_any_size, varying), batch))
 
     return call
+
+
+def varying_dims_of(loss: LossFunction) -> tuple[int, ...]:
+    """Return the dimensions of its batches that a loss function says to vary."""
+    found: tuple[int, ...] = getattr(loss, "varying_dims", ())
+    return found
 
 
 def _of_any_size(dims: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:

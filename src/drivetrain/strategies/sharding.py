@@ -27,7 +27,7 @@ from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe.layer.mixture import mixtures_in
 from drivetrain.plan.simulate import Held, forecast_held, without_memory
-from drivetrain.strategies.compiling import compile_options
+from drivetrain.strategies.compiling import compile_forward
 from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts
 
@@ -226,7 +226,7 @@ def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False,
     layout = layout_of(model, shares_experts=shares_experts)
     blocks = [unit.module for unit in layout.units if unit.name != ROOT]
     for module in blocks or [model]:
-        module.forward = torch.compile(module.forward, **compile_options(mode, fixed=fixed))
+        compile_forward(module, mode, fixed=fixed)
 
 
 def shard(
