@@ -314,3 +314,20 @@ def test_predictions_have_a_row_per_sample(tmp_path: Path) -> None:
     for row, each in zip(found, data, strict=True):
         alone = model(input_ids=torch.tensor([each["input_ids"]])).logits[0].detach()
         torch.testing.assert_close(row[: len(alone)], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"compile": True, "compile_scope": "blocks"}], ids=["eager", "blocks"])
+def test_steps_of_packed_rows_are_captured(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The host does not wait for the device in such a step, and its losses are those of the steps that are run."""
+    losses: dict[str, list[float]] = {}
+    for capture in ("off", "on"):
+        job = dt.hf.job(llama(), samples(count=40), packing=True, name=capture, global_batch=8, max_steps=40, seed=3)
+        config = dt.configure(
+            output_dir=tmp_path, precision="fp32", capture=capture, auto_optimize=False, report=False, **settings
+        )
+        result = dt.train(job, config, quiet=True)
+        events = (result.folder / "events.jsonl").read_text()
+        assert ("steps replayed" in events) == (capture == "on"), events
+        losses[capture] = read(result.folder, result.resumed_from).losses
+    np.testing.assert_allclose(losses["on"], losses["off"], rtol=1e-4)

@@ -89,7 +89,7 @@ def class_for(config: Any, task: Task | None) -> type:
 
 
 def make_loss(
-    head: Head, varying_dims: tuple[int, ...] = (), label_smoothing: float = 0.0
+    head: Head, varying_dims: tuple[int, ...] = (), label_smoothing: float = 0.0, *, masks_rows: bool = False
 ) -> Callable[[nn.Module, Any], LossSum]:
     """Make the loss function of a job: the model's own loss, as a sum over the labels that count.
 
@@ -97,13 +97,16 @@ def make_loss(
         head: What the model learns.
         varying_dims: The dimensions of its batches that vary, for the compiler (`strategies/compiling.py`).
         label_smoothing: The part of each label that is spread over all classes, as torch's `cross_entropy` does.
+        masks_rows: Whether the mask of samples that share a row is made here. Transformers makes the same one, but asks
+            the device first whether there are such rows, so that the host waits in every step.
     """
 
     # A cache of keys and values is of no use here.
     options = {"use_cache": False} if "use_cache" in head.inputs else {}
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossSum:
-        output = model(**{**options, **batch})
+        masks = {"attention_mask": row_mask(batch["position_ids"])} if masks_rows else {}
+        output = model(**{**options, **batch, **masks})
         mean = output.loss
         if label_smoothing or (head.task == "causal-lm" and output.logits.dtype is torch.float64):
             # The causal loss of transformers rounds logits to float32.
@@ -115,6 +118,14 @@ def make_loss(
 
     loss.varying_dims = varying_dims  # type: ignore[attr-defined]
     return loss
+
+
+def row_mask(position_ids: Tensor) -> Tensor:
+    """Return which tokens of a row each token attends to: those before it in its own sample, which begins at 0."""
+    sample = (position_ids == 0).cumsum(-1)
+    length = position_ids.shape[-1]
+    is_before = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    return (sample[:, None, :, None] == sample[:, None, None, :]) & is_before
 
 
 def _cross_entropy(head: Head, logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:

@@ -16,7 +16,7 @@ from drivetrain.data.source import Source, source_of
 from drivetrain.hf.adapters import is_adapted, with_adapter
 from drivetrain.hf.heads import MASKED, OWN_LOSS, Task, class_for, head_of, make_loss
 from drivetrain.hf.padding import Collator, pad_id_for
-from drivetrain.hf.row_shape import OpenedModel, RowShape
+from drivetrain.hf.row_shape import OpenedModel, RowShape, takes_row_masks
 from drivetrain.hf.rows import open_rows
 from drivetrain.job import Job
 
@@ -131,7 +131,8 @@ def job(
             "packing and group_by_length are done by the job's own collate function, and another is given",
             remedy="leave collate out; or group with data=dt.by_length(data, lengths)",
         )
-    loss = make_loss(head, collate.varying_dims, label_smoothing)
+    masks_rows = fields["collate"] is collate and collate.packs and takes_row_masks(opened.config)
+    loss = make_loss(head, collate.varying_dims, label_smoothing, masks_rows=masks_rows)
     made = Job(model=opened.model, data=source, loss=loss, valid=valid_rows, test=test_rows, **fields)
     for each in (made.source, *made.valid_sets.values(), *made.test_sets.values()):
         if made.collate is collate:

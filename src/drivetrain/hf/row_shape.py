@@ -121,6 +121,12 @@ def _note(
     )
 
 
+def takes_row_masks(config: Any) -> bool:
+    """Return whether one mask of causal rows, made by us, is what every layer of a model would make for itself."""
+    has_windows = any(getattr(config, name, None) for name in ("sliding_window", "layer_types", "attention_chunk_size"))
+    return getattr(config, "_attn_implementation", None) == "sdpa" and not has_windows
+
+
 def _looks_at_positions(model_class: type) -> bool:
     """Return whether a class is known to tell samples apart by their positions: it leaves masks to transformers."""
     return bool(getattr(model_class, "_supports_attention_backend", False)) and not getattr(
