@@ -22,6 +22,7 @@ class Machine:
         compile_gain: float = 0.5,
         compile_seconds: float = 20.0,
         block_gain: float = 0.0,
+        launch_share: float = 0.0,
         channels_last_gain: float = 0.0,
         slower_above: int | None = None,
         problems: dict[str, str] | None = None,
@@ -59,6 +60,7 @@ class Machine:
             sample_seconds=taken,
             peak_bytes=0 if self.is_cpu else peak,
             setup_seconds=setup,
+            launch_share=self.launch_share,
             is_brief=not seconds,
             parameter_bytes=self.held,
         )
@@ -265,13 +267,18 @@ def test_a_job_pays_only_so_much_for_measuring() -> None:
     assert "1 threads is +50%" in tuned.reasons["num_threads"]
 
 
-def test_a_short_step_is_captured_and_a_long_one_is_not_tried() -> None:
+def test_a_step_is_captured_where_it_is_short_or_launching_takes_most_of_it() -> None:
     scope = {"others": {"capture": (True,), "precision": ("fp32",)}}
     short = Machine(overhead=1e-3, per_sample=1e-6).tune(**scope)
     assert short.way.capture
     long = Machine(overhead=1e-3, per_sample=1e-3).tune(**scope)
     assert not long.way.capture
     assert "keep the device busy" in long.reasons["capture"]
+    launched = Machine(overhead=1e-1, per_sample=1e-3, launch_share=0.9).tune(**scope)
+    assert launched.way.capture, "a long step, most of which the host takes to launch"
+    busy = Machine(overhead=1e-1, per_sample=1e-3, launch_share=0.4).tune(**scope)
+    assert not busy.way.capture
+    assert busy.reasons["capture"].endswith("the host launches them in 40% of their time")
     parts = Machine(overhead=1e-6, per_sample=1e-6, slower_above=16).tune(**scope)
     assert parts.way.micro_batch == 16
     assert "several micro-batches" in parts.reasons["capture"]

@@ -330,8 +330,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         ends = range(len(value)) if len(value) <= 2 * MOST_ENTRIES else (*range(MOST_ENTRIES), *range(-MOST_ENTRIES, 0))
         yield from ((f"[{number}]", value[number]) for number in ends)
     elif isinstance(value, dict):
-        for key in itertools.islice(value, MOST_ENTRIES):
-            yield f"[{key!r}]", value[key]
+        # As it is kept: a class of its own may make a new value whenever it is asked for one.
+        for key, held in itertools.islice(dict.items(value), MOST_ENTRIES):
+            yield f"[{key!r}]", held
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):

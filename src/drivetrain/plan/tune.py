@@ -20,8 +20,9 @@ SMALLER_GAIN_OF_SHORT = 0.1  # where a step is short: more launches gain nothing
 MOST_OUT_OF_MEMORY = 2
 # A measurement takes a fraction of the time that may be spent on all of them, but not less than noise asks for.
 LEAST_SECONDS, MOST_SECONDS, NUM_MEASUREMENTS = 0.05, 0.4, 15
-# Longer steps keep the device busy however they are given to it: neither a recorded step nor wider numbers can gain.
-SHORT_STEP_SECONDS = 0.02
+# Longer steps keep most devices busy: wider numbers gain nothing there, and a recorded step only where it is measured
+# that launching takes most of the time. (Where many kernels are in flight, a launch waits, too: the trial decides.)
+SHORT_STEP_SECONDS, LAUNCH_BOUND = 0.02, 0.75
 # As short as this a step is launches, hardly anything else: recording it gains several times over, and is worth more of
 # a short job's time than other ways, which gain a few percent.
 LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
@@ -40,6 +41,7 @@ class Measurement(Value):
     parameter_bytes: int = 0  # and buffers
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    launch_share: float = 0.0  # of a step's time, until the host has launched all of it; 0: not measured
     is_brief: bool = False  # its time is of one step alone: good for an estimate, not to compare
 
 
@@ -171,7 +173,8 @@ class _Search:
         scope = self._scope
         for knob in knobs_of("compare"):
             best = self._best_of(best, knob)
-        step_seconds = self._try(best).sample_seconds * scope.rank_samples
+        measured = self._try(best)
+        step_seconds = measured.sample_seconds * scope.rank_samples
         is_short = step_seconds < SHORT_STEP_SECONDS
         for knob in knobs_of("compare_short") if is_short else ():
             best = self._best_of(best, knob)
@@ -180,8 +183,10 @@ class _Search:
             self._reasons["capture"] = capture.why_none
         elif best.micro_batch < scope.rank_samples:
             self._reasons["capture"] = "a step of several micro-batches is not captured"
-        elif not is_short:
-            self._reasons["capture"] = "not tried: steps are long enough to keep the device busy"
+        elif not is_short and measured.launch_share < LAUNCH_BOUND:
+            share = f": the host launches them in {measured.launch_share:.0%} of their time"
+            busy = "not tried: steps are long enough to keep the device busy"
+            self._reasons["capture"] = busy + (share if measured.launch_share else "")
         else:
             worth = CAPTURE_SHARE * self._seconds_left(best) if step_seconds < LAUNCHES_SECONDS else 0.0
             best = self._compared(best, best.but(capture=True), "capture", worth_seconds=worth)

@@ -56,7 +56,7 @@ from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn, turns_in
 
-WARM_STEPS, LEAST_ROUNDS, MOST_STEPS = 2, 3, 50
+WARM_STEPS, LEAST_ROUNDS, MOST_STEPS, LAUNCH_LOOKS = 2, 3, 50, 2
 ROUND_SECONDS = 0.02
 FORGOTTEN_AFTER = 600  # seconds: longer than any way is tried
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
@@ -99,7 +99,7 @@ class StepProbe:
         failed = next((each for each in found if each.problem), None)
         if failed is not None:
             return failed.model_copy(update={"out_of_memory": any(each.out_of_memory for each in found)})
-        worst = ("sample_seconds", "peak_bytes", "setup_seconds")
+        worst = ("sample_seconds", "peak_bytes", "setup_seconds", "launch_share")
         return own.model_copy(update={name: max(getattr(each, name) for each in found) for name in worst})
 
     def _measured(self, way: StepWay, seconds: float) -> Measurement:
@@ -169,6 +169,7 @@ class StepProbe:
                 parameter_bytes=held.parameters + held.buffers,
                 gradient_bytes=held.gradients,
                 optimizer_bytes=held.optimizer,
+                launch_share=_launch_share(lambda: step(1), device) if seconds else 0.0,
                 is_brief=not seconds,
             )
 
@@ -356,6 +357,21 @@ def _timed(step: Callable[[], None], device: torch.device, seconds: float) -> fl
         synchronize(device)
         times.append((time.perf_counter() - start) / num_steps)
     return sorted(times)[len(times) // 2]
+
+
+def _launch_share(step: Callable[[], None], device: torch.device) -> float:
+    """Return the share of a step's time that the host takes to launch it, from an idle device on. 0 on a CPU."""
+    if device.type == "cpu":
+        return 0.0
+    shares = []
+    for _ in range(LAUNCH_LOOKS):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        launched = time.perf_counter() - start
+        synchronize(device)
+        shares.append(launched / (time.perf_counter() - start))
+    return min(shares)
 
 
 def _longest(dataset: Any) -> int | None:
