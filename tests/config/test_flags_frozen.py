@@ -163,7 +163,7 @@ OBEYED = {
     "config": list(FLAGS),
 }
 LAUNCH_FLAGS = [
-    *("--num-processes", "--num-gpus", "--gpu-ids", "--cpu", "--share-gpus", "--nodes", "--node-rank"),
+    *("--num-processes", "--num-gpus", "--gpu-ids", "--cpu", "--share-gpus", "--nodes", "--spares", "--node-rank"),
     *("--main-address", "--main-port", "--interface", "--max-restarts", "--tail-ranks", "--log-dir", "--bind"),
     *("--join-seconds", "--node-seconds", "--rejoin-seconds", "--stop-seconds"),
 ]

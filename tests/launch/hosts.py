@@ -1,19 +1,19 @@
-"""Two hosts on this machine: network namespaces with a cable between them."""
+"""Hosts on this machine: network namespaces, two with a cable between them, or more on a switch."""
 
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.launch.jobs import Ended, environment
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
 
 
 def ip(*words: str) -> None:
@@ -23,18 +23,26 @@ def ip(*words: str) -> None:
 class Hosts:
     """`launch` starts one `drivetrain launch` per host; `cable` cuts and mends the link."""
 
-    def __init__(self, names: tuple[str, str], folder: Path) -> None:
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.names, self.folder = names, folder
         self.processes: list[subprocess.Popen[str]] = []
 
     def launch(
-        self, host: int, *words: str, wrap: tuple[str, ...] = (), forks: bool = False, **more: str
+        self,
+        host: int,
+        *words: str,
+        wrap: tuple[str, ...] = (),
+        forks: bool = False,
+        nodes: str = "2",
+        num_processes: int = 2,
+        **more: str,
     ) -> subprocess.Popen[str]:
-        flags = ["--cpu", "--num-processes", "2", "--nodes", "2", "--node-rank", str(host)]
+        """Start one launcher. `forks` spares the workers the import of torch."""
+        flags = ["--cpu", "--num-processes", str(num_processes), "--nodes", nodes, "--node-rank", str(host)]
         flags += ["--main-address", ADDRESSES[0], "--output-dir", str(self.folder / "runs")]
         module = "tests.launch.forked_workers" if forks else "drivetrain"
         command = [sys.executable, "-m", module, "launch", *flags, *words]
-        outputs = {name: (self.folder / f"host-{host}.{name}").open("w") for name in ("out", "err")}
+        outputs = {name: (self.folder / f"host-{host}.{name}").open("a") for name in ("out", "err")}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *wrap, *command],
             stdout=outputs["out"],
@@ -55,23 +63,55 @@ class Hosts:
         out, err = ((self.folder / f"host-{host}.{name}").read_text() for name in ("out", "err"))
         return Ended(code, out, err, time.monotonic() - began)
 
-    def cable(self, state: str) -> None:
-        ip("-n", self.names[1], "link", "set", "cable2", state)
+    def cable(self, state: str, host: int = 1) -> None:
+        ip("-n", self.names[host], "link", "set", f"cable{host + 1}", state)
+
+
+def two_hosts(folder: Path) -> AbstractContextManager[Hosts]:
+    return some_hosts(folder, 2)
+
+
+def _plug_in(names: Sequence[str], switch: str) -> None:
+    """Two hosts have one cable; each of more has one to a switch, which is a namespace as well."""
+    if len(names) == 2:
+        ip("-n", names[0], "link", "add", "cable1", "type", "veth", "peer", "name", "cable2", "netns", names[1])
+        return
+    ip("netns", "add", switch)
+    ip("-n", switch, "link", "add", "switch", "type", "bridge")
+    ip("-n", switch, "link", "set", "switch", "up")
+    for number, name in enumerate(names, start=1):
+        ip(
+            "-n",
+            switch,
+            "link",
+            "add",
+            f"port{number}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"cable{number}",
+            "netns",
+            name,
+        )
+        ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
+def some_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     """Skips where this machine does not allow it."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and `ip`")
-    names = (f"dt-{os.getpid()}-a", f"dt-{os.getpid()}-b")
+    names = [f"dt-{os.getpid()}-{'abcdefgh'[number]}" for number in range(count)]
+    switch = f"dt-{os.getpid()}-switch"
     hosts = Hosts(names, folder)
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
-            ip("-n", names[0], "link", "add", "cable1", "type", "veth", "peer", "name", "cable2", "netns", names[1])
-            for name, cable, address in zip(names, ("cable1", "cable2"), ADDRESSES, strict=True):
+            _plug_in(names, switch)
+            for number, (name, address) in enumerate(zip(names, ADDRESSES, strict=False), start=1):
+                cable = f"cable{number}"
                 ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
                 ip("-n", name, "link", "set", "lo", "up")
                 ip("-n", name, "link", "set", cable, "up")
@@ -82,7 +122,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         for process in hosts.processes:
             process.kill()
             process.wait()
-        for name in names:
+        for name in (*names, switch):
             with suppress(subprocess.CalledProcessError):
                 ip("netns", "del", name)
 

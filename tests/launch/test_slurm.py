@@ -63,13 +63,25 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
 
 def test_inside_a_job_nothing_needs_to_be_said() -> None:
     found = inside_slurm(LaunchOptions(), INSIDE)
-    assert (found.nodes, found.node_rank, found.main_address, found.main_port) == (2, 1, "10.0.0.1", 20077)
+    assert (found.nodes, found.node_rank, found.main_address, found.main_port) == ("2", 1, "10.0.0.1", 20077)
     given = LaunchOptions(nodes=3, node_rank=0, main_address="10.0.0.9")
     assert inside_slurm(given, INSIDE) is given
+
+
+def test_machines_in_reserve_are_asked_of_slurm_and_wait_behind_the_others() -> None:
+    options = SlurmOptions(slurm=True, nodes="3:4", spares=1, num_gpus=1)
+    lines = batch_script(options, Path("train.py"), [], Path("runs"), Path("/home/me")).splitlines()
+    assert "#SBATCH --nodes=5" in lines
+    assert "#SBATCH --no-kill" in lines  # the job outlives a node
+    assert any(line.startswith("srun --no-kill") and "--nodes=3:4" in line and "--spares=1" in line for line in lines)
+    five = {**INSIDE, "SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5"}
+    found = inside_slurm(LaunchOptions(nodes="3:4", spares=1), five)
+    assert (found.least_nodes, found.most_nodes, found.num_machines, found.node_rank) == (3, 4, 5, 1)
+    assert inside_slurm(LaunchOptions(spares=2), five).nodes == "3"
 
 
 @pytest.mark.parametrize(
     "environ", [{}, {**INSIDE, "SLURM_STEP_NUM_TASKS": "4"}, {**INSIDE, "SLURM_STEP_NUM_NODES": "1"}]
 )
 def test_elsewhere_nothing_is_read(environ: dict[str, str]) -> None:
-    assert inside_slurm(LaunchOptions(), environ).nodes == 1
+    assert inside_slurm(LaunchOptions(), environ).nodes == "1"

@@ -1,6 +1,7 @@
 """A small job for tests of launching: double precision, data and weights from seeds, every step written down.
 
-Run as a script: FOLDER STEPS. `PAUSE` is the time a step takes at least.
+Run as a script: FOLDER STEPS. `PAUSE` is the time a step takes at least; `HOLD` the step after which all wait until
+there is a file FOLDER/go.
 """
 
 import os
@@ -29,6 +30,8 @@ class Diary:
         time.sleep(self._pause_seconds)
         with (self._folder / f"diary-{context.world.rank}").open("a") as file:
             file.write(f"{context.step} {time.monotonic()} {os.getpid()}\n")
+        while context.step == int(os.environ.get("HOLD", "0")) and not (self._folder / "go").exists():
+            time.sleep(0.02)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {}

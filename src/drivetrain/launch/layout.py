@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import psutil
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from drivetrain.config import Allowed
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
@@ -37,7 +37,15 @@ class LaunchOptions(BaseModel):
     )
     cpu: bool = Field(False, description="hide the GPUs from the processes")
     share_gpus: bool = Field(False, description="allow more processes than GPUs (over gloo; NCCL cannot)")
-    nodes: int = Field(1, ge=1, le=4096, description="machines that take part (default: 1)")
+    nodes: Annotated[str, BeforeValidator(str), Allowed("a number, or least:most, such as 3:4")] = Field(
+        "1",
+        pattern=r"^[1-9]\d{0,3}(:[1-9]\d{0,3})?$",
+        description="machines that take part; 3:4 goes on with 3 of 4 where one is lost and does not come back "
+        "(default: 1)",
+    )
+    spares: int = Field(
+        0, ge=0, le=64, description="further machines that wait, and take the place of one that is lost (default: 0)"
+    )
     node_rank: int | None = Field(None, ge=0, description="which of them this is, from 0")
     main_address: str | None = Field(None, description="address of the machine with --node-rank 0")
     main_port: int = Field(
@@ -73,6 +81,21 @@ class LaunchOptions(BaseModel):
     stop_seconds: float = Field(
         120, gt=0, allow_inf_nan=False, description="time to save after Ctrl-C or SIGTERM (default: 120)"
     )
+
+    @property
+    def most_nodes(self) -> int:
+        """The machines that take part where none is lost."""
+        return int(self.nodes.rpartition(":")[2])
+
+    @property
+    def least_nodes(self) -> int:
+        """The machines that are enough to go on."""
+        return int(self.nodes.partition(":")[0])
+
+    @property
+    def num_machines(self) -> int:
+        """The machines that are started, those in reserve included."""
+        return self.most_nodes + self.spares
 
 
 def get_free_port(address: str = LOOPBACK) -> int:
@@ -243,14 +266,26 @@ def _parse(text: str) -> list[int]:
 class Layout:
     """One machine's part of a job."""
 
-    nodes: int
-    node_rank: int
+    nodes: int  # that take part where none is lost
+    node_rank: int  # which of the machines this is, those in reserve behind the others
     main_address: str  # numbers, not a name
     main_port: int
     num_processes: int
     environment: dict[str, str]  # the same for all processes here
     cores: tuple[tuple[int, ...], ...]  # per local rank; empty: not bound
     notes: tuple[str, ...]  # what was chosen, in words
+    least_nodes: int = 1
+    spares: int = 0
+
+    @property
+    def num_machines(self) -> int:
+        return self.nodes + self.spares
+
+    @property
+    def nodes_in_words(self) -> str:
+        """The number of machines as on the command line: all of them were started with the same."""
+        least = f"{self.least_nodes}:" if self.least_nodes < self.nodes else ""
+        return f"--nodes {least}{self.nodes}" + (f" --spares {self.spares}" if self.spares else "")
 
 
 def make_layout(options: LaunchOptions, hardware: Hardware, environ: Mapping[str, str] | None = None) -> Layout:
@@ -261,7 +296,7 @@ def make_layout(options: LaunchOptions, hardware: Hardware, environ: Mapping[str
     node_rank, address = _nodes(options, problems)
     if problems:
         raise ConfigError(problems)
-    address = LOOPBACK if options.nodes == 1 else resolve_address(address)
+    address = LOOPBACK if options.num_machines == 1 else resolve_address(address)
     interface, how = _interface(options, node_rank, address)
 
     environment, notes = {}, []
@@ -282,7 +317,9 @@ def make_layout(options: LaunchOptions, hardware: Hardware, environ: Mapping[str
     if any(cores):
         notes.append(f"bound to {min(map(len, cores))} cores each")
     return Layout(
-        nodes=options.nodes,
+        nodes=options.most_nodes,
+        least_nodes=options.least_nodes,
+        spares=options.spares,
         node_rank=node_rank,
         main_address=address,
         main_port=options.main_port,
@@ -353,7 +390,9 @@ def _num_processes(options: LaunchOptions, num_gpus: int, problems: list[Problem
 
 
 def _nodes(options: LaunchOptions, problems: list[Problem]) -> tuple[int, str]:
-    if options.nodes == 1:
+    if options.least_nodes > options.most_nodes:
+        problems.append(_problem("--nodes", "the least is more than the most", options.nodes, remedy="such as 3:4"))
+    if options.num_machines == 1:
         if options.node_rank or options.main_address:
             flag = "--node-rank" if options.node_rank else "--main-address"
             problems.append(_problem(flag, "one machine takes part", None, remedy="say how many with --nodes"))
@@ -366,10 +405,10 @@ def _nodes(options: LaunchOptions, problems: list[Problem]) -> tuple[int, str]:
     for flag in missing:
         example = "10.0.0.1, the same on every machine" if flag == "--main-address" else "0 on the main machine"
         problems.append(_problem(flag, f"is missing: --nodes {options.nodes} needs it", None, "", f"{flag} {example}"))
-    if options.node_rank is not None and options.node_rank >= options.nodes:
+    if options.node_rank is not None and options.node_rank >= options.num_machines:
         problems.append(
-            _problem("--node-rank", f"is {options.node_rank} of {options.nodes}", options.node_rank,
-                     f"0 to {options.nodes - 1}", "each machine has its own, counted from 0")
+            _problem("--node-rank", f"is {options.node_rank} of {options.num_machines}", options.node_rank,
+                     f"0 to {options.num_machines - 1}", "each machine has its own, counted from 0")
         )  # fmt: skip
     return options.node_rank or 0, options.main_address or ""
 
@@ -381,7 +420,7 @@ def _interface(options: LaunchOptions, node_rank: int, address: str) -> tuple[st
             names = ", ".join(interface_names())
             raise ConfigError([_problem("--interface", "there is no such interface", options.interface, names)])
         return options.interface, ""
-    if options.nodes == 1:
+    if options.num_machines == 1:
         return loopback_interface(), ""
     found = interface_of(address) if node_rank == 0 else interface_towards(address)
     return found, f" (towards {address})" if found else ""

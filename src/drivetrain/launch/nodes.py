@@ -208,15 +208,21 @@ class Node:
 
 
 class Nodes:
-    """Waits for the machines, and keeps the connection to each. With one machine there are none, and no socket."""
+    """Waits for the machines, and keeps the connection to each. With one machine there are none, and no socket.
+
+    `seats` are those that take part besides this one, in the order of their ranks; the others are in reserve. A machine
+    in reserve takes the seat of one that is lost, and so its ranks: that one is in reserve if it comes back.
+    """
 
     def __init__(self, layout: Layout, output_dir: Path, code: Mapping[str, str], silence_seconds: float) -> None:
         self._layout, self._code, self._silence_seconds = layout, dict(code), silence_seconds
         self._strangers: list[Channel] = []
         self.here: dict[int, Node] = {}
+        self.seats = list(range(1, layout.nodes))
+        self._sizes: dict[int, int] = {}  # the processes of each seat, as of the machine that had it first
         self._hosts: dict[int, str] = {}
         self._listening: socket.socket | None = None
-        if layout.nodes > 1:
+        if layout.num_machines > 1:
             self._listening = listen_on(layout.main_address, layout.main_port, "the launchers cannot meet")
             self._listening.setblocking(False)
             self._token_file = token_file(output_dir, layout.main_address, layout.main_port)
@@ -224,17 +230,65 @@ class Nodes:
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in range(1, self._layout.nodes) if rank not in self.here]
+        """The machines that have a seat and are not here."""
+        return [rank for rank in self.seats if rank not in self.here]
 
-    def gather(self, seconds: float, wants_to_stop: Callable[[], bool]) -> list[int]:
-        """Wait until all machines have joined, and return those that have not.
+    @property
+    def seated(self) -> list[Node]:
+        return [self.here[rank] for rank in self.seats if rank in self.here]
 
-        A machine that does not fit ends the job, by name.
+    def replace_lost(self) -> None:
+        """Give the seats of machines that are not here to machines in reserve, and say so."""
+        for seat, rank in enumerate(self.seats):
+            size = self._sizes.get(seat)
+            found = [other for other in self._reserve if size in (None, other.num_processes)]
+            if rank not in self.here and found:
+                self.seats[seat] = found[0].rank
+                _say(f"node {found[0].rank} ({found[0].host}) takes the place of node {rank}")
+
+    def go_on_with_fewer(self) -> None:
+        """Take away the seats that are empty, if enough machines are left, and say so."""
+        left = [rank for rank in self.seats if rank in self.here]
+        if not self.missing or 1 + len(left) < self._layout.least_nodes:
+            return
+        gone, self.seats = self.missing, left
+        self._sizes = {}
+        _say(
+            f"going on with {1 + len(left)} of {self._layout.nodes} machines; node {', '.join(map(str, gone))} joins "
+            "at the next restart after it is back"
+        )
+
+    def seat_all(self) -> None:
+        """Give seats that were taken away to machines that have come since, and say so. Called before every attempt."""
+        while len(self.seats) < self._layout.nodes - 1 and self._reserve:
+            node = self._reserve[0]
+            _say(f"node {node.rank} ({node.host}) takes part again")
+            self.seats = sorted([*self.seats, node.rank])
+            self._sizes = {}
+        if not self.missing:
+            self._sizes = {seat: self.here[rank].num_processes for seat, rank in enumerate(self.seats)}
+
+    def want_all(self) -> None:
+        """Have all machines take part from now on; those that are not here are missing."""
+        absent = [rank for rank in range(1, self._layout.num_machines) if rank not in self.seats]
+        absent.sort(key=lambda rank: rank not in self.here)
+        self.seats = sorted([*self.seats, *absent[: self._layout.nodes - 1 - len(self.seats)]])
+
+    @property
+    def _reserve(self) -> list[Node]:
+        return [node for rank, node in sorted(self.here.items()) if rank not in self.seats]
+
+    def gather(self, seconds: float, wants_to_stop: Callable[[], bool], *, replaces: bool = False) -> list[int]:
+        """Wait until all machines that have a seat have joined, and return those that have not.
+
+        A machine that does not fit ends the job, by name. With `replaces`, machines in reserve fill seats meanwhile.
         """
         began = time.monotonic()
         said = False
         while self.missing and time.monotonic() - began < seconds and not wants_to_stop():
             self.poll()
+            if replaces:
+                self.replace_lost()
             if not said and time.monotonic() - began > _SAY_AFTER_SECONDS:
                 said = True
                 at = f"{self._layout.main_address}:{self._layout.main_port}"
@@ -270,8 +324,9 @@ class Nodes:
                 gone.append((node, why))
         return gone
 
-    def tell(self, what: str, **facts: Any) -> None:
-        for node in self.here.values():
+    def tell(self, what: str, *, reserve: bool = False, **facts: Any) -> None:
+        """Send something to the machines that take part; with `reserve`, to those in reserve as well."""
+        for node in self.here.values() if reserve else self.seated:
             node.channel.send({"do": what, **facts})
             node.channel.poll()
 
@@ -308,20 +363,27 @@ class Nodes:
             channel.poll()
             channel.close()
             raise problem
+        is_back = rank in self._hosts
         self._hosts[rank] = host
         self.here[rank] = Node(rank, host, int(hello["num_processes"]), channel)
+        if rank not in self.seats:
+            full = len(self.seats) == self._layout.nodes - 1
+            waits = "waits in reserve" if full else "joins at the next restart"
+            words = f"node {rank} ({host}) is {'back' if is_back else 'here'}; it {waits}"
+            channel.send({"do": "say", "words": words})
+            _say(words)
 
     def _problem(self, rank: int, host: str, hello: Message) -> DrivetrainError | None:
         name = f"node {rank} ({host})"
-        if hello["nodes"] != self._layout.nodes:
+        if hello["nodes"] != self._layout.nodes_in_words:
             return DrivetrainError(
-                f"{name} was started with --nodes {hello['nodes']}, node 0 with --nodes {self._layout.nodes}",
-                remedy="give the same number on every machine",
+                f"{name} was started with {hello['nodes']}, node 0 with {self._layout.nodes_in_words}",
+                remedy="give the same numbers on every machine",
             )
-        if not 0 < rank < self._layout.nodes or rank in self.here:
+        if not 0 < rank < self._layout.num_machines or rank in self.here:
             return DrivetrainError(
                 f"{name}: that --node-rank is {'taken by ' + self.host(rank) if rank in self.here else 'wrong'}",
-                remedy=f"every machine has its own, from 0 to {self._layout.nodes - 1}",
+                remedy=f"every machine has its own, from 0 to {self._layout.num_machines - 1}",
             )
         for what, ours in self._code.items():
             theirs = hello["code"].get(what, "missing")
@@ -331,3 +393,7 @@ class Nodes:
                     remedy=_SAME_CODE.get(what, f"install the same {what} on every machine"),
                 )
         return None
+
+
+def _say(words: str) -> None:
+    print(f"drivetrain: {words}", file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
         gpus = options.num_processes
     asked = {
         "job-name": name,
-        "nodes": options.nodes,
+        "nodes": options.num_machines,
         "ntasks-per-node": 1,  # a supervisor; it starts one process per GPU
         "gpus-per-node": gpus,
         "cpus-per-task": options.cpus,
@@ -66,6 +66,8 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
         "signal": f"USR1@{options.signal_seconds}",
     }
     lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None)]
+    is_elastic = options.spares > 0 or options.least_nodes < options.most_nodes
+    lines += ["#SBATCH --no-kill"] if is_elastic else []  # a node that fails does not end the job of the others
     lines += ["#SBATCH --requeue", "", f"cd {shlex.quote(str(folder))} || exit 1"]
     lines += [f"module load {shlex.quote(module)}" for module in options.modules]
     if options.activate is not None:
@@ -73,7 +75,7 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
     words = ["drivetrain", "launch", *_flags(options, output_dir), str(script), *arguments]
     lines += [
         "",
-        f"srun --kill-on-bad-exit=0 {shlex.join(words)}",
+        f"srun {'--no-kill ' if is_elastic else ''}--kill-on-bad-exit=0 {shlex.join(words)}",
         "code=$?",
         f"# {REQUEUE_CODE}: saved after the signal above. The next start goes on from there.",
         f'[ "$code" -eq {REQUEUE_CODE} ] && scontrol requeue "$SLURM_JOB_ID"',
@@ -117,11 +119,13 @@ def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = Non
     environ = os.environ if environ is None else environ
     nodes = environ.get("SLURM_STEP_NUM_NODES", "")
     one_each = nodes and environ.get("SLURM_STEP_NUM_TASKS") == nodes
-    if not one_each or "nodes" in options.model_fields_set or nodes == "1":
+    is_range = ":" in options.nodes
+    if not one_each or ("nodes" in options.model_fields_set and not is_range) or nodes == "1":
         return options
     first = first_host(environ.get("SLURM_STEP_NODELIST", ""))
     address = first if first and resolves(first) else environ.get("SLURM_LAUNCH_NODE_IPADDR", first)
-    found = {"nodes": int(nodes), "node_rank": int(environ.get("SLURM_NODEID", "0")), "main_address": address}
+    number = options.nodes if is_range else str(int(nodes) - options.spares)
+    found = {"nodes": number, "node_rank": int(environ.get("SLURM_NODEID", "0")), "main_address": address}
     job = environ.get("SLURM_JOB_ID", "0")
     port = {} if "main_port" in options.model_fields_set else {"main_port": 20000 + int(job) % 12000}
     return options.model_copy(update={**found, **port})
@@ -130,7 +134,8 @@ def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = Non
 def _flags(options: SlurmOptions, output_dir: Path) -> list[str]:
     """Return the flags that were given, except those that SLURM decides."""
     flags = [f"--output-dir={output_dir}"]
-    for name in sorted(options.model_fields_set & set(LaunchOptions.model_fields) - {"nodes", "node_rank"}):
+    decided = {"node_rank"} | ({"nodes"} if ":" not in options.nodes else set())
+    for name in sorted(options.model_fields_set & set(LaunchOptions.model_fields) - decided):
         value = getattr(options, name)
         if value is None or name == "gpu_ids":  # SLURM hands out GPUs, and numbers them anew
             continue

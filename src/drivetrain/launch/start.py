@@ -119,7 +119,7 @@ class Follower:
         return {
             "event": "hello",
             "node_rank": layout.node_rank,
-            "nodes": layout.nodes,
+            "nodes": layout.nodes_in_words,
             "num_processes": layout.num_processes,
             "host": socket.gethostname(),
             "code": self._code,
@@ -156,9 +156,8 @@ class Follower:
         match message.get("do"):
             case "start":
                 self._end_crew()
-                numbers = {
-                    name: int(str(message[name])) for name in ("attempt", "first_rank", "world_size", "store_port")
-                }
+                names = ("attempt", "first_rank", "world_size", "store_port", "place", "num_places")
+                numbers = {name: int(str(message[name])) for name in names}
                 start = Start(main_address=self._layout.main_address, **numbers)
                 folder = self._options.log_dir or self._output_dir / "launch" / f"node-{self._layout.node_rank}"
                 logs = RankLogs(folder, start.attempt, self._options.tail_ranks)
@@ -173,6 +172,8 @@ class Follower:
             case "stack" if self._crew is not None:
                 rank = int(str(message["rank"]))
                 channel.send({"event": "stack", "rank": rank, "text": self._crew.stack_of(rank)})
+            case "say":
+                print(f"drivetrain: {message['words']}", file=sys.stderr, flush=True)
             case "refuse":
                 raise DrivetrainError(str(message["message"]), remedy=str(message["remedy"]))
             case "end":
@@ -218,9 +219,11 @@ def start(
             "this process was started by `drivetrain launch` itself", remedy="launch once, from the outside"
         )
     if layout.node_rank == 0:
-        machines = f"{layout.nodes} machines, " if layout.nodes > 1 else ""
+        spares = f" and {layout.spares} in reserve" if layout.spares else ""
+        machines = f"{layout.nodes} machine{'s' if layout.nodes > 1 else ''}{spares}, "
+        machines = machines if layout.num_machines > 1 else ""
         number = f"{layout.num_processes} process{'es' if layout.num_processes > 1 else ''}"
-        here = " here" if layout.nodes > 1 else ""
+        here = " here" if layout.num_machines > 1 else ""
         print(f"drivetrain: {machines}{', '.join([number + here, *layout.notes])}", file=sys.stderr, flush=True)
     kind = Supervisor if layout.node_rank == 0 else Follower
     return kind(task, layout, options, output_dir, code).run()

@@ -24,6 +24,7 @@ from drivetrain.launch.nodes import Nodes
 from drivetrain.launch.root_cause import (
     LEFT_EARLY,
     NODE_LOST,
+    REFUSED,
     SIGNAL,
     TIMEOUT,
     Failure,
@@ -100,12 +101,12 @@ class Supervisor:
             with hearing() as wish:
                 self._wish = wish
                 code, words = self._run()
-            self._nodes.tell("end", code=code, words=words)
+            self._nodes.tell("end", reserve=True, code=code, words=words)
             self._log.note("end", code=code)
             _say(words)
             return code
         except DrivetrainError as error:
-            self._nodes.tell("refuse", message=error.message, remedy=error.remedy)
+            self._nodes.tell("refuse", reserve=True, message=error.message, remedy=error.remedy)
             raise
         finally:
             self._nodes.close()
@@ -116,10 +117,11 @@ class Supervisor:
         missing = self._nodes.gather(self._options.join_seconds, self._wish.has_come)
         if self._wish.has_come():
             return self._wish.exit_code, f"drivetrain: {self._wish.name} before anything was started"
-        if missing:
-            raise self._not_here(missing)
+        if missing and not self._filled():
+            raise self._not_here(self._nodes.missing)
         number = 0
         while True:
+            self._nodes.seat_all()
             attempt = _Attempt(number, self._layout.num_processes + sum(self._sizes))
             self._log.note("attempt", number=number, world_size=attempt.world_size)
             outcome = self._attempt(attempt)
@@ -136,6 +138,7 @@ class Supervisor:
                 progress_at=attempt.stepped_at,
             )  # fmt: skip
             why_not = self._why_not_again(cause, attempt) or self._why_not_all_here(cause)
+            why_not = self._why_not_whole_again(cause, attempt) if why_not == "-" else why_not
             if self._wish.has_come():
                 return self._wish.exit_code, self._stopped_in_words(attempt, cause)
             if why_not:
@@ -148,14 +151,35 @@ class Supervisor:
     def _why_not_all_here(self, cause: Failure) -> str:
         """Wait for lost machines, which may come back. Returns why there is no start, where one does not."""
         seconds = self._options.rejoin_seconds
+        self._nodes.replace_lost()
         if self._nodes.missing:
             _say(
                 f"drivetrain: {cause.where} failed first ({cause.kind}: {cause.headline.splitlines()[0]}).\n"
                 f"  All workers were ended; waiting up to {seconds:g} s for node "
                 f"{', '.join(map(str, self._nodes.missing))} to come back"
             )
-        missing = self._nodes.gather(seconds, self._wish.has_come)
-        return f"node {', '.join(map(str, missing))} did not come back within {seconds:g} s" if missing else ""
+        missing = self._nodes.gather(seconds, self._wish.has_come, replaces=True)
+        if not missing or self._wish.has_come() or self._filled():
+            return ""
+        missing = self._nodes.missing
+        return f"node {', '.join(map(str, missing))} did not come back within {seconds:g} s"
+
+    def _filled(self) -> bool:
+        """Fill or take away the places of machines that are not here. Return whether that is possible."""
+        self._nodes.replace_lost()
+        self._nodes.go_on_with_fewer()
+        return not self._nodes.missing
+
+    def _why_not_whole_again(self, cause: Failure, attempt: _Attempt) -> str:
+        """Wait for all machines where the job refuses to go on with fewer. Return `-` if that is not the matter."""
+        if cause.kind != REFUSED or len(self._nodes.seats) == self._layout.nodes - 1:
+            return "-"
+        self._nodes.want_all()
+        words = f"the job does not go on with fewer machines: {cause.headline.splitlines()[0]}"
+        seconds = self._options.join_seconds
+        _say(f"drivetrain: {words}.\n  Waiting up to {seconds:g} s for the others")
+        missing = self._nodes.gather(seconds, self._wish.has_come, replaces=True)
+        return f"{words}; node {', '.join(map(str, missing))} did not come back" if missing else ""
 
     def _restart_in_words(self, cause: Failure, number: int) -> str:
         after = f" after step {cause.step}" if cause.step else ""
@@ -168,17 +192,18 @@ class Supervisor:
 
     @property
     def _sizes(self) -> list[int]:
-        return [node.num_processes for _, node in sorted(self._nodes.here.items())]
+        return [node.num_processes for node in self._nodes.seated]
 
     def _attempt(self, attempt: _Attempt) -> _Outcome:
         layout = self._layout
         # Bound here and handed to rank 0: no other process can take the port in between, and nothing listens elsewhere.
         store = listen_on(layout.main_address, 0, "the ranks cannot meet")
         try:
-            start = Start(attempt.number, 0, attempt.world_size, layout.main_address, store.getsockname()[1])
+            port, num_places = store.getsockname()[1], 1 + len(self._nodes.seats)
+            start = Start(attempt.number, 0, attempt.world_size, layout.main_address, port, num_places=num_places)
             first = layout.num_processes
-            for _, node in sorted(self._nodes.here.items()):
-                facts = {"world_size": start.world_size, "store_port": start.store_port}
+            for place, node in enumerate(self._nodes.seated, start=1):
+                facts = {"world_size": start.world_size, "store_port": port, "place": place, "num_places": num_places}
                 node.channel.send({"do": "start", "attempt": attempt.number, "first_rank": first, **facts})
                 first += node.num_processes
             logs = RankLogs(self._log_folder(), attempt.number, self._options.tail_ranks)
@@ -210,15 +235,19 @@ class Supervisor:
                     cause = self._find_cause(attempt, crew) if attempt.failures else None
                     self._end_all(attempt, crew)
                     return _Outcome(cause, others=tuple(attempt.failures))
-            elif len(attempt.nodes_gone) == self._layout.nodes:
+            elif len(attempt.nodes_gone) == self._num_nodes:
                 return _Outcome(ended_well=True)
 
     def _listen(self, attempt: _Attempt, crew: Crew, seconds: float) -> None:
         for event in crew.poll(seconds):
             self._take(attempt, crew, 0, event)
         for node, message in self._nodes.poll():
-            self._take(attempt, crew, node, message)
+            if node in self._nodes.seats or message.get("event") == "stop wanted":
+                self._take(attempt, crew, node, message)
         for lost, why in self._nodes.lost():
+            if lost.rank not in self._nodes.seats:
+                _say(f"drivetrain: node {lost.rank} ({lost.host}), which was in reserve, is lost: {why}")
+                continue
             attempt.failures.append(node_lost(lost.rank, lost.host, why, time.monotonic()))
             attempt.nodes_gone.add(lost.rank)
 
@@ -270,7 +299,7 @@ class Supervisor:
 
     def _is_settled(self, attempt: _Attempt, crew: Crew, seconds: float) -> bool:
         """Return whether all reports that belong to a failure have arrived."""
-        if len(attempt.nodes_gone) == self._layout.nodes:
+        if len(attempt.nodes_gone) == self._num_nodes:
             return True
         if not attempt.failures or any(failure.kind == NODE_LOST for failure in attempt.failures):
             return seconds > LEAVING_SECONDS
@@ -309,18 +338,23 @@ class Supervisor:
         first = self._layout.num_processes
         if rank < first:
             return 0
-        for number, node in sorted(self._nodes.here.items()):
+        for node in self._nodes.seated:
             first += node.num_processes
             if rank < first:
-                return number
-        return self._layout.nodes - 1
+                return node.rank
+        return self._nodes.seats[-1] if self._nodes.seats else 0
+
+    @property
+    def _num_nodes(self) -> int:
+        """The machines that take part in this attempt."""
+        return 1 + len(self._nodes.seats)
 
     def _end_all(self, attempt: _Attempt, crew: Crew) -> None:
         """End all workers of this attempt everywhere; a machine that is cut off will have ended its own."""
         self._nodes.tell("kill")
         crew.kill()
         deadline = time.monotonic() + GONE_SECONDS
-        while len(attempt.nodes_gone) < self._layout.nodes and time.monotonic() < deadline:
+        while len(attempt.nodes_gone) < self._num_nodes and time.monotonic() < deadline:
             self._listen(attempt, crew, TICK_SECONDS)
 
     def _why_not_again(self, cause: Failure, attempt: _Attempt) -> str:

@@ -131,6 +131,8 @@ class Start:
     world_size: int
     main_address: str
     store_port: int
+    place: int = 0  # of this machine among those that take part in the attempt
+    num_places: int = 1
 
 
 @dataclass
@@ -189,9 +191,9 @@ class Crew:
             **layout.environment,
             **task.environment,
             **place.environment,
-            "NODE_RANK": str(layout.node_rank),
-            "GROUP_RANK": str(layout.node_rank),
-            "GROUP_WORLD_SIZE": str(layout.nodes),
+            "NODE_RANK": str(start.place),
+            "GROUP_RANK": str(start.place),
+            "GROUP_WORLD_SIZE": str(start.num_places),
             "DRIVETRAIN_LAUNCHED": "1",
             # Every rank comes to the store of this attempt as a client; the one that serves it has the socket already.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
