@@ -1,17 +1,32 @@
 """Claims the folder of a run, and notes in its events that a start has begun, and why it did not come to a step."""
 
+import json
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from drivetrain.checkpoint.files import steps_in
 from drivetrain.config import Config
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import stamp
 from drivetrain.core.log import notice
-from drivetrain.core.run_folder import Extension, JsonLines, RunFolder, has_steps, read_extensions, read_job
+from drivetrain.core.run_folder import (
+    CHECKPOINTS,
+    Extension,
+    JsonLines,
+    RunFolder,
+    has_steps,
+    read_extensions,
+    read_job,
+)
 from drivetrain.job import Job
 from drivetrain.run.extending import settle_extension
+
+REQUEUES = "requeues.json"
+REQUEUES_AT_MOST = 3
 
 
 def claim_folder(job: Job, config: Config, name: str, *, quiet: bool) -> tuple[RunFolder, list[Extension]]:
@@ -26,17 +41,48 @@ def claim_folder(job: Job, config: Config, name: str, *, quiet: bool) -> tuple[R
     if folder.moved_to is not None and not quiet:
         notice(f"the run that was {folder.path} is {folder.moved_to} now")
     extensions = read_extensions(folder.path)
-    if folder.extension is not None:
-        try:
-            new = settle_extension(job, extensions, folder.extension, config.checkpoint.extend_schedule)
-        except DrivetrainError:
-            folder.close()
-            raise
-        folder.extension = new
-        extensions.append(new)
+    try:
+        count_requeue(folder)
+        if folder.extension is not None:
+            folder.extension = settle_extension(job, extensions, folder.extension, config.checkpoint.extend_schedule)
+            extensions.append(folder.extension)
+    except DrivetrainError:
+        folder.close()
+        raise
     if folder.is_resumed:  # how an earlier start ended, such as by a refusal, is no longer the news
         _note(folder, {"event": "claim"})
     return folder, extensions
+
+
+def count_requeue(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> None:
+    """Count in the folder how often SLURM requeued the job in vain, without a checkpoint in between, and refuse then.
+
+    A job whose time is up before its first checkpoint would otherwise be requeued for ever.
+    """
+    job, start = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "0")
+    if not job or not start.isdecimal():
+        return
+    path = folder.path / REQUEUES
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    checkpoints = folder.path / CHECKPOINTS
+    step = max(steps_in(checkpoints), default=0) if checkpoints.is_dir() else 0
+    now = {"job": job, "start": int(start), "step": step, "in_vain": 0}
+    if before.get("job") == job and before["start"] == int(start):
+        return  # the supervisor started the workers again
+    if before.get("job") == job and step <= before["step"]:
+        now["in_vain"] = before["in_vain"] + 1
+    with suppress(OSError):  # a full disk: what follows is the news
+        folder.write(REQUEUES, json.dumps(now) + "\n")
+    if now["in_vain"] >= REQUEUES_AT_MOST:
+        since = f"the checkpoint of step {step}" if step else "its beginning"
+        raise DrivetrainError(
+            f"SLURM requeued job {job} {now['in_vain']} times since {since}, and no checkpoint was written in between",
+            remedy="a longer --time-limit, a signal earlier before it (--signal-seconds), or more frequent saves "
+            "(--checkpoint-every); then submit it again: it goes on from there",
+        )
 
 
 def note_failure(folder: RunFolder, error: BaseException) -> None:

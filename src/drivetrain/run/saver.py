@@ -13,6 +13,7 @@ from drivetrain.core.errors import BadResumeError, DrivetrainError
 from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
 from drivetrain.core.processes import SetAside
+from drivetrain.core.run_folder import CHECKPOINTS as CHECKPOINTS
 from drivetrain.core.world import World
 from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.run.session import Session
@@ -21,7 +22,6 @@ NOTABLE_WAIT_SECONDS = 0.05
 LARGE_BYTES = 2**26  # a state of this size belongs to a run that is long enough for the collector to matter
 
 State = tuple[Sequence[Shard], dict[str, Any]]  # this rank's tensors, and all else as JSON
-CHECKPOINTS = "checkpoints"
 
 
 def must_be_finite(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
