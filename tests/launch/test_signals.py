@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.core.stopping import StopWish
 from tests.commands.test_train_integration import diary, wait_for_step
-from tests.launch.jobs import Launching, are_gone, environment, words_of
+from tests.launch.jobs import Launching, are_gone, environment, launch, script, wait_for, words_of
 from tests.warm_python import WarmProcess
 
 SCRIPT = Path(__file__).with_name("signaled_script.py")
@@ -101,3 +102,88 @@ def test_a_signal_saves(tmp_path: Path, number: signal.Signals, target: str, pla
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_the_table(tmp_path: Path, number: signal.Signals, target: str, place: str) -> None:
     assert signal_once(tmp_path, number, target, place) < SECONDS
+
+
+@pytest.mark.parametrize("moment", ["startup", "validation", "save"])
+def test_a_signal_at_any_moment(tmp_path: Path, moment: str) -> None:
+    """To all processes. Before the first step there is nothing to save, and the job ends without waiting."""
+    with start(tmp_path, "foreground", str(SCRIPT), str(tmp_path), STEPS, MOMENT=moment) as process:
+        wait_for(tmp_path / "moment")
+        send(process, signal.SIGUSR1, "all", [])
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGUSR1, err
+    assert "Traceback" not in err
+    step, last = steps_saved(tmp_path), err.rstrip().splitlines()[-1]
+    if moment == "startup":
+        assert last == "drivetrain: stopped by SIGUSR1"
+        assert diary(tmp_path) == []
+        return
+    assert [diary(tmp_path, rank)[-1][0] for rank in (0, 1)] == [step, step], err
+    assert f"stopped by SIGUSR1; the checkpoint of step {step} is saved" in last
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.soak) for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)),
+    ],
+    ids=lambda number: number.name,
+)
+def test_a_rank_without_a_supervisor_saves_by_itself(tmp_path: Path, number: signal.Signals) -> None:
+    """Its loader processes get the signal as well."""
+    words = [str(SCRIPT), str(tmp_path), STEPS]
+    with WarmProcess(words, cwd=tmp_path, env=environment(LOADERS="2")) as process:
+        wait_for_step(tmp_path, 3)
+        loaders = psutil.Process(process.pid).children(recursive=True)
+        assert len(loaders) >= 2
+        send(process, number, "all", [])
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert f"{number.name}: stopping after this step, with a checkpoint" in output
+    assert "Traceback" not in output
+    assert f"stopped {steps_saved(tmp_path)}" in output
+    assert steps_saved(tmp_path) == diary(tmp_path)[-1][0] >= 3
+
+
+OWN = """
+import faulthandler, multiprocessing, os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append("USR1"))
+stacks = open(f"stacks-{rank}", "w")
+faulthandler.register(signal.SIGUSR2, file=stacks)
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    os.kill(os.getpid(), number)
+while not heard or not os.path.getsize(stacks.name):
+    time.sleep(0.01)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    child.send_signal(number)
+forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+forked.start()
+forked.terminate()
+forked.join()
+assert child.poll() is None, "a child dies of a signal that is meant for the job"
+child.terminate()
+assert (child.wait(), forked.exitcode) == (-signal.SIGTERM, -signal.SIGTERM), "its own signals are lost"
+"""
+
+
+def test_the_signals_of_a_script_are_its_own(tmp_path: Path) -> None:
+    """Its handlers are called, its children outlive the job's signals, and end when it ends them."""
+    done = launch(tmp_path, "--max-restarts", "0", str(script(tmp_path, OWN)))
+    assert done.code == 0, done.err
+
+
+def test_the_second_ctrl_c_and_nothing_else_is_impatient() -> None:
+    wish = StopWish()
+    wish.hear(signal.SIGUSR1)
+    wish._first_at -= 60
+    wish.hear(signal.SIGTERM)  # the time limit has come while it saves
+    wish.share(signal.SIGINT)  # a rank that is late to tell of the first
+    assert (wish.name, wish.exit_code, wish.at_once) == ("SIGUSR1", 138, False)
+    wish.hear(signal.SIGINT)
+    assert wish.at_once

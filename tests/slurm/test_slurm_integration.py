@@ -1,6 +1,7 @@
 """A real SLURM: submitted by one command, saved on its signal, put back into the queue, finished to the same bits."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.test_train_integration import SCRIPT, losses, wait_for_step, weights
-from tests.launch.jobs import launch
+from tests.commands.test_train_integration import SCRIPT, diary, losses, wait_for_step, weights
+from tests.launch.jobs import launch, wait_for_words
+from tests.launch.test_signals import SCRIPT as SIGNALED
+from tests.launch.test_signals import SECONDS, SIGNALS, steps_saved
 from tests.slurm.cluster import Cluster, is_possible
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_possible(), reason="needs root, SLURM and munge")]
@@ -49,16 +52,7 @@ def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
     whole.mkdir()
     cut.mkdir()
     steps = "60"
-    command = tmp_path / "bin" / "drivetrain"  # also where the package is not installed
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m drivetrain "$@"\n')
-    command.chmod(0o755)
-    for name, value in {
-        **cluster.environment,
-        "PATH": f"{command.parent}:{os.environ['PATH']}",
-        "PAUSE": "0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    inside(cluster, tmp_path, monkeypatch, PAUSE="0.1")
     done = launch(cut, "--submit", "--signal-seconds", "30", "--time-limit", "10", str(SCRIPT), str(cut), steps)
     assert done.code == 0, done.err
     job = done.out.split("submitted as job ")[1].split(";")[0]
@@ -80,6 +74,46 @@ def test_saved_on_the_signal_requeued_and_finished_to_the_same_bits(
     assert again.code == 0, again.err
     assert weights(cut) == weights(whole)
     assert losses(cut) == losses(whole)
+
+
+def inside(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
+    """Give the test the environment of a user of the cluster."""
+    command = folder / "bin" / "drivetrain"  # also where the package is not installed
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m drivetrain "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    for name, value in {**cluster.environment, "PATH": path, **more}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_to_every_process_of_the_step_saves(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Supervisor, workers, loader processes and the guard all get it."""
+    inside(cluster, tmp_path, monkeypatch)
+    done = launch(tmp_path, "--submit", "--time-limit", "10", str(SIGNALED), str(tmp_path), "20000")
+    assert done.code == 0, done.err
+    job = done.out.split("submitted as job ")[1].split(";")[0]
+    wait_for_step(tmp_path, 3)
+    began = time.monotonic()
+    cluster.call("scancel", f"--signal={number.name[3:]}", job)
+    cluster.until(lambda: steps_saved(tmp_path) > 0, "the checkpoint", SECONDS)
+    print(f"{number.name}: saved after {time.monotonic() - began:.1f} s")
+    log = tmp_path / "runs" / f"slurm-{job}.log"
+    words = f"stopped by {number.name}; the checkpoint of step {steps_saved(tmp_path)} is saved"
+    wait_for_words(log, words)
+    if number == signal.SIGUSR1:
+        cluster.until(lambda: cluster.state(job).get("Restarts") == "1", "the restart")
+        cluster.call("scancel", job)
+    else:
+        assert [diary(tmp_path, rank)[-1][0] for rank in (0, 1)] == [steps_saved(tmp_path)] * 2
+    ended = ("FAILED", "CANCELLED")
+    cluster.until(lambda: cluster.state(job).get("JobState") in ended, "the end", 60)
+    if number != signal.SIGUSR1:
+        assert cluster.state(job)["ExitCode"] == f"{128 + number}:0"
+    assert "Traceback" not in log.read_text()
 
 
 def status(folder: Path) -> str:

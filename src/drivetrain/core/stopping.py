@@ -32,6 +32,7 @@ class _Run(NamedTuple):
 
 _runs: list[_Run] = []  # of this process that go on now
 _orders: list[int] = []  # the signal that the supervisor named, once it gave the order to stop
+_ours: list[Callable[[int, FrameType | None], None]] = []  # handlers that are installed here
 _reports: list[Callable[[int], None]] = []  # how a worker tells its supervisor of a signal
 
 
@@ -96,32 +97,22 @@ def written_first(say: Callable[[str], None]) -> Iterator[None]:
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
     """Install the handlers and yield a function that restores the previous ones; it is called on exit in any case."""
     before: dict[int, Any] = {}
-    owner = os.getpid()
-
-    def here_only(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == owner:
-            handle(number, frame)
-        else:
-            _end_child(number)
 
     def put_back() -> None:
         for handled, handler in before.items():
             signal.signal(handled, handler)
+            _ours.remove(handle)
+        before.clear()
 
     if threading.current_thread() is threading.main_thread():  # only it may handle signals
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup and the like
-                before[number] = signal.signal(number, here_only)
+                _ours.append(handle)
+                before[number] = signal.signal(number, handle)
     try:
         yield put_back
     finally:
         put_back()
-
-
-def _end_child(number: int) -> None:
-    """Do in a process that the script forked what the signal does without us: it is not the run's to handle."""
-    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.raise_signal(number)
 
 
 # Workers of a supervisor
@@ -136,18 +127,16 @@ def follow_supervisor(report: Callable[[int], None]) -> None:
     Args:
         report: tells the supervisor which signal came; the supervisor then gives its order to all ranks.
     """
-    owner = os.getpid()
     _reports.append(report)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:
-            _end_child(number)
-        elif number == signal.SIGINT and len(_orders) == 1:
+        if number == signal.SIGINT and len(_orders) == 1:
             _orders.append(number)  # obeyed: what comes now comes from elsewhere
             _obey(_orders[0])
         else:
             report(number)
 
+    _ours.append(handle)
     signal.signal(signal.SIGINT, handle)  # even where it was ignored, as behind `&`: the order comes by it
     if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
         signal.signal(signal.SIGTERM, handle)
@@ -205,6 +194,29 @@ def _obey(number: int) -> None:
 
 
 # Children
+
+
+def _before_fork() -> None:
+    if _ours:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _after_fork() -> None:
+    if (mask := vars(_forking).pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_child() -> None:
+    """Handle signals in a forked process as without us, from its first moment: a script may end it by one."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) in _ours:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _ours.clear()
+    _after_fork()
+
+
+_forking = threading.local()
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 @contextmanager

@@ -69,17 +69,17 @@ def count_requeue(folder: RunFolder, environ: Mapping[str, str] = os.environ) ->
         before = {}
     checkpoints = folder.path / CHECKPOINTS
     step = max(steps_in(checkpoints), default=0) if checkpoints.is_dir() else 0
-    now = {"job": job, "start": int(start), "step": step, "in_vain": 0}
+    in_vain = 0
     if before.get("job") == job and before["start"] == int(start):
         return  # the supervisor started the workers again
     if before.get("job") == job and step <= before["step"]:
-        now["in_vain"] = before["in_vain"] + 1
+        in_vain = before["in_vain"] + 1
     with suppress(OSError):  # a full disk: what follows is the news
-        folder.write(REQUEUES, json.dumps(now) + "\n")
-    if now["in_vain"] >= REQUEUES_AT_MOST:
+        folder.write(REQUEUES, json.dumps({"job": job, "start": int(start), "step": step, "in_vain": in_vain}) + "\n")
+    if in_vain >= REQUEUES_AT_MOST:
         since = f"the checkpoint of step {step}" if step else "its beginning"
         raise DrivetrainError(
-            f"SLURM requeued job {job} {now['in_vain']} times since {since}, and no checkpoint was written in between",
+            f"SLURM requeued job {job} {in_vain} times since {since}, and no checkpoint was written in between",
             remedy="a longer --time-limit, a signal earlier before it (--signal-seconds), or more frequent saves "
             "(--checkpoint-every); then submit it again: it goes on from there",
         )
