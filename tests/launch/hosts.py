@@ -63,6 +63,18 @@ class Hosts:
         out, err = ((self.folder / f"host-{host}.{name}").read_text() for name in ("out", "err"))
         return Ended(code, out, err, time.monotonic() - began)
 
+    @contextmanager
+    def names_of(self, host: int) -> Iterator[Path]:
+        """The file of the names that a host knows, instead of this machine's."""
+        folder = Path("/etc/netns") / self.names[host]
+        folder.mkdir(parents=True)
+        try:
+            (folder / "hosts").write_text("")
+            (folder / "nsswitch.conf").write_text("hosts: files\n")
+            yield folder / "hosts"
+        finally:
+            shutil.rmtree(folder)
+
     def cable(self, state: str, host: int = 1) -> None:
         ip("-n", self.names[host], "link", "set", f"cable{host + 1}", state)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain import DrivetrainError
-from drivetrain.launch.nodes import OTHER_SECRET, TOKEN, Channel, make_token, read_token, token_file
+from drivetrain.launch.nodes import BEAT_SECONDS, OTHER_SECRET, TOKEN, Channel, make_token, read_token, token_file
 
 
 def pair(server: bytes = b"one", client: bytes = b"one") -> tuple[Channel, Channel]:
@@ -62,8 +62,9 @@ def test_a_changed_or_repeated_message_ends_the_talk() -> None:
         client.poll()
         server.poll()
         client.poll()
-        client.send({"event": "x", "value": 1})
-        client._out[:] = tamper(bytes(client._out))
+        with client._lock:
+            client.send({"event": "x", "value": 1})
+            client._out[:] = tamper(bytes(client._out))
         found = exchange(client, server, 2)
         assert len(found) <= 1
         assert server.closed_because
@@ -74,9 +75,10 @@ def test_no_message_of_the_server_can_be_sent_back_to_it() -> None:
     server, client = pair()
     for channel in (client, server, client):
         channel.poll()
-    server.send({"event": "x"})
-    client._out += server._out
-    server._out.clear()
+    with server._lock:
+        server.send({"event": "x"})
+        client._out += server._out
+        server._out.clear()
     assert exchange(client, server, 1) == []
     assert server.closed_because
 
@@ -107,3 +109,25 @@ def test_a_folder_that_cannot_hold_the_secret(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").write_text("")
     with pytest.raises(DrivetrainError, match="cannot be kept"):
         make_token(token_file(tmp_path / "file", "h", 1))
+
+
+def test_heartbeats_do_not_need_their_owner() -> None:
+    """A launcher that waits for a disk is heard of, and says for how long it has been waiting."""
+    server, client = pair()
+    for channel in (client, server, client):
+        channel.poll()
+    deadline = time.monotonic() + 120
+    while server.stuck_seconds < 2.0 * BEAT_SECONDS and time.monotonic() < deadline:  # the client is not polled
+        assert server.poll() == []
+        time.sleep(0.01)
+    assert server.stuck_seconds >= 2.0 * BEAT_SECONDS
+    assert server.silent_seconds < server.stuck_seconds
+    server.send({"event": "x"})
+    server.poll()
+    found: list[dict[str, object]] = []
+    while not found and time.monotonic() < deadline:
+        found = client.poll()
+        time.sleep(0.01)
+    assert found == [{"event": "x"}], "what came meanwhile is lost"
+    server.close()
+    client.close()

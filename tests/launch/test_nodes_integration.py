@@ -120,13 +120,55 @@ def test_a_wrong_main_address(tmp_path: Path) -> None:
         assert "10.77.0.2 is not an address of this machine" in elsewhere.err
         itself = hosts.end(1, hosts.launch(1, "--main-address", "10.77.0.2", str(job)))
         assert "is this machine itself" in itself.err
-        nowhere = hosts.end(1, hosts.launch(1, "--main-address", "192.0.2.7", str(job)))
+        nowhere = hosts.end(1, hosts.launch(1, "--join-seconds", "1", "--main-address", "192.0.2.7", str(job)))
         assert "cannot be reached at 192.0.2.7:29400" in nowhere.err
         nobody = hosts.end(1, hosts.launch(1, "--join-seconds", "1", str(job)))
         assert "cannot be reached at 10.77.0.1:29400: Connection refused, for 1 s" in nobody.err
     for ended in (elsewhere, itself, nowhere, nobody):
         assert ended.code == 1
         assert "remedy" in ended.last_lines[-1]
+
+
+def test_a_disk_that_stalls_is_no_lost_machine(tmp_path: Path) -> None:
+    """The second launcher hangs in the opening of a log, for longer than a silent machine would be waited for."""
+    logs = tmp_path / "logs" / "attempt-0"
+    logs.mkdir(parents=True)
+    os.mkfifo(logs / "rank-2.log")
+    text = RANK + "print('hello', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
+    words = ("--node-seconds", "2", "--log-dir", str(tmp_path / "logs"), str(script(tmp_path, text)))
+    with two_hosts(tmp_path) as hosts:
+        first, second = (hosts.launch(host, *words) for host in (0, 1))
+        wait_for_words(tmp_path / "host-0.err", "node 1")
+        assert first.poll() is None
+        with (logs / "rank-2.log").open("rb"):
+            (tmp_path / "go").touch()
+            ends = [hosts.end(0, first), hosts.end(1, second)]
+    for ended in ends:
+        assert ended.code == 0, ended.err
+        assert "lost" not in ended.err
+    assert "is there, but its launcher has been waiting for a disk for" in ends[0].err
+
+
+def test_a_name_and_a_way_that_come_later_are_waited_for(tmp_path: Path) -> None:
+    """As in Kubernetes, where names appear once their machines are up."""
+    job = script(tmp_path, RANK + "open(f'done-{rank}', 'w').write('x')\n")
+    with two_hosts(tmp_path) as hosts, hosts.names_of(1) as names:
+        hosts.cable("down")
+        late = ("--main-address", "first.cluster", str(job))
+        second = hosts.launch(1, *late)
+        wait_for_words(tmp_path / "host-1.err", "waiting for the main machine: --main-address first.cluster does not")
+        names.write_text("10.77.0.1 first.cluster\n")
+        time.sleep(1.0)
+        assert second.poll() is None, "there is no way yet"
+        hosts.cable("up")
+        first = hosts.launch(0, str(job))
+        for number, process in enumerate((first, second)):
+            ended = hosts.end(number, process)
+            assert ended.code == 0, ended.err
+        unknown = hosts.end(1, hosts.launch(1, "--join-seconds", "1", "--main-address", "nobody.cluster", str(job)))
+    assert unknown.code == 1
+    assert "--main-address nobody.cluster does not resolve" in unknown.err
+    assert "for 1 s" in unknown.err
 
 
 def test_ctrl_c_on_the_second_host_stops_both(tmp_path: Path) -> None:

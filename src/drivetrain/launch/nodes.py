@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from drivetrain.launch.layout import Layout, listen_on
 TOKEN = "DRIVETRAIN_TOKEN"
 OTHER_SECRET = "its secret is another one"
 BEAT_SECONDS = 1.0
+STUCK_FACTOR = 20  # times the silence that counts as lost, for a machine that answers but whose launcher does nothing
 _HEAD = struct.Struct("!I32s")
 _LONGEST = 1 << 20
 _NO_MAC = bytes(32)
@@ -39,7 +41,11 @@ NO_TOKEN = f"--output-dir has to be on a disk that all machines share; or set {T
 
 
 class Channel:
-    """One connection, after both sides drew their nonces. Never blocks; `poll` sends, receives and sends heartbeats."""
+    """One connection, after both sides drew their nonces. Never blocks.
+
+    A thread sends heartbeats and receives, whatever the owner is doing: a shared disk that stalls is no lost machine.
+    The heartbeats say for how long the owner has not called `poll`.
+    """
 
     def __init__(self, connection: socket.socket, token: bytes, *, is_server: bool) -> None:
         connection.setblocking(False)
@@ -50,32 +56,54 @@ class Channel:
         self._in, self._out = bytearray(), bytearray(self._own_nonce)
         self._num_sent = self._num_received = 0
         self._waiting: list[Message] = []  # until the other nonce is there
-        self.heard_at = self._beaten_at = time.monotonic()
+        self._received: list[Message] = []
+        self.heard_at = self._beaten_at = self._polled_at = time.monotonic()
+        self.stuck_seconds = 0.0  # for which the other side's owner has not listened, as of its last heartbeat
         self.closed_because = ""
+        self._lock = threading.RLock()
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        if self._key is None:
-            self._waiting.append(message)
-            return
-        body = json.dumps({"number": self._num_sent, **message}).encode()
-        self._num_sent += 1
-        self._out += _HEAD.pack(len(body), self._mac(body, from_server=self._is_server)) + body
+        with self._lock:
+            if self._key is None:
+                self._waiting.append(message)
+                return
+            assert "number" not in message, "that is the channel's own"
+            body = json.dumps({"number": self._num_sent, **message}).encode()
+            self._num_sent += 1
+            self._out += _HEAD.pack(len(body), self._mac(body, from_server=self._is_server)) + body
 
     def poll(self) -> list[Message]:
         """Return the messages received. After the connection is lost, `closed_because` is set and there are none."""
+        with self._lock:
+            self._polled_at = time.monotonic()
+            self._exchange()
+            messages, self._received = self._received, []
+            return messages
+
+    def _beat(self) -> None:
+        while not self._is_closed.wait(BEAT_SECONDS / 2):
+            with self._lock:
+                self._exchange()
+
+    def _exchange(self) -> None:
         if self.closed_because:
-            return []
+            return
         now = time.monotonic()
         if self._key is not None and now - self._beaten_at >= BEAT_SECONDS:
             self._beaten_at = now
-            self.send({"event": "beat"})
+            self.send({"event": "beat", "stuck": round(now - self._polled_at, 1)})
         try:
             self._flush()
             self._receive()
         except OSError as error:
             self._lose(f"the connection broke ({error.strerror or error})")
-        messages = self._parse()
-        return [message for message in messages if message.get("event") != "beat"]
+        for message in self._parse():
+            if message.get("event") == "beat":
+                self.stuck_seconds = float(message.get("stuck", 0.0))
+            else:
+                self._received.append(message)
 
     @property
     def silent_seconds(self) -> float:
@@ -86,13 +114,13 @@ class Channel:
 
     def close(self) -> None:
         """Send the buffered messages, and close. A receiver that is gone does not block this."""
-        if not self.closed_because:
-            with contextlib.suppress(OSError):
-                self._socket.setblocking(True)
-                self._socket.settimeout(1.0)
-                self._socket.sendall(self._out)
-        self._socket.close()
-        self.closed_because = self.closed_because or "closed here"
+        with self._lock:
+            if not self.closed_because:
+                with contextlib.suppress(OSError):
+                    self._socket.setblocking(True)
+                    self._socket.settimeout(1.0)
+                    self._socket.sendall(self._out)
+            self._lose(self.closed_because or "closed here")
 
     def _flush(self) -> None:
         while self._out:
@@ -161,6 +189,7 @@ class Channel:
 
     def _lose(self, why: str) -> None:
         self.closed_because = why
+        self._is_closed.set()
         self._socket.close()
 
 
@@ -221,6 +250,7 @@ class Nodes:
         self.seats = list(range(1, layout.nodes))
         self._sizes: dict[int, int] = {}  # the processes of each seat, as of the machine that had it first
         self._hosts: dict[int, str] = {}
+        self._said_stuck: set[int] = set()
         self._listening: socket.socket | None = None
         if layout.num_machines > 1:
             self._listening = listen_on(layout.main_address, layout.main_port, "the launchers cannot meet")
@@ -318,11 +348,25 @@ class Nodes:
             why = node.channel.closed_because
             if not why and node.channel.silent_seconds > self._silence_seconds:
                 why = f"nothing was heard of it for {self._silence_seconds:g} s"
+            if not why:
+                why = self._stuck(node)
             if why:
                 node.channel.close()
                 del self.here[node.rank]
                 gone.append((node, why))
         return gone
+
+    def _stuck(self, node: Node) -> str:
+        """Say once that a launcher answers but does nothing; return why it counts as lost, if that lasts long."""
+        seconds = node.channel.stuck_seconds
+        if seconds < self._silence_seconds:
+            self._said_stuck.discard(node.rank)
+        elif node.rank not in self._said_stuck:
+            self._said_stuck.add(node.rank)
+            words = f"node {node.rank} ({node.host}) is there, but its launcher has been waiting for a disk for"
+            print(f"drivetrain: {words} {seconds:.0f} s; going on", file=sys.stderr, flush=True)
+        longest = STUCK_FACTOR * self._silence_seconds
+        return f"its launcher has been waiting for a disk for {longest:g} s" if seconds > longest else ""
 
     def tell(self, what: str, *, reserve: bool = False, **facts: Any) -> None:
         """Send something to the machines that take part; with `reserve`, to those in reserve as well."""

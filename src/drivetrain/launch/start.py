@@ -3,7 +3,6 @@
 A follower runs a machine that is not the main one: it obeys the main one, reports what happens, and never works alone.
 """
 
-import errno
 import os
 import socket
 import sys
@@ -18,7 +17,14 @@ from drivetrain.core.faults import ENVIRONMENT as FAULTS
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.stopping import StopWish, hearing
 from drivetrain.hardware import Hardware
-from drivetrain.launch.layout import LaunchOptions, Layout, make_layout, own_addresses
+from drivetrain.launch.layout import (
+    LaunchOptions,
+    Layout,
+    interface_towards,
+    make_layout,
+    own_addresses,
+    resolve_address,
+)
 from drivetrain.launch.nodes import NO_TOKEN, OTHER_SECRET, Channel, read_token, token_file
 from drivetrain.launch.supervisor import TICK_SECONDS, Supervisor
 from drivetrain.launch.workers import Crew, RankLogs, Start, WorkerTask
@@ -86,8 +92,6 @@ class Follower:
                 connection = socket.create_connection((self._layout.main_address, self._layout.main_port), timeout=2.0)
             except OSError as error:
                 why = error.strerror or str(error)
-                if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH) and not lost:
-                    raise self._unreachable(why) from None
             if connection is not None and token is None:
                 connection.close()
                 why = f"it listens, but its secret is not in {path}. {NO_TOKEN}"
@@ -141,7 +145,7 @@ class Follower:
                 return None
             if wish.signal is not None and not told:
                 told = True
-                channel.send({"event": "signal", "number": int(wish.signal)})
+                channel.send({"event": "signal", "signal": int(wish.signal)})
             if wish.at_once:
                 return wish.exit_code
             if self._crew is None:
@@ -206,6 +210,8 @@ def start(
     """
     if script is not None:
         check_script(script)
+    if options.node_rank and options.main_address:
+        _await_way(options.main_address, options.join_seconds)
     layout = make_layout(options, hardware)
     environment = {SKIP_PREFLIGHT: "1"} if skip_preflight else {}
     if foreign:
@@ -227,6 +233,25 @@ def start(
         print(f"drivetrain: {machines}{', '.join([number + here, *layout.notes])}", file=sys.stderr, flush=True)
     kind = Supervisor if layout.node_rank == 0 else Follower
     return kind(task, layout, options, output_dir, code).run()
+
+
+def _await_way(host: str, seconds: float) -> None:
+    """Wait until the name of the main machine resolves and a way leads there: both may appear after this machine."""
+    began, said = time.monotonic(), False
+    while True:
+        waited = time.monotonic() - began
+        try:
+            if interface_towards(resolve_address(host)) or waited > seconds:
+                return  # the rest is found out by the one who connects
+            why = f"no way leads to {host}"
+        except DrivetrainError as error:
+            if waited > seconds:
+                raise DrivetrainError(f"{error.message}, for {seconds:g} s", remedy=error.remedy) from None
+            why = error.message
+        if not said and waited > _SAY_AFTER_SECONDS:
+            said = True
+            print(f"drivetrain: waiting for the main machine: {why}", file=sys.stderr, flush=True)
+        time.sleep(min(0.5, seconds / 4))
 
 
 def check_script(path: Path) -> None:

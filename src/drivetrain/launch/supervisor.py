@@ -242,7 +242,7 @@ class Supervisor:
         for event in crew.poll(seconds):
             self._take(attempt, crew, 0, event)
         for node, message in self._nodes.poll():
-            if node in self._nodes.seats or message.get("event") == "stop wanted":
+            if node in self._nodes.seats or message.get("event") == "signal":
                 self._take(attempt, crew, node, message)
         for lost, why in self._nodes.lost():
             if lost.rank not in self._nodes.seats:
@@ -295,7 +295,7 @@ class Supervisor:
         elif kind == "gone":
             attempt.nodes_gone.add(node)
         elif kind == "signal":
-            self._wish.share(int(event["number"]))
+            self._wish.share(int(event["signal"]))
 
     def _is_settled(self, attempt: _Attempt, crew: Crew, seconds: float) -> bool:
         """Return whether all reports that belong to a failure have arrived."""

@@ -45,7 +45,7 @@ def main() -> NoReturn:
         faulthandler.register(STACK_SIGNAL, file=_append_to(stacks), all_threads=True)
     faulthandler.enable()
     # Signals may come while torch is still being imported; they are blocked since this process was started.
-    follow_supervisor(lambda number: supervision.tell("signal", number=number))
+    follow_supervisor(lambda number: supervision.tell("signal", signal=number))
     orders = int(os.environ.pop(ORDERS_FD))
     threading.Thread(target=_take_orders, args=(orders,), name="drivetrain-orders", daemon=True).start()
     supervision.tell("ready", pid=os.getpid())
