@@ -49,7 +49,7 @@ def why_not(folder: Path) -> str:
 
 
 def capture_of(folder: Path) -> str:
-    return str(events(folder)[-1]["capture"])
+    return str(next(event["capture"] for event in reversed(events(folder)) if "capture" in event))
 
 
 def counted_loss(model: nn.Module, batch: Any) -> LossSum:

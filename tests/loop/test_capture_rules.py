@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from re import match
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -411,7 +412,14 @@ def by_table(model: nn.Module, batch: Tensor) -> Tensor:
     return ACTIVATIONS["relu"](model(batch)).mean()
 
 
-@pytest.mark.parametrize("loss", [mean_of, partial(mean_of), lambda model, batch: mean_of(model, batch), by_table])
+def by_pattern(model: nn.Module, batch: Tensor) -> Tensor:
+    """`re` keeps the patterns that it has compiled, those of other threads, too."""
+    return mean_of(model, batch) if match(f"{random.random()}", "") is None else batch.sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [mean_of, partial(mean_of), lambda model, batch: mean_of(model, batch), by_table, by_pattern]
+)
 def test_an_ordinary_step_changes_nothing(loss: Callable[..., Any]) -> None:
     assert looked_at(Plain(), loss) == []
 

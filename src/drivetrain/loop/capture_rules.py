@@ -13,10 +13,13 @@ import dataclasses
 import functools
 import itertools
 import operator
+import os
 import random
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +42,9 @@ MOST_BYTES = 2**20  # of an array that are compared; larger ones by their addres
 State = dict[str, Any]
 _PLAIN = (type(None), bool, int, complex, str, bytes, Enum, range, torch.dtype, torch.device, torch.Size)
 _OWN_TENSORS = ("_parameters", "_buffers")
-# Libraries that keep nothing of a step in their own functions and classes.
-_FOREIGN = ("torch", "numpy", "builtins", "math", "collections", "functools", "itertools", "typing", "random")
+# Libraries that keep nothing of a step in their own functions and classes: these, and Python's own.
+_FOREIGN = ("torch", "numpy")
+_STANDARD = Path(os.__file__).parent
 
 
 def why_not_captured(
@@ -278,8 +282,15 @@ class _Look:
                 self.at(name, value, depth + 1)
 
 
+@functools.cache
 def _is_foreign(module: str) -> bool:
-    return module.split(".")[0] in _FOREIGN
+    name = module.split(".")[0]
+    if name in _FOREIGN:
+        return True
+    if name not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)  # a user's module may have the name of one of Python's
+    return file is None or _STANDARD in Path(file).parents
 
 
 def _is_of_use(value: Any) -> bool:
