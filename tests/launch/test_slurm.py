@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,14 +38,16 @@ def test_the_script(tmp_path: Path) -> None:
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=16",
         "#SBATCH --partition=long",
         "#SBATCH --account=me",
         "#SBATCH --time=4:00:00",
         "#SBATCH --signal=USR1@120",
         "#SBATCH --requeue",
         "module load cuda/13",
-        "srun --kill-on-bad-exit=0 drivetrain launch --output-dir=runs --max-restarts=5 --num-gpus=4 train.py "
-        "--name 'a b'",
+        """source '/home/me/it'"'"'s/bin/activate' || exit 1""",
+        "srun --kill-on-bad-exit=1 --cpus-per-task=16 drivetrain launch --output-dir=runs --max-restarts=5 "
+        "--num-gpus=4 train.py --name 'a b'",
     ):
         assert line in text.splitlines(), text
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
@@ -59,6 +62,35 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     assert f"sbatch {path}" in done.out
     assert "--num-processes=2" in path.read_text()
     assert launch(tmp_path, "--slurm", str(tmp_path / "missing.py")).code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "cpus"),
+    [
+        ({"cpu": True, "num_processes": 3}, 3),
+        ({"cpu": True}, 1),
+        ({"num_gpus": 2}, 8),
+        ({"gpu_ids": (0, 1, 2)}, 12),
+        ({}, 4),
+        ({"num_gpus": 2, "cpus": 5}, 5),
+    ],
+)
+def test_cores_are_asked_for(options: dict[str, Any], cpus: int) -> None:
+    lines = batch_script(SlurmOptions(**options), Path("train.py"), [], Path("runs"), Path("/")).splitlines()
+    assert f"#SBATCH --cpus-per-task={cpus}" in lines
+    assert any(line.startswith("srun ") and f" --cpus-per-task={cpus} " in line for line in lines)
+
+
+def test_the_environment_to_activate_is_there(tmp_path: Path) -> None:
+    job = script(tmp_path, "")
+    done = launch(tmp_path, "--submit", "--activate", str(tmp_path / "nowhere"), str(job))
+    assert done.code == 2
+    assert "--activate" in done.err
+    assert f"there is no {tmp_path}/nowhere/bin/activate" in done.err
+    assert not (tmp_path / "runs").exists()
+    written = launch(tmp_path, "--slurm", "--activate", str(tmp_path / "nowhere"), str(job))
+    assert written.code == 0
+    assert f"there is no {tmp_path}/nowhere/bin/activate here" in written.out
 
 
 def test_inside_a_job_nothing_needs_to_be_said() -> None:

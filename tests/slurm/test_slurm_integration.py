@@ -116,6 +116,23 @@ def test_a_signal_to_every_process_of_the_step_saves(
     assert "Traceback" not in log.read_text()
 
 
+def test_a_node_that_fails_at_once_ends_the_others(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a virtual environment that one node does not see: the first would wait for it for five minutes."""
+    inside(cluster, tmp_path, monkeypatch)
+    command = tmp_path / "bin" / "drivetrain"
+    broken = '[ "$SLURM_NODEID" = 1 ] && { echo "the environment is not here" >&2; exit 127; }\n'
+    command.write_text(command.read_text().replace("\n", "\n" + broken, 1))
+    words = ("--submit", "--nodes", "2", "--time-limit", "10", str(SIGNALED), str(tmp_path), "20000")
+    job = launch(tmp_path, *words).out.split("submitted as job ")[1].split(";")[0]
+    cluster.until(lambda: cluster.state(job).get("JobState") == "FAILED", "the end", 120)
+    log = (tmp_path / "runs" / f"slurm-{job}.log").read_text()
+    assert "the environment is not here" in log
+    assert "Exited with exit code 127" in log
+    assert "n0: task 0: Terminated" in log or "SIGTERM before anything was started" in log
+
+
 def status(folder: Path) -> str:
     """What the command shows of runs and jobs below a folder."""
     command = [sys.executable, "-m", "drivetrain", "status", "--slurm"]

@@ -19,12 +19,13 @@ from typing import Annotated
 from pydantic import Field
 
 from drivetrain.config import Allowed
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.launchers import first_host, resolves
 from drivetrain.core.run_folder import read_rows
 from drivetrain.launch.layout import LaunchOptions
 
 REQUEUE_CODE = 128 + signal.SIGUSR1
+CORES_PER_GPU = 4  # for the process itself, its saves, and two that load data; nodes have more for each GPU
 
 
 class SlurmOptions(LaunchOptions):
@@ -38,7 +39,9 @@ class SlurmOptions(LaunchOptions):
     time_limit: Annotated[str | None, Allowed("minutes, hours:minutes:seconds or days-hours")] = Field(
         None, pattern=r"^[\d:-]+$", description="SLURM's time limit per start, such as 4:00:00"
     )
-    cpus: int | None = Field(None, ge=1, description="cores per node (default: as the partition gives)")
+    cpus: int | None = Field(
+        None, ge=1, description="cores per node (default: 4 for each GPU; with --cpu, 1 for each process)"
+    )
     modules: tuple[str, ...] = Field((), description="environment modules to load, such as cuda/13,gcc")
     activate: Path | None = Field(None, description="folder of the virtual environment to activate")
     signal_seconds: int = Field(
@@ -52,12 +55,13 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
     gpus = len(options.gpu_ids) if options.gpu_ids else options.num_gpus
     if gpus is None and not options.cpu:
         gpus = options.num_processes
+    cpus = options.cpus or (options.num_processes or 1 if options.cpu else CORES_PER_GPU * (gpus or 1))
     asked = {
         "job-name": name,
         "nodes": options.num_machines,
         "ntasks-per-node": 1,  # a supervisor; it starts one process per GPU
         "gpus-per-node": gpus,
-        "cpus-per-task": options.cpus,
+        "cpus-per-task": cpus,
         "partition": options.partition,
         "account": options.account,
         "time": options.time_limit,
@@ -71,11 +75,14 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
     lines += ["#SBATCH --requeue", "", f"cd {shlex.quote(str(folder))} || exit 1"]
     lines += [f"module load {shlex.quote(module)}" for module in options.modules]
     if options.activate is not None:
-        lines.append(f"source {shlex.quote(str(options.activate / 'bin' / 'activate'))}")
+        lines.append(f"source {shlex.quote(str(_activation(options.activate)))} || exit 1")
+    # A node that fails before it joins ends the others, which would wait for it; among spares it is one of those.
+    step = ["--no-kill", "--kill-on-bad-exit=0"] if is_elastic else ["--kill-on-bad-exit=1"]
+    step.append(f"--cpus-per-task={cpus}")  # srun does not take it from sbatch
     words = ["drivetrain", "launch", *_flags(options, output_dir), str(script), *arguments]
     lines += [
         "",
-        f"srun {'--no-kill ' if is_elastic else ''}--kill-on-bad-exit=0 {shlex.join(words)}",
+        f"srun {' '.join(step)} {shlex.join(words)}",
         "code=$?",
         f"# {REQUEUE_CODE}: saved after the signal above. The next start goes on from there.",
         f'[ "$code" -eq {REQUEUE_CODE} ] && scontrol requeue "$SLURM_JOB_ID"',
@@ -87,6 +94,12 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
 
 def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[str], output_dir: Path) -> int:
     name = options.job_name or script.stem
+    if options.activate is not None and not _activation(options.activate).is_file():
+        problem = f"there is no {_activation(options.activate)}"
+        if options.submit:
+            remedy = "give the folder of a virtual environment, as the nodes see it"
+            raise ConfigError([Problem("--activate", problem, str(options.activate), "command line", "", remedy)])
+        print(f"{problem} here: the script ends at once where it is not there either")
     output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / f"{name}.sbatch"
     path.write_text(batch_script(options, script, arguments, output_dir, Path.cwd()), encoding="utf-8")
@@ -112,6 +125,10 @@ def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[st
     write_down(output_dir, job, name, path, output)
     print(f"submitted as job {job}; its output: {output}; `drivetrain status --slurm` shows it")
     return 0
+
+
+def _activation(folder: Path) -> Path:
+    return folder / "bin" / "activate"
 
 
 def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = None) -> LaunchOptions:
