@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from drivetrain import DrivetrainError
-from drivetrain.core.launchers import ProcessPlace, find_place, first_host
+from drivetrain.core.launchers import ProcessPlace, find_place, first_host, without_launcher
+from drivetrain.core.world import World, choose_backend
+from drivetrain.launch.layout import LaunchOptions
+from drivetrain.launch.start import by_environment
 
 MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 STANDARD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MAIN}
@@ -31,6 +35,24 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "prterun-vm-1@1",
 }
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "\u0192Aj8DMdK1",
+    "MASTER_ADDR": "10.0.0.1",
+}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+INDEXED = {"JOB_COMPLETION_INDEX": "1"}
 TWO_HERE = ("127.0.0.1", None)
 
 
@@ -88,6 +110,10 @@ TWO_HERE = ("127.0.0.1", None)
             (0, 2, 0, 2),
             TWO_HERE,
         ),
+        (FLUX, "flux", (3, 4, 1, 2), ("10.0.0.1", None)),
+        ({**FLUX, "FLUX_JOB_NNODES": "1", "MASTER_ADDR": ""}, "flux", (3, 4, 1, 4), TWO_HERE),
+        # One process on each machine, as a PyTorchJob of Kubeflow sets them.
+        ({"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", **MAIN}, "torchrun", (1, 2, 0, 1), ("10.0.0.1", 29500)),
         # `sbatch` without `srun`: a shell of one process, whatever the job has.
         ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "python", (0, 1, 0, 1), ("", 0)),
         ({"RANK": "1", "WORLD_SIZE": "2", **MAIN}, "torchrun", (1, 2, 1, 2), ("10.0.0.1", 29500)),
@@ -156,3 +182,73 @@ def test_torchrun_itself(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ)
     assert sorted(done.stdout.splitlines()) == ["torchrun 0 of 2, 0 of 2", "torchrun 1 of 2, 1 of 2"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "main"),
+    [
+        (KUBEFLOW, "2", "job-node-0-0.job"),
+        ({**KUBEFLOW, "PET_NODE_RANK": "", **INDEXED}, "2", "job-node-0-0.job"),
+        (SAGEMAKER, "2", "algo-1"),
+        (SKYPILOT, "2", "10.0.0.1"),
+        ({**FLUX, "FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1"}, "2", "10.0.0.1"),
+    ],
+)
+def test_schedulers_of_machines_are_obeyed_by_the_launcher_and_never_a_world_of_one(
+    environ: dict[str, str], nodes: str, main: str
+) -> None:
+    found = by_environment(LaunchOptions(), environ)
+    assert (found.nodes, found.node_rank, found.main_address) == (nodes, 1, main)
+    flags = LaunchOptions(nodes=3, node_rank=2, main_address="10.0.0.9")
+    assert by_environment(flags, environ) is flags
+    alone = LaunchOptions(nodes=1)
+    assert by_environment(alone, environ) is alone
+    if "FLUX_TASK_RANK" not in environ:  # which has ranks: one process on each machine is a world
+        with pytest.raises(DrivetrainError, match=r"on 2 machines .*each would train alone") as told:
+            World.detect(environ)
+        assert "drivetrain launch train.py" in told.value.remedy
+        assert World.detect({**environ, "RANK": "0", "WORLD_SIZE": "1"}).size == 1
+    assert World.detect({**environ, **STANDARD, "DRIVETRAIN_LAUNCHED": "1"}).size == 4
+    assert find_place(without_launcher(environ)) == ProcessPlace("python")
+    assert World.detect(without_launcher(environ)).size == 1
+
+
+def test_kubeflow_says_the_number_of_processes() -> None:
+    found = by_environment(LaunchOptions(), KUBEFLOW)
+    assert (found.num_processes, found.main_port) == (4, 29400)
+    assert by_environment(LaunchOptions(num_processes=1), KUBEFLOW).num_processes == 1
+    assert by_environment(LaunchOptions(), {**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}).num_processes is None
+
+
+def test_an_indexed_job_says_too_little() -> None:
+    with pytest.raises(DrivetrainError, match=r"JOB_COMPLETION_INDEX=1.*--nodes and --main-address are missing"):
+        by_environment(LaunchOptions(), INDEXED)
+    with pytest.raises(DrivetrainError, match="as one of several"):
+        World.detect(INDEXED)
+    found = by_environment(LaunchOptions(nodes=4, main_address="job-0.job"), INDEXED)
+    assert (found.nodes, found.node_rank, found.main_address) == ("4", 1, "job-0.job")
+
+
+@pytest.mark.parametrize(
+    "environ", [{**KUBEFLOW, "PET_NNODES": "1"}, {**SKYPILOT, "SKYPILOT_NUM_NODES": "1"}, {"SM_HOSTS": '["algo-1"]'}]
+)
+def test_one_machine_is_a_world_of_one(environ: dict[str, str]) -> None:
+    assert World.detect(environ).size == 1
+    assert by_environment(LaunchOptions(), environ).nodes == "1"
+
+
+def test_hosts_that_are_no_list() -> None:
+    with pytest.raises(DrivetrainError, match="SM_HOSTS is 'algo-1'"):
+        World.detect({"SM_HOSTS": "algo-1"})
+
+
+def test_ranks_without_local_ranks_do_not_choose_gloo_in_silence() -> None:
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    place = find_place({"RANK": "1", "WORLD_SIZE": "4", **MAIN})
+    with pytest.raises(DrivetrainError, match="4 ranks, and nothing says which of them are on this machine") as told:
+        choose_backend(place, gpus)
+    assert "LOCAL_RANK and LOCAL_WORLD_SIZE" in told.value.remedy
+    assert choose_backend(place, [torch.device("cpu")]) == "gloo"
+    assert choose_backend(find_place({"RANK": "1", "WORLD_SIZE": "2", **MAIN}), gpus) == "nccl"
+    assert choose_backend(find_place({**STANDARD, "LOCAL_WORLD_SIZE": "2"}), gpus) == "nccl"
+    assert choose_backend(find_place({**STANDARD, "LOCAL_WORLD_SIZE": "4"}), gpus) == "gloo"

@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 class ProcessPlace:
     """One process of a job."""
 
-    launcher: str  # `python`, `drivetrain`, `torchrun`, `accelerate`, `deepspeed`, `srun`, `mpirun`
+    launcher: str  # `python`, `drivetrain`, `torchrun`, `accelerate`, `deepspeed`, `srun`, `mpirun`, `flux`
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -34,6 +34,7 @@ class ProcessPlace:
     main_address: str = ""  # empty: not given, and one process needs none
     main_port: int = 0
     settings: tuple[tuple[str, str], ...] = ()  # options of the launcher that a run may obey
+    local_is_guessed: bool = False  # the launcher did not say which ranks share a machine: all of them, it is taken
 
     @property
     def environment(self) -> dict[str, str]:
@@ -74,6 +75,10 @@ _TABLE = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ),
     _Names(
+        "flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES",
+        ("FLUX_JOB_ID",),
+    ),
+    _Names(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
@@ -104,7 +109,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> ProcessPlace:
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without any launcher's variables, for a process that runs alone."""
-    meant = {"MASTER_ADDR", "MASTER_PORT"}
+    meant = {"MASTER_ADDR", "MASTER_PORT", *_OF_MACHINES}
     for names in _TABLE:
         meant |= {names.mark, names.rank, names.size, names.local_rank, names.local_size}
     return {name: value for name, value in environ.items() if name not in meant}
@@ -124,19 +129,19 @@ def _read(names: _Names, environ: Mapping[str, str]) -> ProcessPlace:
         )
     local_rank = _number(names.local_rank, environ)
     local_size = _tasks_on(names, environ) if names.launcher == "srun" else _number(names.local_size, environ)
+    if names.launcher == "flux":  # it says how many nodes there are
+        local_size = -(-size // (local_size or 1))
     if not 0 <= rank < size:
         raise DrivetrainError(
             f"the environment says rank {rank} ({names.rank}) of {size} ({names.size})",
             remedy="ranks go from 0 to the number of processes less 1; let a launcher set both",
         )
-    # Where only the two are given, all ranks are taken to be here; more ranks than devices is checked where they are.
-    return ProcessPlace(
-        names.launcher,
-        rank,
-        size,
-        rank if local_rank is None and local_size is None else local_rank or 0,
-        size if local_size is None and local_rank is None else local_size or 1,
-    )
+    if local_rank is None and local_size is None:
+        machines = find_machines(environ)
+        if machines is not None and machines.nodes == size:
+            return ProcessPlace(names.launcher, rank, size)  # one process on each
+        return ProcessPlace(names.launcher, rank, size, rank, size, local_is_guessed=size > 1)
+    return ProcessPlace(names.launcher, rank, size, local_rank or 0, local_size or 1)
 
 
 def _tasks_on(names: _Names, environ: Mapping[str, str]) -> int | None:
@@ -179,7 +184,9 @@ def _main_address(place: ProcessPlace, environ: Mapping[str, str]) -> str:
         return LOOPBACK
     raise DrivetrainError(
         f"{place.launcher} started {place.size} processes on several nodes, but not where rank 0 is (MASTER_ADDR)",
-        remedy="mpirun -x MASTER_ADDR=<address of the first node> (MPICH: -genv MASTER_ADDR <address>)",
+        remedy="flux run --env=MASTER_ADDR=<address of the first node>"
+        if place.launcher == "flux"
+        else "mpirun -x MASTER_ADDR=<address of the first node> (MPICH: -genv MASTER_ADDR <address>)",
     )
 
 
@@ -211,6 +218,82 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
             f"the environment variable {name} is {text!r}, not a number",
             remedy=f"unset {name}, or let a launcher set it",
         ) from None
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a job, as told by a scheduler that runs the same command once on each of them."""
+
+    scheduler: str
+    told_by: str  # the variables, with their values
+    nodes: int = 0  # 0: not said
+    node_rank: int | None = None
+    main_address: str = ""
+    main_port: int = 0
+    num_processes: int = 0  # on each
+
+
+_OF_MACHINES = (
+    "PET_NNODES", "PET_NODE_RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK",
+    "FLUX_JOB_NNODES", "JOB_COMPLETION_INDEX",
+)  # fmt: skip
+
+
+def find_machines(environ: Mapping[str, str] | None = None) -> Machines | None:
+    """Return what a scheduler of machines says: Kubeflow, SageMaker, SkyPilot, Flux, or a Job of Kubernetes."""
+    environ = os.environ if environ is None else environ
+    told = ", ".join(f"{name}={environ[name]}" for name in _OF_MACHINES if environ.get(name))
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if environ.get("PET_NNODES"):
+        nodes, each = environ["PET_NNODES"], environ.get("PET_NPROC_PER_NODE", "")
+        rank = _number("PET_NODE_RANK", environ)
+        rank = _number("JOB_COMPLETION_INDEX", environ) if rank is None else rank
+        address, port = environ.get("PET_MASTER_ADDR") or address, environ.get("PET_MASTER_PORT") or port
+        return Machines("Kubeflow", told, _count(nodes), rank, address, _count(port), _count(each))
+    if environ.get("SM_HOSTS"):
+        hosts, here = _hosts(environ["SM_HOSTS"]), environ.get("SM_CURRENT_HOST", "")
+        rank = hosts.index(here) if here in hosts else None
+        return Machines("SageMaker", told, len(hosts), rank, hosts[0] if hosts else "")
+    if environ.get("SKYPILOT_NUM_NODES"):
+        nodes, rank = environ["SKYPILOT_NUM_NODES"], _number("SKYPILOT_NODE_RANK", environ)
+        first = (environ.get("SKYPILOT_NODE_IPS", "").split() or [""])[0]
+        return Machines("SkyPilot", told, _count(nodes), rank, first)
+    if environ.get("FLUX_JOB_NNODES") and environ.get("FLUX_JOB_SIZE") == environ["FLUX_JOB_NNODES"]:
+        rank = _number("FLUX_TASK_RANK", environ)
+        return Machines("Flux", told, _count(environ["FLUX_JOB_NNODES"]), rank, address, _count(port))
+    if environ.get("JOB_COMPLETION_INDEX"):
+        return Machines("Kubernetes", told, 0, _number("JOB_COMPLETION_INDEX", environ), address, _count(port))
+    return None
+
+
+def refuse_alone(place: ProcessPlace, environ: Mapping[str, str] | None = None) -> None:
+    """Refuse to train alone on each of several machines, where a scheduler says that they have one job."""
+    machines = find_machines(environ)
+    if place.launcher != "python" or machines is None or machines.nodes == 1:
+        return
+    number = f"on {machines.nodes} machines" if machines.nodes else "as one of several"
+    raise DrivetrainError(
+        f"{machines.scheduler} runs this {number} ({machines.told_by}), but nothing started its ranks: each would "
+        "train alone",
+        remedy="run `drivetrain launch train.py` on each machine, which reads these variables (a recipe: `drivetrain "
+        "train NAME --num-processes N`); or, for a separate job on each, set RANK=0 and WORLD_SIZE=1",
+    )
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _hosts(text: str) -> list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list):
+        raise DrivetrainError(
+            f"the environment variable SM_HOSTS is {text!r}, not a list of hosts in JSON", remedy="unset SM_HOSTS"
+        )
+    return [str(host) for host in found]
 
 
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:

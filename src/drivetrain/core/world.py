@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.launchers import ProcessPlace, find_place
+from drivetrain.core.launchers import ProcessPlace, find_place, refuse_alone
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class World:
         Local ranks take the devices in turn. A process group that exists already is used as it is.
         """
         place = cls.detect()
-        rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
+        rank, size, local_rank = place.rank, place.size, place.local_rank
         joined_here = not dist.is_initialized()
         if not joined_here:
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -68,8 +68,7 @@ class World:
             os.environ.update(place.environment)  # torch reads these, and so do users' libraries
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(
-                # NCCL refuses two ranks on one GPU; gloo takes them.
-                backend or ("nccl" if device.type == "cuda" and local_size <= len(devices) else "gloo"),
+                backend or choose_backend(place, devices),
                 store=_next_store(init_method or "env://", rank, size, timeout),
                 rank=rank,
                 world_size=size,
@@ -81,8 +80,13 @@ class World:
 
     @staticmethod
     def detect(environ: Mapping[str, str] | None = None) -> ProcessPlace:
-        """Return the launcher of this process, and its ranks. Joins nothing."""
-        return find_place(environ)
+        """Return the launcher of this process, and its ranks. Joins nothing.
+
+        Raises where a scheduler says that there are several machines, and this process would train alone on one.
+        """
+        place = find_place(environ)
+        refuse_alone(place, environ)
+        return place
 
     @property
     def is_main(self) -> bool:
@@ -183,6 +187,20 @@ class World:
     def collective_device(self) -> torch.device:
         """The device for tensors of collectives: gloo takes CPU tensors with any device."""
         return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
+
+
+def choose_backend(place: ProcessPlace, devices: Sequence[torch.device]) -> str:
+    """Return NCCL if each rank of this machine has a GPU. It refuses two ranks on one; gloo takes them."""
+    if devices[0].type != "cuda":
+        return "gloo"
+    if place.local_is_guessed and place.size > len(devices):
+        raise DrivetrainError(
+            f"RANK and WORLD_SIZE say that there are {place.size} ranks, and nothing says which of them are on this "
+            f"machine, which has {len(devices)} GPU{'s' if len(devices) > 1 else ''}",
+            remedy="set LOCAL_RANK and LOCAL_WORLD_SIZE, counted on each machine (one process on each: 0 and 1); or "
+            "start with `drivetrain launch` or `torchrun`; or choose gloo by --backend gloo",
+        )
+    return "nccl" if place.local_size <= len(devices) else "gloo"
 
 
 _stores: dict[tuple[Any, ...], tuple[Any, Iterator[int]]] = {}  # each with the numbers of its groups

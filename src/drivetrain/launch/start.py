@@ -7,13 +7,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from drivetrain.config import FOREIGN
 from drivetrain.core.code_version import code_version
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.faults import ENVIRONMENT as FAULTS
+from drivetrain.core.launchers import find_machines
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.stopping import StopWish, hearing
 from drivetrain.hardware import Hardware
@@ -210,6 +211,7 @@ def start(
     """
     if script is not None:
         check_script(script)
+    options = by_environment(options)
     if options.node_rank and options.main_address:
         _await_way(options.main_address, options.join_seconds)
     layout = make_layout(options, hardware)
@@ -233,6 +235,33 @@ def start(
         print(f"drivetrain: {machines}{', '.join([number + here, *layout.notes])}", file=sys.stderr, flush=True)
     kind = Supervisor if layout.node_rank == 0 else Follower
     return kind(task, layout, options, output_dir, code).run()
+
+
+def by_environment(options: LaunchOptions, environ: Mapping[str, str] | None = None) -> LaunchOptions:
+    """Fill in what a scheduler of machines says: how many, which one, where the first is, unless flags do."""
+    machines = find_machines(environ)
+    needed = ("nodes", "node_rank", "main_address")
+    given = options.model_fields_set.intersection(needed)
+    is_alone = "nodes" in given and options.num_machines == 1
+    if machines is None or machines.nodes == 1 or is_alone or len(given) == len(needed):
+        return options
+    found = {
+        "nodes": str(machines.nodes) if machines.nodes else None,
+        "node_rank": machines.node_rank,
+        "main_address": machines.main_address or None,
+        "main_port": machines.main_port or None,
+        "num_processes": machines.num_processes or None,
+    }
+    kept = {name: value for name, value in found.items() if value is not None and name not in options.model_fields_set}
+    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in kept and name not in given]
+    if missing:
+        raise DrivetrainError(
+            f"{machines.scheduler} runs this as one of several machines ({machines.told_by}), but does not say all: "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            remedy="give what is missing, the same on all machines: drivetrain launch --nodes N --main-address HOST "
+            "train.py; for a separate job on each, --nodes 1",
+        )
+    return options.model_copy(update=kept)
 
 
 def _await_way(host: str, seconds: float) -> None:
