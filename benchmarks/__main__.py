@@ -37,6 +37,7 @@ from benchmarks import (
     startup,
     table,
     watching,
+    zoo,
 )
 from benchmarks.contest import Book, run_contest, summary
 from drivetrain.hardware import Hardware, detect
@@ -86,9 +87,11 @@ CONTESTS = {
     "cpu-cnn": "benchmarks.cpu",
     "cpu-transformer": "benchmarks.cpu",
     "lora-race": "benchmarks.lora_race",
+    **{f"zoo-{name.replace('_', '-')}": "benchmarks.zoo" for name in zoo.MODELS},
 }
 SEVERAL = {
-    short: tuple(name for name in CONTESTS if name.startswith(f"{short}-")) for short in ("plan", "whole-job", "cpu")
+    short: tuple(name for name in CONTESTS if name.startswith(f"{short}-"))
+    for short in ("plan", "whole-job", "cpu", "zoo")
 }
 VERDICTS = "prove-trainers"  # what `drivetrain prove` says of other trainers
 ONLY_BY_NAME = {  # long
@@ -119,6 +122,7 @@ NEEDS_A_GPU = {
     "lora-race",
     *SEVERAL["plan"],
     *SEVERAL["whole-job"],
+    *SEVERAL["zoo"],
 }
 
 

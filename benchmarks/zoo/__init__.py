@@ -1,0 +1,44 @@
+"""Models that nobody tuned anything for: ours with no flags, against the same loop by hand, eager and compiled.
+
+A model is a file here with `WORDS`, which say what it is, and `workload(smoke)`. Adding one is adding its file: its
+contest is `python -m benchmarks zoo-NAME`, and `zoo` runs all of them. The goal of each is to be no slower than the
+faster of the two loops by hand.
+"""
+
+import importlib
+import pkgutil
+from functools import partial
+
+from benchmarks.contest import Aim, Competitor, Contest
+from benchmarks.rivals import Workload, by_hand, with_no_flags
+
+NAMES = tuple(f"zoo-{module.name.replace('_', '-')}" for module in pkgutil.iter_modules(__path__))
+
+
+def contest(name: str, smoke: bool = False) -> Contest:
+    model = importlib.import_module(f"{__name__}.{name.removeprefix('zoo-').replace('-', '_')}")
+    work: Workload = model.workload(smoke)
+    size = work.global_batch
+
+    def hand(name: str, words: str, cap_seconds: float, *, compiled: bool) -> Competitor:
+        measure = partial(by_hand, work, micro_batch=size, precision="bf16", compiled=compiled, cudnn_benchmark=True)
+        return Competitor(name, f"by hand: data on the device, fused AdamW, bf16, {words}", lambda _: measure(),
+                          cap_seconds=cap_seconds)  # fmt: skip
+
+    return Contest(
+        name=name,
+        module=__name__,
+        workload={"model": model.WORDS, "global_batch": size, "job": f"{work.job_steps} steps", "data": "random"},
+        unit="samples/s",
+        units_per_step=size,
+        competitors=(
+            with_no_flags(work, cap_seconds=180),
+            hand("eager", "eager", 60, compiled=False),
+            hand("compiled", "the loss compiled with the model inside", 150, compiled=True),
+        ),
+        order=("ours", "eager", "compiled", "eager", "ours"),
+        aims=(
+            Aim("the faster loop by hand", ("eager", "compiled"), 1.0),
+            Aim("the eager loop by hand", ("eager",), 1.0),
+        ),
+    )
