@@ -16,6 +16,8 @@ from typing import Any
 import drivetrain
 from benchmarks import (
     capture,
+    checkpoint_scale,
+    checkpoint_write,
     continual,
     correctness,
     darkroom,
@@ -62,6 +64,8 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "saving": saving.measure,
     "saving-explained": saving.measure_explained,
     "saving-cpu": saving.measure_on_cpu,
+    "checkpoint-scale": checkpoint_scale.measure,
+    "checkpoint-write": checkpoint_write.measure,
     "watching": watching.measure,
     "correctness": correctness.measure,
     "prove-planted": proofs.measure_planted,

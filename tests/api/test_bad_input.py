@@ -270,7 +270,7 @@ def test_a_checkpoint_of_a_newer_format(tmp_path: Path) -> None:
     _interrupted(tmp_path)
     (manifest,) = (tmp_path / "suite" / "checkpoints").glob("step-*/manifest.json")
     body = manifest.read_bytes().partition(b'"manifest":')[2].removesuffix(b"}\n")
-    newer = body.replace(b'"format_version":2', b'"format_version":99')
+    newer = body.replace(b'"format_version":3', b'"format_version":99')
     assert newer != body
     digest = hashlib.sha256(newer).hexdigest().encode()
     manifest.write_bytes(b'{"sha256":"' + digest + b'","manifest":' + newer + b"}\n")

@@ -16,9 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import BackgroundSaver, Checkpoint, Checkpointer, CheckpointError, Files, Shard, background
-from drivetrain.checkpoint import checkpointer as checkpointer_module
-from drivetrain.checkpoint.files import Written
+from drivetrain.checkpoint import (
+    BackgroundSaver,
+    Checkpoint,
+    Checkpointer,
+    CheckpointError,
+    Files,
+    Shard,
+    background,
+    tables,
+)
+from drivetrain.checkpoint.files import PIECE_BYTES, Written
 from drivetrain.checkpoint.staging import Staging
 from drivetrain.core.launchers import Supervision
 from drivetrain.core.world import World
@@ -451,9 +459,9 @@ def test_a_wait_lasts_as_long_as_something_is_written(tmp_path: Path) -> None:
 
     def slowly(chunks: Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
         yield from chunks
-        for _ in range(25):
-            time.sleep(0.1)
-            yield bytes(2**19)
+        for _ in range(8):
+            time.sleep(0.3)
+            yield bytes(PIECE_BYTES)
 
     checkpointer = Checkpointer(tmp_path / "c", World(), files=SlowFiles())
     saver = BackgroundSaver(checkpointer, World(), limit_seconds=1.5)
@@ -495,13 +503,13 @@ def test_the_first_save_works_out_nothing_that_was_prepared(tmp_path: Path, monk
     """What a save does beside training takes the interpreter from it."""
     calls: list[str] = []
     for name in ("merged_tensors", "parts_problem", "arranged"):
-        original = getattr(checkpointer_module, name)
+        original = getattr(tables, name)
 
         def counted(*args: Any, name: str = name, original: Any = original) -> Any:
             calls.append(name)
             return original(*args)
 
-        monkeypatch.setattr(checkpointer_module, name, counted)
+        monkeypatch.setattr(tables, name, counted)
     shards = [
         Shard.whole("a", torch.arange(6.0)),
         Shard.whole("empty", torch.zeros(0)),

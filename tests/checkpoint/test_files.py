@@ -1,24 +1,72 @@
 """What is written, in which order it reaches the disk, and where in a file it lies."""
 
+import errno
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from drivetrain.checkpoint import Checkpointer, Files, Shard
-from drivetrain.checkpoint.files import CHUNK_BYTES
+from drivetrain.checkpoint.files import PIECE_BYTES, hash_of_pieces
 from drivetrain.core.world import World
 
 
-def test_large_and_small_pieces_are_written_and_hashed_whole(tmp_path: Path) -> None:
-    large = os.urandom(CHUNK_BYTES + 5)
-    written = Files().write_file(tmp_path / "file", [b"", b"abc", memoryview(large), b"z"])
-    content = b"abc" + large + b"z"
+def by_definition(content: bytes) -> str:
+    """The hash of a file, computed in one go: over the hashes of its pieces."""
+    starts = range(0, len(content), PIECE_BYTES)
+    return hashlib.sha256(
+        b"".join(hashlib.sha256(content[start : start + PIECE_BYTES]).digest() for start in starts)
+    ).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0, 3, 1],
+        [PIECE_BYTES],
+        [3, PIECE_BYTES + 5, 1],
+        [PIECE_BYTES - 1, 1, PIECE_BYTES + 1],
+        [2 * PIECE_BYTES + 7, *[1000] * 300, 5 * PIECE_BYTES],
+    ],
+    ids=["none", "small", "one", "across", "exact", "many"],
+)
+def test_whatever_the_pieces_a_file_has_all_bytes_and_its_hash(tmp_path: Path, sizes: list[int]) -> None:
+    pool = os.urandom(6 * PIECE_BYTES)
+    chunks: list[bytes | memoryview] = [memoryview(pool)[number : number + size] for number, size in enumerate(sizes)]
+    content = b"".join(chunks)
+    written = Files().write_file(tmp_path / "file", iter(chunks))
     assert (tmp_path / "file").read_bytes() == content
-    assert (written.size, written.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert (written.size, written.sha256, written.piece_bytes) == (len(content), by_definition(content), PIECE_BYTES)
+    with (tmp_path / "file").open("rb") as file:
+        assert hash_of_pieces(file, len(content), PIECE_BYTES) == written.sha256
+
+
+def test_an_error_of_a_thread_or_of_the_source_ends_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = bytes(PIECE_BYTES)
+
+    def failing() -> Iterator[bytes]:
+        yield from [large] * 3
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        Files().write_file(tmp_path / "file", failing())
+    pwritev = os.pwritev
+
+    def full(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset >= 2 * PIECE_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwritev(descriptor, [buffers[0][:1000]], offset)  # the system may take less
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match="No space left"):
+        Files().write_file(tmp_path / "other", [large] * 12)
+    assert (tmp_path / "other").stat().st_size <= 2 * PIECE_BYTES
 
 
 def test_a_file_that_is_there_is_never_written_over(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from drivetrain.checkpoint import (
     frozen,
     read_weights,
 )
+from drivetrain.checkpoint.files import PIECE_BYTES
 from drivetrain.checkpoint.frozen import Region, Values, start_checksums
-from drivetrain.checkpoint.manifest import RankTable
 from drivetrain.core.world import World
 from tests.checkpoint.test_malice import forge
 from tests.checkpoint.thread_world import on_ranks
@@ -71,12 +71,14 @@ def test_they_are_written_once(tmp_path: Path) -> None:
         path = tmp_path / f"step-{step:08d}"
         assert list(load_file(path / "rank-00000.safetensors")) == ["model/head"]
         stored = manifest_of(tmp_path, step)["shared"][folder]["rank-00000.safetensors"]
-        assert stored == {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        of_only_piece = hashlib.sha256(file.read_bytes()).digest()
+        expected = {"size": file.stat().st_size, "sha256": hashlib.sha256(of_only_piece).hexdigest()}
+        assert stored == {**expected, "piece_bytes": PIECE_BYTES}
         checkpoint = Checkpoint.open(path)
         assert torch.equal(checkpoint.read("model/backbone"), backbone())
         assert torch.equal(checkpoint.read("model/backbone", (3, 1), (2, 4)), backbone()[3:5, 1:5])
         assert checkpoint.read("model/head").tolist() == [step] * 3
-        assert (checkpoint.format_version, checkpoint.frozen) == (2, {"model/backbone"})
+        assert (checkpoint.format_version, checkpoint.frozen) == (3, {"model/backbone"})
     assert [news.event for news in checkpointer.frozen.take_news()] == ["frozen weights stored"]
 
 
@@ -484,31 +486,32 @@ def test_a_checkpoint_of_format_1_is_read(tmp_path: Path) -> None:
     assert checkpointer.problems == []
 
 
-def test_tables_of_tensors_in_files_of_their_own_are_read(tmp_path: Path) -> None:
-    """Nothing writes them yet. They are for worlds whose parts one manifest could not list."""
+def test_a_checkpoint_of_format_2_is_read_and_gone_on_from(tmp_path: Path) -> None:
+    """Three ranks wrote it, with uneven rows and frozen weights: another world goes on with the same frozen files."""
+    shutil.copytree(FORMAT_1.with_name("format-2"), tmp_path / "c")
+    whole, frozen = torch.arange(21.0).reshape(7, 3), torch.arange(10.0).reshape(5, 2).bfloat16()
 
-    def on_rank(world: World) -> None:
-        Checkpointer(tmp_path, world).save(
-            1, [Shard("w", torch.full((2, 3), world.rank), (4, 3), (2 * world.rank, 0))], {}
-        )
+    def go_on(world: World) -> None:
+        checkpointer = Checkpointer(tmp_path / "c", world)
+        found = checkpointer.latest()
+        assert found is not None
+        assert (found.format_version, found.step, found.world_size) == (2, 2, 3)
+        assert torch.equal(found.read("model/w"), whole * 2)
+        assert torch.equal(found.read("model/w", (2, 1), (4, 2)), (whole * 2)[2:6, 1:])
+        assert torch.equal(found.read("model/backbone"), frozen)
+        assert found.read("optimizer/w/step") == 2
+        rows = [(part, start) for part, start in zip(frozen.chunk(world.size), (0, 3), strict=True)]
+        part, start = rows[world.rank]
+        own = (whole * 3).chunk(world.size)[world.rank]
+        shards = [
+            Shard("model/w", own, (7, 3), (4 * world.rank, 0), is_part=True),
+            Shard("model/backbone", part, (5, 2), (start, 0), is_part=True, is_untrained=True),
+        ]
+        checkpointer.save(3, shards, {})
 
-    on_ranks(2, on_rank)
-    path = tmp_path / "step-00000001"
-    tensor = manifest_of(tmp_path, 1)["tensors"]["w"]
-    stamps = {}
-    for rank, part in enumerate(tensor["parts"]):
-        table = RankTable.model_validate({"tensors": [("w", {**tensor, "parts": [part]})]}).model_dump_json().encode()
-        (path / f"tensors-{rank:05d}.json").write_bytes(table)
-        stamps[f"tensors-{rank:05d}.json"] = {"size": len(table), "sha256": hashlib.sha256(table).hexdigest()}
-    forge(path, lambda m: m.update(tables=stamps, tensors={}))
-    assert Checkpoint.open(path).read("w")[:, 0].tolist() == [0, 0, 1, 1]
-    forge(path, lambda m: m["tables"].pop("tensors-00001.json"))
-    with pytest.raises(CheckpointDamagedError, match="elements are in no part"):
-        Checkpoint.open(path)
-    forge(path, lambda m: m.update(tables={"../x.json": stamps["tensors-00000.json"]}))
-    with pytest.raises(CheckpointDamagedError, match="is not the name of a table"):
-        Checkpoint.open(path)
-    forge(path, lambda m: m.update(tables=stamps))
-    (path / "tensors-00001.json").write_bytes(b"x" * stamps["tensors-00001.json"]["size"])
-    with pytest.raises(CheckpointDamagedError, match="hash does not match"):
-        Checkpoint.open(path)
+    on_ranks(2, go_on)
+    newest = Checkpoint.open(tmp_path / "c" / "step-00000003")
+    assert newest.format_version == 3
+    assert torch.equal(newest.read("model/w"), whole * 3)
+    assert torch.equal(newest.read("model/backbone"), frozen)
+    assert sorted(path.name[:7] for path in (tmp_path / "c").iterdir()) == ["frozen-", *["step-00"] * 3]

@@ -21,10 +21,26 @@ RANK_0 = "rank-00000.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """Two checkpoints; the second lists the part of its tensor, as irregular ones are, and has a plain hash."""
     checkpointer = Checkpointer(tmp_path / "c", World())
     for step in (1, 2):
         checkpointer.save(step, [Shard.whole("w", torch.arange(6.0).reshape(2, 3))], {"step": step})
+    forge(tmp_path / "c" / "step-00000002", list_parts)
+    restamp(tmp_path / "c" / "step-00000002", (tmp_path / "c" / "step-00000002" / RANK_0).read_bytes())
     return tmp_path / "c"
+
+
+def list_parts(manifest: dict[str, Any]) -> None:
+    assert manifest["tensors"]["w"].pop("over") == [0, 1]
+    manifest["tensors"]["w"]["parts"] = [{"file": RANK_0, "name": "w", "offsets": [0, 0], "shape": [2, 3]}]
+
+
+def divided(*over: Any, **fields: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"]["w"].pop("parts")
+        manifest["tensors"]["w"].update({"over": list(over), **fields})
+
+    return change
 
 
 def seal(path: Path, body: bytes) -> None:
@@ -100,6 +116,24 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "too few offsets": (part(offsets=[0]), "reaches out of"),
     "overlapping parts": (twice, "overlaps"),
     "no parts": (tensor(parts=[]), "6 of its 6 elements are in no part"),
+    "more ranks than there were": (divided(0, 2), "divided over more ranks than the 1 that wrote it"),
+    "a rank that was not there": (divided(1, 1), "divided over more ranks than the 1 that wrote it"),
+    "no ranks": (divided(0, 0), "tensors.w.over.1"),
+    "a negative rank": (divided(-1, 1), "tensors.w.over.0"),
+    "a world of endless ranks": (
+        lambda m: (divided(0, 2**62, shape=[2**60])(m), m.update(world_size=2**62)),
+        "'rank-00001.safetensors'",
+    ),
+    "rules and parts": (lambda m: m["tensors"]["w"].update(over=[0, 1]), "divided over ranks and in parts"),
+    "a scalar on two ranks": (
+        lambda m: (divided(0, 2, shape=[])(m), m.update(world_size=2)),
+        "no rows to be divided",
+    ),
+    "a folder that is none": (divided(0, 1, folder="../.."), "which is not one of the files"),
+    "a huge divided shape": (divided(0, 1, shape=[2**30, 2**30]), "does not hold the part 'w'"),
+    "pieces without a length": (lambda m: m["files"][RANK_0].update(piece_bytes=0), "piece_bytes"),
+    "endless pieces": (lambda m: m["files"][RANK_0].update(piece_bytes=2**62), "piece_bytes"),
+    "another kind of hash": (lambda m: m["files"][RANK_0].update(piece_bytes=2**20), "its hash does not match"),
     "an unknown type": (tensor(dtype="F33"), "its type 'F33' is unknown"),
     "another type": (tensor(dtype="I32"), "does not hold the part 'w'"),
     "a negative file size": (lambda m: m["files"][RANK_0].update(size=-1), "files.rank-00000.safetensors.size"),
@@ -193,11 +227,11 @@ def test_a_valid_file_with_other_tensors(folder: Path, tmp_path: Path) -> None:
 
 def test_a_newer_format_is_an_error_and_stays_where_it_is(folder: Path) -> None:
     """Fields that this version does not know do not matter: the version is asked first."""
-    forge(folder / "step-00000002", lambda m: m.update(format_version=3, shiny=True, tensors="elsewhere"))
+    forge(folder / "step-00000002", lambda m: m.update(format_version=4, shiny=True, tensors="elsewhere"))
     before = (folder / "step-00000002" / "manifest.json").read_bytes()
     for _ in range(2):
         checkpointer = Checkpointer(folder, World())
-        with pytest.raises(NewerFormatError, match="has checkpoint format 3; this drivetrain reads formats up to 2"):
+        with pytest.raises(NewerFormatError, match="has checkpoint format 4; this drivetrain reads formats up to 3"):
             checkpointer.latest()
         assert checkpointer.problems == []
     assert (folder / "step-00000002" / "manifest.json").read_bytes() == before

@@ -105,7 +105,7 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
 
 def test_the_facts_of_a_checkpoint(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, [Shard.whole("a", torch.ones(2))], {"plan": {"lr": 0.1}})
-    assert (checkpoint.step, checkpoint.format_version, checkpoint.world_size) == (7, 2, 1)
+    assert (checkpoint.step, checkpoint.format_version, checkpoint.world_size) == (7, 3, 1)
     assert checkpoint.path == tmp_path / "step-00000007"
     assert sorted(path.name for path in checkpoint.path.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
     assert json.loads((checkpoint.path / "manifest.json").read_text())["manifest"]["meta"] == {"plan": {"lr": 0.1}}

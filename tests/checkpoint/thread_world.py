@@ -23,6 +23,13 @@ class ThreadWorld(World):
         self._meeting.wait(120)  # nobody writes the next value before all have read this one
         return answers
 
+    def gather_to_main(self, value: Any) -> list[Any]:
+        answers = self.gather(value)
+        return answers if self.is_main else []
+
+    def agree(self, value: Any) -> Any:
+        return self.gather(value if self.is_main else None)[0]
+
     def barrier(self) -> None:
         self._meeting.wait(120)
 

@@ -17,6 +17,7 @@ from drivetrain.core.world import World
 from drivetrain.run.saver import must_be_finite
 from tests.api.jobs import Variant, make_job, make_model, run, vector_loss
 from tests.api.test_resume import BASE, assert_identical, call_in, run_until_crash
+from tests.checkpoint.test_malice import forge
 from tests.gloo_pool import GlooPool
 from tests.run.test_saver import events, steps_saved
 
@@ -181,18 +182,11 @@ def test_large_numbers_are_finite_though_their_sum_is_not() -> None:
 # What an older version saved
 
 
-def forget_the_check(folder: Path) -> None:
-    """Make checkpoints ones of format 2, which were not checked."""
-    for path in folder.glob("step-*/manifest.json"):
-        text = path.read_text()
-        assert '"format_version":2' in text
-
-
 def test_what_an_older_version_saved_is_looked_at(tmp_path: Path) -> None:
     old = Checkpointer(tmp_path / "c", World())
     for step in (1, 2):
         old.save(step, state(lambda weight, step=step: weight if step == 1 else weight * torch.nan), META)
-    forget_the_check(tmp_path / "c")
+        forge(tmp_path / "c" / f"step-{step:08d}", lambda manifest: manifest.update(format_version=2))
     new = Checkpointer(tmp_path / "c", World(), must_be_finite=must_be_finite)
     found = new.latest()
     assert found is not None

@@ -23,6 +23,7 @@ from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from drivetrain.checkpoint.files import (
     Files,
     draft_name,
+    hash_of_pieces,
     leftovers_in,
     set_aside_in,
     shared_draft_name,
@@ -149,7 +150,7 @@ class Checkpoint:
                 path=self.path,
             )
         result = torch.empty(wanted.shape, dtype=DTYPES[stored.dtype])
-        for part in stored.parts:
+        for part in stored.parts_in(key, wanted) if wanted.volume else ():
             if common := part.box.intersection(wanted):
                 piece = self._file(part.file).read(part.name, common.slices_in(part.box))
                 result[common.slices_in(wanted)].copy_(piece)
@@ -173,13 +174,13 @@ class Checkpoint:
 
     def _verify(self, name: str) -> None:
         expected, path = self._stored_files[name], self._path_of(name)
-        size, sha256 = _fingerprint(path)
+        size, sha256 = _fingerprint(path, expected.piece_bytes)
         if size != expected.size:
             raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
         if sha256 != expected.sha256:
             raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
         file = self._file(name)
-        for key, part_name, code, shape in self._parts_by_file[name]:
+        for key, part_name, code, shape in self._parts_in(name):
             if file.layout(part_name) != (code, shape):
                 raise CheckpointDamagedError(
                     f"{path} does not hold the part {part_name!r} of {key!r} as {code} {list(shape)}", path=path
@@ -188,7 +189,7 @@ class Checkpoint:
     def refuse_nan(self, names: Iterable[str], keys: Collection[str]) -> None:
         """Raise a CheckpointDamagedError if one of these tensors has a NaN in one of these files."""
         for name in names:
-            for key, part_name, _, _ in self._parts_by_file[name]:
+            for key, part_name, _, _ in self._parts_in(name):
                 if key in keys and not_finite(self._file(name).read(part_name, ())) == "nan":
                     path = self._path_of(name)
                     raise CheckpointDamagedError(f"{key} in {path} holds nan: it was saved when it was bad", path=path)
@@ -205,12 +206,21 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _parts_in(self, name: str) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+        """Yield key, name, type and shape of each part in a file."""
+        yield from self._listed_parts.get(name, ())
+        folder, _, file = name.rpartition("/")
+        rank = int(file.removeprefix("rank-").removesuffix(".safetensors"))
+        for key, tensor in self._manifest.tensors.items():
+            if tensor.folder == folder and (part := tensor.part_of(key, rank)) is not None:
+                yield key, part.name, tensor.dtype, part.shape
+
     @cached_property
-    def _parts_by_file(self) -> dict[str, list[tuple[str, str, str, tuple[int, ...]]]]:
-        by_file: dict[str, list[tuple[str, str, str, tuple[int, ...]]]] = {name: [] for name in self._stored_files}
+    def _listed_parts(self) -> dict[str, list[tuple[str, str, str, tuple[int, ...]]]]:
+        by_file: dict[str, list[tuple[str, str, str, tuple[int, ...]]]] = {}
         for key, tensor in self._manifest.tensors.items():
             for part in tensor.parts:
-                by_file[part.file].append((key, part.name, tensor.dtype, part.shape))
+                by_file.setdefault(part.file, []).append((key, part.name, tensor.dtype, part.shape))
         return by_file
 
     def _stored(self, key: str) -> StoredTensor:
@@ -242,29 +252,17 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointDamagedError(
                 f"{file} has {size} bytes; a manifest has {LARGEST_MANIFEST_BYTES} at most", path=file
             )
-        manifest = Manifest.unsealed(file.read_bytes(), file)
-    if manifest.tables:
-        manifest = manifest.with_tables(lambda name, stored: _table(path / name, stored), file)
-        manifest.refuse_contradictions(file)
-    return manifest
+        return Manifest.unsealed(file.read_bytes(), file)
 
 
-def _table(path: Path, expected: StoredFile) -> bytes:
-    """Return the content of a file that lists tensors."""
-    size, sha256 = _fingerprint(path)
-    if size != expected.size or size > LARGEST_MANIFEST_BYTES:
-        raise CheckpointDamagedError(f"{path} has {size} bytes, not {expected.size}", path=path)
-    if sha256 != expected.sha256:
-        raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
-    with _reading(path):
-        return path.read_bytes()
-
-
-def _fingerprint(path: Path) -> tuple[int, str]:
+def _fingerprint(path: Path, piece_bytes: int | None = None) -> tuple[int, str]:
+    """Return a file's size and its hash: of all bytes in a row, or over the hashes of its pieces."""
     with _reading(path):
         size = _size_of_plain_file(path)
         with path.open("rb") as file:
-            return size, hashlib.file_digest(file, "sha256").hexdigest()
+            if piece_bytes is None:
+                return size, hashlib.file_digest(file, "sha256").hexdigest()
+            return size, hash_of_pieces(file, size, piece_bytes)
 
 
 def _size_of_plain_file(path: Path) -> int:

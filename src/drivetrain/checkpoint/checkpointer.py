@@ -15,39 +15,25 @@ All ranks use one shared folder and call every collective method together. An er
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
-import torch
-
-from drivetrain.checkpoint.checkpoint import Checkpoint, CheckpointFolder, read_manifest
-from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SaveFailure, SharedFileError
-from drivetrain.checkpoint.files import (
-    Files,
-    set_aside_in,
-    shared_draft_name,
-    step_name,
-)
-from drivetrain.checkpoint.frozen import FrozenMovedError, FrozenReport, FrozenWeights, Split
+from drivetrain.checkpoint.checkpoint import Checkpoint, CheckpointFolder
+from drivetrain.checkpoint.errors import CheckpointError, SaveFailure
+from drivetrain.checkpoint.files import Files, Written, shared_draft_name, step_name
+from drivetrain.checkpoint.finding import Agreement, Finder, FiniteKeys
+from drivetrain.checkpoint.frozen import FrozenAgreement, FrozenMovedError, FrozenReport, FrozenWeights, Split
 from drivetrain.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     Manifest,
-    Part,
-    RankTable,
     StoredFile,
     StoredTensor,
     file_name,
-    merged_tensors,
-    parts_problem,
 )
+from drivetrain.checkpoint.tables import FileTable, Handed, Tables, merged
 from drivetrain.checkpoint.tensor_file import (
-    CODES,
-    RESERVED_NAME,
-    Arrangement,
-    Entry,
-    arranged,
     encoded,
     not_finite,
     refuse_unstorable_meta,
@@ -57,99 +43,42 @@ from drivetrain.core.state import Shard
 from drivetrain.core.value import Value
 from drivetrain.core.world import World
 
-T = TypeVar("T")
-
 
 class RankReport(Value):
     """Tells rank 0 what a rank wrote, or why it could not."""
 
     failure: SaveFailure | None = None
     file: StoredFile | None = None  # none for a rank that has no data
-    table: str = ""  # a RankTable, as JSON: compared as text to detect changes
+    even_hash: str = ""
+    table: str = ""  # a RankTable, as JSON
     is_wanted: bool = True  # false: its step turned out to be bad
     not_finite: str = ""  # a tensor of this rank that must be finite and is not
     shared_file: StoredFile | None = None  # of frozen weights, where they are written in this save
+    shared_even_hash: str = ""
     shared_table: str = ""
     moved: tuple[str, ...] = ()  # keys of frozen weights that could not be written, since they had changed meanwhile
 
 
-Layout = tuple[tuple[Any, ...], ...]
-# Returns the keys whose elements must be finite, from the meta of a state and the shapes of its tensors.
-FiniteKeys = Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Collection[str]]
+class HandedIn(Value):
+    """Tells rank 0 what a rank is going to save, or why it cannot."""
+
+    failure: SaveFailure | None = None
+    step: int
+    num_bytes: int = 0
+    even_hash: str = ""  # of the list of tensors that are divided evenly over all ranks
+    frozen: FrozenReport = FrozenReport()
 
 
-class _Known(NamedTuple):
-    """Values that depend only on the layout of a state, kept from its last save. The next state usually has the same.
+class _Draft(NamedTuple):
+    """A save in progress, the same on all ranks."""
 
-    A save runs beside training in an interpreter that runs one thread at a time: 592 tensors, as GPT-2 with AdamW has
-    them, took 68 ms of it before this was kept.
-    """
-
-    layout: Layout
-    file: Arrangement | None  # None: there is nothing to write
-    table: str
-
-
-class _Merged(NamedTuple):
-    """The tables of all ranks, merged and found complete."""
-
-    tables: list[str]
-    files: set[str]
-    tensors: dict[str, StoredTensor]
-
-
-class _Tables:
-    """Tables of what is in which file, computed once for each layout of a state and kept."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._known: _Known | None = None
-        self._merged: _Merged | None = None
-
-    def of_rank(self, rank: int) -> "_Tables":
-        """Return a copy for a rank of another process group."""
-        other = copy.copy(self)
-        other._rank = rank
-        return other
-
-    def knows(self, shards: Sequence[Shard]) -> bool:
-        """Return whether the last state had the same layout."""
-        return self._known is not None and self._known.layout == _layout(shards)
-
-    def of(self, shards: Sequence[Shard]) -> _Known:
-        """Return the table and the arrangement of this rank's file."""
-        known = self._known
-        if known is None or known.layout != _layout(shards):
-            known = self._known = self.tabled(shards)
-        return known
-
-    def tabled(self, shards: Sequence[Shard], file: str = "") -> _Known:
-        """Compute the table of a file."""
-        file = file or file_name(self._rank)
-        tensors: list[tuple[str, StoredTensor]] = []
-        entries: list[Entry] = []
-        taken = {RESERVED_NAME}
-        for shard in shards:
-            code, shape = CODES[shard.tensor.dtype], tuple(shard.tensor.shape)
-            parts: tuple[Part, ...] = ()
-            if shard.tensor.numel():  # an empty part needs no data; its tensor's type and shape are still listed
-                name = _free_name(shard.key, taken)
-                taken.add(name)
-                entries.append(Entry(name, code, shape))
-                parts = (Part(file=file, name=name, offsets=tuple(shard.offsets), shape=shape),)
-            tensors.append((shard.key, StoredTensor(dtype=code, shape=tuple(shard.global_shape), parts=parts)))
-        table = RankTable(tensors=tuple(tensors)).model_dump_json()
-        return _Known(_layout(shards), arranged(entries) if entries else None, table)
-
-    def merged(self, tables: list[str], files: set[str]) -> dict[str, StoredTensor]:
-        """Return each tensor with the parts of all ranks, which have to hold every element once."""
-        merged = self._merged
-        if merged is None or merged.tables != tables or merged.files != files:
-            tensors = merged_tensors([RankTable.from_json(table).tensors for table in tables])
-            if problem := parts_problem(tensors, files):
-                raise _not_whole(problem)
-            merged = self._merged = _Merged(tables, files, tensors)
-        return merged.tensors
+    step: int
+    path: Path
+    shared: str  # the folder of frozen weights, where they are written in this save
+    needed_bytes: int
+    free_bytes: int
+    follows_rules: bool  # ranks divide tensors alike; otherwise each lists its parts
+    doing: str  # for messages
 
 
 class Checkpointer:
@@ -186,9 +115,10 @@ class Checkpointer:
         self._disk = CheckpointFolder(folder, self._files, self.problems)
         self._pinned: set[int] = set()
         self._closed = False
-        self._tables = _Tables(world.rank)
+        self._tables = Tables(world.rank, world.size)
+        self._agreement = Agreement(world, folder)
         self.frozen = FrozenWeights()
-        self.problems += self._decided_by_main(self._disk.prepare, "checkpoints cannot be kept")
+        self.problems += self._agreement.decided_by_main(self._disk.prepare, "checkpoints cannot be kept")
 
     def save(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> Path:
         """Save a checkpoint; collective. When this returns, it is on the disk.
@@ -204,7 +134,8 @@ class Checkpointer:
         """Precompute what depends on the layout of these shards, for the first save; not collective."""
         known = self._tables.of(shards)
         if self._world.size == 1:  # otherwise it takes the tables of all ranks
-            self._tables.merged([known.table], {file_name(0)} if known.file else set())
+            files = {file_name(0)} if known.file else set()
+            self._tables.merged(Handed([known.even_hash], [known.others], files), known)
 
     def save_if_wanted(
         self,
@@ -223,39 +154,35 @@ class Checkpointer:
         says whether the step was good, and is called when this rank's file is on the disk. Both may wait.
         """
         self._refuse_closed()
-        doing = f"step {step} cannot be saved"
         if split is None:
             split = self.frozen.split(shards, wait=True, beside=False)
             shards = split.written
-        needed_bytes = self._agree_on_what_is_saved(step, shards, split, meta, doing)
-        to_share = self.frozen.to_be_stored(split)
-        name, shared, free_bytes = self._decided_by_main(
-            lambda: self._disk.begin(step, shares=bool(to_share)), doing, needed_bytes
-        )
-        draft = self.folder / name
+        draft = self._begin(step, shards, split, meta)
+        table: FileTable | None = None
         try:
             until_copied()
-            written = self.frozen.to_be_written(split, shards)
-            bad = self._not_finite(written, meta)
-            report = RankReport(not_finite=bad) if bad else self._write(draft, written)
-            if to_share:
-                report = report.model_copy(update=self._write_shared(shared, to_share))
+            report, table = self._write(draft, self.frozen.to_be_written(split, shards), meta)
+            if to_share := self.frozen.to_be_stored(split):
+                report = report.model_copy(update=self._write_shared(draft, to_share))
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
             moved = (error.key,) if isinstance(error, FrozenMovedError) else ()
-            report = RankReport(
-                failure=SaveFailure.of(error, self.folder, doing, needed_bytes, free_bytes), moved=moved
-            )
+            failure = SaveFailure.of(error, self.folder, draft.doing, draft.needed_bytes, draft.free_bytes)
+            report = RankReport(failure=failure, moved=moved)
         report = report.model_copy(update={"is_wanted": is_wanted()})
-        reports = [RankReport.from_json(text) for text in self._world.gather(report.model_dump_json())]
-        self.frozen.note_moved(step, {key for report in reports for key in report.moved})
-        if not all(report.is_wanted for report in reports):
-            self._decided_by_main(lambda: self._disk.discard(step, draft, shared, renamed=False), doing)
+        gathered = self._world.gather_to_main(report.model_dump(mode="json"))
+        reports = [RankReport.model_validate(each) for each in gathered]
+        verdict = self._agreement.decided_by_main(lambda: self._verdict(draft, reports), draft.doing)
+        self.frozen.note_moved(step, set(verdict["moved"]))
+        if not verdict["is_wanted"]:
             return False
-        self.problems += self._decided_by_main(
-            lambda: self._commit(step, draft, shared, reports, split, meta), doing, needed_bytes, free_bytes
+        done = self._agreement.decided_by_main(
+            lambda: self._commit(draft, reports, table, split, meta), draft.doing, draft.needed_bytes, draft.free_bytes
         )
-        if shared:
-            self.frozen.note_stored(step, shared, *_newly_shared(reports))
+        self.problems += done["problems"]
+        if draft.shared:
+            files = {name: StoredFile.model_validate(file) for name, file in done["shared_files"].items()}
+            tensors = {key: StoredTensor.model_validate(tensor) for key, tensor in done["shared_tensors"].items()}
+            self.frozen.note_stored(step, draft.shared, files, tensors)
         return True
 
     def num_bytes_in_drafts(self) -> int:
@@ -265,8 +192,8 @@ class Checkpointer:
     def over(self, world: World) -> Self:
         """Return a view of the same checkpoints, pins and problems over another process group: for another thread."""
         other = copy.copy(self)
-        other._world = world
-        other._tables = self._tables.of_rank(world.rank)
+        other._world, other._agreement = world, Agreement(world, self.folder)
+        other._tables = self._tables.of_world(world.rank, world.size)
         return other
 
     def latest(self) -> Checkpoint | None:
@@ -278,32 +205,24 @@ class Checkpointer:
         is.
         """
         self._refuse_closed()
-        damaged: set[int] = set()
-        incomplete: dict[int, str] = {}  # complete themselves, but their shared files are not
-        while True:
-            there = self._decided_by_main(self.steps, "checkpoints cannot be listed")
-            step = max((step for step in there if step not in damaged), default=None)
-            if step is None:
-                self._refuse_to_start_anew(damaged, list(incomplete.values()))
-                return None
-            checkpoint, own_failure = self._examine(step)
-            failures = self._failures(own_failure)
-            found = SaveFailure.joined(failures)
-            if checkpoint is not None and found is None:
-                # Out of the way of the steps to come. Where there is nothing to go on from, they are left as they are:
-                # once the shared files are back, so are they.
-                self.problems += [self._set_aside(later, reason) for later, reason in incomplete.items()]
-                self.frozen.resume(checkpoint.manifest)
-                return checkpoint
-            for failure in failures:
-                if failure is not None and failure.kind not in ("damaged", "shared"):
-                    raise failure.error()
-            damaged.add(step)
-            reason = found.message if found else ""
-            if all(failure is None or failure.kind == "shared" for failure in failures):
-                incomplete[step] = reason
-            else:
-                self.problems.append(self._set_aside(step, reason))
+        finder = Finder(self._world, self._disk, self.problems, self._must_be_finite)
+        checkpoint = finder.latest()
+        if checkpoint is not None:
+            self.frozen.resume(checkpoint.manifest)
+        return checkpoint
+
+    def give_up_on(self, step: int, reason: str) -> bool:
+        """Set the checkpoint of a step aside if there is an older one, which `latest` returns then; collective.
+
+        Args:
+            step: The step, of a checkpoint that is whole.
+            reason: Why it is of no use, in words.
+
+        Returns:
+            Whether there is an older one.
+        """
+        self._refuse_closed()
+        return Finder(self._world, self._disk, self.problems, self._must_be_finite).give_up_on(step, reason)
 
     def steps(self) -> list[int]:
         """Return the steps of the existing checkpoints, as this rank sees the folder; ascending.
@@ -320,7 +239,7 @@ class Checkpointer:
         during a save.
         """
         self._refuse_closed()
-        removed: list[int] = self._decided_by_main(
+        removed: list[int] = self._agreement.decided_by_main(
             lambda: self._disk.discard_after(step), f"checkpoints after step {step} cannot be removed"
         )
         self._pinned.difference_update(removed)
@@ -344,11 +263,30 @@ class Checkpointer:
 
     # Saving
 
-    def _agree_on_what_is_saved(
+    def _begin(self, step: int, shards: Sequence[Shard], split: Split, meta: Mapping[str, Any]) -> _Draft:
+        """Make a folder to write into. Nothing is written before all ranks have something storable."""
+        doing = f"step {step} cannot be saved"
+        own = self._handed_in(step, shards, split, meta, doing)
+        gathered = self._world.gather_to_main(own.model_dump(mode="json"))
+        handed = [HandedIn.model_validate(each) for each in gathered]
+        needed_bytes = sum(each.num_bytes for each in handed)
+        agreed = self._agreement.decided_by_main(lambda: _agreed(handed).model_dump(mode="json"), doing)
+        self.frozen.agree(step, FrozenAgreement.model_validate(agreed))
+
+        def begin() -> tuple[str, str, int, int, bool]:
+            shares = bool(self.frozen.to_be_stored(split))
+            follows_rules = len({each.even_hash for each in handed}) == 1
+            return *self._disk.begin(step, shares=shares), needed_bytes, follows_rules
+
+        name, shared, free_bytes, needed_bytes, follows_rules = self._agreement.decided_by_main(
+            begin, doing, needed_bytes
+        )
+        return _Draft(step, self.folder / name, shared, needed_bytes, free_bytes, follows_rules, doing)
+
+    def _handed_in(
         self, step: int, shards: Sequence[Shard], split: Split, meta: Mapping[str, Any], doing: str
-    ) -> int:
-        """Return the bytes of all ranks' tensors. Nothing is written before all ranks have something storable."""
-        failure, num_bytes, report = None, 0, FrozenReport()
+    ) -> HandedIn:
+        """Return what this rank is going to save, or why it cannot."""
         try:
             if not 0 <= step < 10**18:
                 raise CheckpointError(f"expected a step from 0 on, got {step}", remedy="count steps from 0")
@@ -360,19 +298,14 @@ class Checkpointer:
                 refuse_unstorable_meta(meta)
             num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in (*shards, *to_share))
             report = self.frozen.report(split, self._lost_folders() if self._world.is_main else ())
+            even_hash = ""
+            if self._world.size > 1:
+                # Frozen weights are among both on some ranks only: one may have seen a change that others have not.
+                others = [shard for shard in shards if shard.key not in split.frozen]
+                even_hash = self._tables.even_hash_of([*others, *split.frozen.values()])
         except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-            failure = SaveFailure.of(error, self.folder, doing)
-        if found := SaveFailure.joined(self._failures(failure)):
-            raise found.error()
-        answers = self._world.gather([step, num_bytes, report.model_dump(mode="json")])
-        steps = sorted({answer[0] for answer in answers})
-        if len(steps) > 1:
-            raise CheckpointError(
-                f"the ranks save different steps: {', '.join(map(str, steps))}",
-                remedy="this is a mistake in the training loop: ranks have to save together",
-            )
-        self.frozen.agree(step, [FrozenReport.model_validate(answer[2]) for answer in answers])
-        return sum(answer[1] for answer in answers)
+            return HandedIn(failure=SaveFailure.of(error, self.folder, doing), step=step)
+        return HandedIn(step=step, num_bytes=num_bytes, even_hash=even_hash, frozen=report)
 
     def _lost_folders(self) -> list[str]:
         """Return the shared folders that are not as written. Only sizes are compared: hashes take too long."""
@@ -389,14 +322,19 @@ class Checkpointer:
                 self.problems.append(f"{self.folder / name} is gone or damaged: its frozen weights are written again")
         return lost
 
-    def _write(self, draft: Path, shards: Sequence[Shard]) -> RankReport:
-        """Write this rank's file."""
-        known = self._tables.of(shards)
-        if known.file is None:
-            return RankReport(table=known.table)
-        held = [shard.tensor for shard in shards if shard.tensor.numel()]
-        written = self._files.write_file(draft / file_name(self._world.rank), encoded(known.file, held.__getitem__))
-        return RankReport(table=known.table, file=StoredFile(size=written.size, sha256=written.sha256))
+    def _write(
+        self, draft: _Draft, shards: Sequence[Shard], meta: Mapping[str, Any]
+    ) -> tuple[RankReport, FileTable | None]:
+        """Write this rank's file, unless its numbers are not fit to be saved."""
+        if bad := self._not_finite(shards, meta):
+            return RankReport(not_finite=bad), None
+        table = self._tables.of(shards, follows_rules=draft.follows_rules)
+        file = None
+        if table.file is not None:
+            held = [shard.tensor for shard in shards if shard.tensor.numel()]
+            chunks = encoded(table.file, held.__getitem__)
+            file = _stored(self._files.write_file(draft.path / file_name(self._world.rank), chunks))
+        return RankReport(even_hash=table.even_hash, table=table.others, file=file), table
 
     def _not_finite(self, shards: Sequence[Shard], meta: Mapping[str, Any]) -> str:
         """Return what makes this rank's part of a state one that must not be saved; empty if nothing does."""
@@ -406,49 +344,48 @@ class Checkpointer:
                 return f"{shard.key} holds {found}"
         return ""
 
-    def _write_shared(self, name: str, shards: Sequence[Shard]) -> dict[str, Any]:
+    def _write_shared(self, draft: _Draft, shards: Sequence[Shard]) -> dict[str, Any]:
         """Write this rank's file of frozen weights; return fields of its report. Each is copied when its turn comes."""
-        file = file_name(self._world.rank)
-        known = self._tables.tabled(shards, f"{name}/{file}")
-        if known.file is None:
-            return {"shared_table": known.table}
-        held = [shard for shard in shards if shard.tensor.numel()]
-        path = self.folder / shared_draft_name(name) / file
-        chunks = encoded(known.file, lambda number: self.frozen.stored_copy(held[number]))
-        written = self._files.write_file(path, chunks)
-        return {
-            "shared_table": known.table,
-            "shared_file": StoredFile(size=written.size, sha256=written.sha256),
-        }
+        table = self._tables.tabled(shards, draft.shared, follows_rules=draft.follows_rules)
+        file = None
+        if table.file is not None:
+            held = [shard for shard in shards if shard.tensor.numel()]
+            path = self.folder / shared_draft_name(draft.shared) / file_name(self._world.rank)
+            chunks = encoded(table.file, lambda number: self.frozen.stored_copy(held[number]))
+            file = _stored(self._files.write_file(path, chunks))
+        return {"shared_even_hash": table.even_hash, "shared_table": table.others, "shared_file": file}
+
+    def _verdict(self, draft: _Draft, reports: Sequence[RankReport]) -> dict[str, Any]:
+        """Return on rank 0 what the ranks found out while they wrote; remove the draft if one of them wants none."""
+        is_wanted = all(report.is_wanted for report in reports)
+        if not is_wanted:
+            self._disk.discard(draft.step, draft.path, draft.shared, renamed=False)
+        return {"is_wanted": is_wanted, "moved": sorted({key for report in reports for key in report.moved})}
 
     def _commit(
         self,
-        step: int,
-        draft: Path,
-        shared: str,
+        draft: _Draft,
         reports: Sequence[RankReport],
+        table: FileTable | None,
         split: Split,
         meta: Mapping[str, Any],
-    ) -> list[str]:
+    ) -> dict[str, Any]:
         """Turn a folder of files into a checkpoint on rank 0, or remove it if that fails."""
-        final = self.folder / step_name(step)
+        final, step, shared = self.folder / step_name(draft.step), draft.step, draft.shared
         renamed = False
         try:
-            if failure := SaveFailure.joined([report.failure for report in reports]):
-                raise failure.error()
-            for rank, report in enumerate(reports):
-                if report.not_finite:
-                    raise _poisoned(step, report.not_finite, rank if len(reports) > 1 else None)
+            _refuse_unfit(step, reports)
+            assert table is not None
             written = {file_name(rank): report.file for rank, report in enumerate(reports) if report.file}
-            tensors = self._tables.merged([report.table for report in reports], set(written))
+            handed = Handed([report.even_hash for report in reports], [r.table for r in reports], set(written))
+            tensors = self._tables.merged(handed, table)
             frozen, folders = self.frozen.shared_by(split), dict(self.frozen.folders)
+            new: dict[str, StoredTensor] = {}
             if shared:
-                folders[shared], new = _newly_shared(reports)
-                if problem := parts_problem(new, {f"{shared}/{file}" for file in folders[shared]}):
-                    raise _not_whole(problem)
+                folders[shared], new = self._newly_shared(draft, reports, split)
                 frozen |= new
                 self._disk.publish_shared(shared)
-            used = {part.file.partition("/")[0] for tensor in frozen.values() for part in tensor.parts}
+            used = {folder for tensor in frozen.values() for folder in tensor.folders}
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 step=step,
@@ -460,116 +397,63 @@ class Checkpointer:
                 moved=tuple(sorted(self.frozen.moved)),
                 tensors={**tensors, **frozen},
             )
-            self._files.write_file(draft / MANIFEST_NAME, [manifest.sealed()])
-            self._files.fsync_folder(draft)
-            self._files.rename(draft, final)
+            self._files.write_file(draft.path / MANIFEST_NAME, [manifest.sealed()])
+            self._files.fsync_folder(draft.path)
+            self._files.rename(draft.path, final)
             renamed = True
             self._files.fsync_folder(self.folder)
         except BaseException:
-            self._disk.discard(step, draft, shared, renamed)
+            self._disk.discard(step, draft.path, shared, renamed)
             raise
-        old = self._disk.prune(self._keep_last, {*self._pinned, step})
-        return [*old, *self._disk.prune_shared(used, lambda name: self.frozen.folders.pop(name, None))]
+        problems = self._disk.prune(self._keep_last, {*self._pinned, step})
+        problems += self._disk.prune_shared(used, lambda name: self.frozen.folders.pop(name, None))
+        return {
+            "problems": problems,
+            "shared_files": {name: file.model_dump() for name, file in folders.get(shared, {}).items()},
+            "shared_tensors": {key: tensor.model_dump(mode="json") for key, tensor in new.items()},
+        }
 
-    # Finding
-
-    def _examine(self, step: int) -> tuple[Checkpoint | None, SaveFailure | None]:
-        """Verify this rank's share of a checkpoint: the manifest, and every n-th file."""
-        path = self.folder / step_name(step)
-        try:
-            checkpoint = Checkpoint(path, read_manifest(path))
-            if checkpoint.step != step:
-                raise CheckpointDamagedError(f"{path} holds step {checkpoint.step}", path=path)
-            files = checkpoint.files[self._world.rank :: self._world.size]
-            checkpoint.verify(files)
-            if checkpoint.format_version < 3:  # since then nothing that is not finite is committed
-                shapes = {key: info.shape for key, info in checkpoint.keys.items()}
-                checkpoint.refuse_nan(files, self._must_be_finite(checkpoint.meta, shapes))
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-            return None, SaveFailure.of(error, path, "it cannot be verified")
-        return checkpoint, None
-
-    def _set_aside(self, step: int, reason: str) -> str:
-        """Rename a damaged checkpoint instead of removing it: the rest of it may still be valuable."""
-        name = step_name(step)
-        outcome = self._decided_by_main(lambda: self._disk.set_aside(name), "a damaged checkpoint cannot be set aside")
-        return f"{name} is damaged and {outcome}: {reason}"
-
-    def give_up_on(self, step: int, reason: str) -> bool:
-        """Set the checkpoint of a step aside if there is an older one, which `latest` returns then; collective.
-
-        Args:
-            step: The step, of a checkpoint that is whole.
-            reason: Why it is of no use, in words.
-
-        Returns:
-            Whether there is an older one.
-        """
-        self._refuse_closed()
-        name = step_name(step)
-
-        def set_aside() -> str:
-            there = self.steps()
-            return self._disk.set_aside(name) if step in there and min(there) < step else ""
-
-        outcome = self._decided_by_main(set_aside, f"{name} cannot be set aside")
-        if outcome:
-            self.problems.append(f"{name} {outcome}: {reason}")
-        return bool(outcome)
-
-    def _refuse_to_start_anew(self, damaged: set[int], incomplete: Sequence[str]) -> None:
-        names = self._decided_by_main(lambda: set_aside_in(self.folder), "checkpoints cannot be listed")
-        if incomplete:
-            reasons = "".join(f"\n  {problem}" for problem in (*incomplete, *self.problems))
-            raise SharedFileError(
-                f"there is no valid checkpoint in {self.folder}: frozen weights that they share are missing or"
-                f" damaged{reasons}",
-                remedy="copy the folders frozen-… there from where these checkpoints come from; or move the checkpoints"
-                " away to start anew",
-                path=self.folder,
-            )
-        if names or damaged:
-            reasons = "".join(f"\n  {problem}" for problem in self.problems)
-            raise CheckpointError(
-                f"there is no valid checkpoint in {self.folder}, only damaged ones:"
-                f" {', '.join(names) or ', '.join(map(step_name, sorted(damaged)))}{reasons}",
-                remedy="restore one from a copy; or move the damaged ones away to start anew",
-                path=self.folder,
-            )
-
-    # Agreement
-
-    def _decided_by_main(
-        self, decide: Callable[[], T], doing: str, needed_bytes: int | None = None, free_bytes: int | None = None
-    ) -> T:
-        """Return rank 0's result of `decide`, or raise its error, on all ranks. The result must be JSON."""
-        answer: dict[str, Any] = {}
-        if self._world.is_main:
-            try:
-                answer["value"] = decide()
-            except Exception as error:  # noqa: BLE001  (the other ranks wait for this one's word, whatever it is)
-                answer["failure"] = SaveFailure.of(error, self.folder, doing, needed_bytes, free_bytes).model_dump()
-        answer = self._world.agree(answer)
-        if "failure" in answer:
-            raise SaveFailure.model_validate(answer["failure"]).error()
-        value: T = answer["value"]
-        return value
-
-    def _failures(self, own: SaveFailure | None) -> list[SaveFailure | None]:
-        """Return every rank's failure, in rank order."""
-        records = self._world.gather(own.model_dump() if own else None)
-        return [SaveFailure.model_validate(record) if record else None for record in records]
+    def _newly_shared(
+        self, draft: _Draft, reports: Sequence[RankReport], split: Split
+    ) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+        """Return the files of frozen weights that ranks wrote in a save, by name, and the tensors in them."""
+        files = {file_name(rank): report.shared_file for rank, report in enumerate(reports) if report.shared_file}
+        own = self._tables.tabled(self.frozen.to_be_stored(split), draft.shared, follows_rules=draft.follows_rules)
+        # A rank without a part of any of them has nothing to say.
+        told = [report for report in reports if report.shared_table]
+        names = {f"{draft.shared}/{name}" for name in files}
+        hashes = [report.shared_even_hash for report in told]
+        return files, merged(Handed(hashes, [report.shared_table for report in told], names), own)
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise CheckpointError(f"the checkpoints in {self.folder} were closed", remedy="close after the last save")
 
 
-def _newly_shared(reports: Sequence[RankReport]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
-    """Return the files of frozen weights that ranks wrote in a save, by name, and the tensors in them."""
-    files = {file_name(rank): report.shared_file for rank, report in enumerate(reports) if report.shared_file}
-    tables = [RankTable.from_json(report.shared_table).tensors for report in reports if report.shared_table]
-    return files, merged_tensors(tables)
+def _agreed(handed: Sequence[HandedIn]) -> FrozenAgreement:
+    """Return what ranks that all save the same step agree on about frozen weights; raise if they do not, or cannot."""
+    if found := SaveFailure.joined([each.failure for each in handed]):
+        raise found.error()
+    steps = sorted({each.step for each in handed})
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"the ranks save different steps: {', '.join(map(str, steps))}",
+            remedy="this is a mistake in the training loop: ranks have to save together",
+        )
+    return FrozenAgreement.of([each.frozen for each in handed])
+
+
+def _refuse_unfit(step: int, reports: Sequence[RankReport]) -> None:
+    """Raise if a rank could not write its file, or has numbers that must not be saved."""
+    if failure := SaveFailure.joined([report.failure for report in reports]):
+        raise failure.error()
+    for rank, report in enumerate(reports):
+        if report.not_finite:
+            raise _poisoned(step, report.not_finite, rank if len(reports) > 1 else None)
+
+
+def _stored(written: Written) -> StoredFile:
+    return StoredFile(size=written.size, sha256=written.sha256, piece_bytes=written.piece_bytes)
 
 
 def _poisoned(step: int, found: str, rank: int | None) -> CheckpointError:
@@ -579,31 +463,3 @@ def _poisoned(step: int, found: str, rank: int | None) -> CheckpointError:
         remedy="run again under the same name: it goes on from the checkpoint before; a lower learning rate, or"
         " clip_norm, where it happens again. If such values belong there, --no-check-finite",
     )
-
-
-def _not_whole(problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"the parts that the ranks handed in do not make whole tensors: {problem}",
-        remedy="hand in each element once: replicated tensors on one rank, sharded ones part by part",
-    )
-
-
-def _layout(shards: Sequence[Shard]) -> Layout:
-    """Return everything that a save depends on except the numbers themselves."""
-    return tuple(
-        (shard.key, type(shard.tensor), *_kind(shard.tensor), shard.global_shape, shard.offsets) for shard in shards
-    )
-
-
-def _kind(tensor: Any) -> tuple[Any, ...]:
-    """Return dtype, layout and shape; empty for anything that is not a tensor, whatever a user's state holds."""
-    return (tensor.dtype, tensor.layout, tensor.shape) if isinstance(tensor, torch.Tensor) else ()
-
-
-def _free_name(key: str, taken: set[str]) -> str:
-    """Return the key, so that other tools show it; numbered where one rank holds several parts of it."""
-    name, number = key, 1
-    while name in taken:
-        number += 1
-        name = f"{key}#{number}"
-    return name

@@ -10,18 +10,29 @@ import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-CHUNK_BYTES = 16 * 2**20  # hashed while it is in the cache, then written
+PIECE_BYTES = 16 * 2**20  # hashed and written by one thread
+BLOCK_BYTES = 2**20  # read and hashed at a time
 SMALL_BYTES = 2**18  # what is smaller is joined: most tensors are, and each call costs
+MOST_THREADS = 4  # more than these hash faster than disks write
+MOST_SEGMENTS = 512  # in one call of the system
+
+Segments = list[memoryview]
 
 
 @dataclass(frozen=True)
 class Written:
+    """A file that was written. Its `sha256` is over the hashes of its pieces, as `hash_of_pieces` computes it."""
+
     size: int
     sha256: str
+    piece_bytes: int = PIECE_BYTES
 
 
 class Files:
@@ -31,20 +42,18 @@ class Files:
         path.mkdir(mode=0o775)
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-        """Write a new file that is on the disk when this returns. The hash is of the bytes that were to be written."""
-        digest, size = hashlib.sha256(), 0
+        """Write a new file that is on the disk when this returns. The hash is of the bytes that were to be written.
+
+        Threads hash and write pieces of it, so that hashing, copying and the disk do not wait for each other. They
+        hold the GIL only between calls. What does not fill one piece is written by this thread.
+        """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
-        with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123  (a path cannot be opened with these flags)
-            for chunk in _joined(chunks):
-                view = memoryview(chunk).cast("B")
-                size += len(view)
-                for start in range(0, len(view), CHUNK_BYTES):
-                    left = view[start : start + CHUNK_BYTES]
-                    digest.update(left)
-                    while left:  # the system may take less than it was given
-                        left = left[file.write(left) :]
-            os.fsync(file.fileno())
-        return Written(size, digest.hexdigest())
+        try:
+            digests, size = _written_pieces(descriptor, _pieces(_joined(chunks)))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return Written(size, _hash_over(digests))
 
     def fsync_folder(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -78,6 +87,106 @@ class Files:
         self.remove_folder(path)
 
 
+def num_threads() -> int:
+    """Return how many threads hash and write: those that this process has cores for, and few beside CPU training."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores //= max(1, int(local)) if local.isdecimal() else 1
+    return max(1, min(MOST_THREADS, cores if cores <= 2 else cores // 2))
+
+
+def _written_pieces(descriptor: int, pieces: Iterable[Segments]) -> tuple[list[bytes], int]:
+    """Write the pieces of a file one after the other; return their hashes, and the size of all."""
+    size = 0
+    first: Segments | None = None
+    waiting: deque[Future[bytes]] = deque()
+    digests: list[bytes] = []
+    with contextlib.ExitStack() as stack:
+        pool: ThreadPoolExecutor | None = None
+        try:
+            for segments in pieces:
+                offset, size = size, size + sum(map(len, segments))
+                if pool is None and first is None:
+                    first = segments  # perhaps the only one
+                    continue
+                if pool is None:
+                    pool = stack.enter_context(ThreadPoolExecutor(num_threads(), "drivetrain-write"))
+                    waiting.append(pool.submit(_write_piece, descriptor, first or [], 0))
+                waiting.append(pool.submit(_write_piece, descriptor, segments, offset))
+                if len(waiting) > 2 * MOST_THREADS:  # the tensors of a piece stay in memory until it is written
+                    digests.append(waiting.popleft().result())
+            if pool is None:
+                return ([_write_piece(descriptor, first, 0)] if first else []), size
+            digests += [future.result() for future in waiting]
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+    return digests, size
+
+
+def _write_piece(descriptor: int, segments: Segments, offset: int) -> bytes:
+    digest = hashlib.sha256()
+    start, size = offset, sum(map(len, segments))
+    for segment in segments:
+        digest.update(segment)
+    left = [segment for segment in segments if len(segment)]
+    while left:
+        written = os.pwritev(descriptor, left[:MOST_SEGMENTS], offset)  # the system may take less than it was given
+        offset += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left and written:
+            left[0] = left[0][written:]
+    if hasattr(os, "posix_fadvise"):
+        # The system begins to write this to the disk; otherwise most of it would wait for fsync.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+    return digest.digest()
+
+
+def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[Segments]:
+    """Yield the same bytes in pieces, all of one size except for the last."""
+    piece: Segments = []
+    room = PIECE_BYTES
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while len(view) >= room:
+            yield [*piece, view[:room]]
+            view, piece, room = view[room:], [], PIECE_BYTES
+        if len(view):
+            piece.append(view)
+            room -= len(view)
+    if piece:
+        yield piece
+
+
+def hash_of_pieces(file: BinaryIO, size: int, piece_bytes: int) -> str:
+    """Return the hash over the hashes of a file's pieces, which several threads read."""
+    descriptor = file.fileno()
+
+    def digest_of(start: int) -> bytes:
+        digest = hashlib.sha256()
+        stop = min(size, start + piece_bytes)
+        while start < stop:
+            block = os.pread(descriptor, min(BLOCK_BYTES, stop - start), start)
+            if not block:
+                break  # the file has become shorter
+            digest.update(block)
+            start += len(block)
+        return digest.digest()
+
+    starts = range(0, size, piece_bytes)
+    if len(starts) < 2:
+        return _hash_over([digest_of(start) for start in starts])
+    with ThreadPoolExecutor(num_threads(), "drivetrain-verify") as pool:
+        return _hash_over(pool.map(digest_of, starts))
+
+
+def _hash_over(digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
 def _joined(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """Yield the same bytes with small chunks joined."""
     waiting: list[bytes | memoryview] = []
@@ -90,7 +199,7 @@ def _joined(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview
         if length < SMALL_BYTES:
             waiting.append(chunk)
             num_bytes += length
-            if num_bytes < CHUNK_BYTES:
+            if num_bytes < PIECE_BYTES:
                 continue
         if waiting:
             yield b"".join(waiting)

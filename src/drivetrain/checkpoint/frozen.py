@@ -257,6 +257,27 @@ class FrozenReport(Value):
     lost: tuple[str, ...] = ()  # shared folders that are gone; rank 0 looks
 
 
+class FrozenAgreement(Value):
+    """The conclusions that all ranks draw from the reports of a save."""
+
+    changed: tuple[str, ...] = ()
+    new: dict[str, tuple[int, str, tuple[int, ...]]] = Field(default_factory=dict)  # the checksum is that of the whole
+    lost: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, reports: Sequence[FrozenReport]) -> "FrozenAgreement":
+        new: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+        for report in reports:
+            for key, (checksum, dtype, shape) in report.new.items():
+                before = new[key][0] if key in new else 0
+                new[key] = (total((before, checksum)), dtype, shape)
+        return cls(
+            changed=tuple(sorted({key for report in reports for key in report.changed})),
+            new=new,
+            lost=tuple(sorted({name for report in reports for name in report.lost})),
+        )
+
+
 @dataclass(frozen=True)
 class FrozenNews:
     """A message for one line of output, and for an event."""
@@ -360,18 +381,17 @@ class FrozenWeights:
         }
         return FrozenReport(changed=tuple(sorted(changed)), new=new, lost=tuple(lost))
 
-    def agree(self, step: int, reports: Sequence[FrozenReport]) -> None:
-        """Combine the reports of all ranks, so that every rank draws the same conclusions."""
-        for name in {name for report in reports for name in report.lost}:
+    def agree(self, step: int, agreed: FrozenAgreement) -> None:
+        """Take over what the ranks agreed on."""
+        for name in agreed.lost:
             self.folders.pop(name, None)
-            self.stored = {key: tensor for key, tensor in self.stored.items() if name not in _folders_of(tensor)}
-            self._found = {key: found for key, found in self._found.items() if name not in _folders_of(found[0])}
-        self.note_moved(step, {key for report in reports for key in report.changed})
-        for key in dict.fromkeys(key for report in reports for key in report.new):
-            parts = [report.new[key] for report in reports if key in report.new]
-            self._totals[key] = total(part[0] for part in parts)
-            tensor, checksum = self._found.get(key, (None, 0))
-            if tensor is not None and (checksum, tensor.dtype, tensor.shape) == (self._totals[key], *parts[0][1:]):
+            self.stored = {key: tensor for key, tensor in self.stored.items() if name not in tensor.folders}
+            self._found = {key: found for key, found in self._found.items() if name not in found[0].folders}
+        self.note_moved(step, set(agreed.changed))
+        for key, (checksum, dtype, shape) in agreed.new.items():
+            self._totals[key] = checksum
+            tensor, stored = self._found.get(key, (None, 0))
+            if tensor is not None and (stored, tensor.dtype, tensor.shape) == (checksum, dtype, shape):
                 self.stored[key] = tensor
 
     def note_moved(self, step: int, keys: set[str]) -> None:
@@ -516,7 +536,7 @@ def _region(shard: Shard) -> Region:
 
 
 def _with(shard: Shard, tensor: Tensor) -> Shard:
-    return Shard(shard.key, tensor, shard.global_shape, shard.offsets)
+    return Shard(shard.key, tensor, shard.global_shape, shard.offsets, shard.is_part)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -536,10 +556,6 @@ def _is_rows(shard: Shard) -> bool:
 def _kind(shard: Shard) -> _Kind:
     tensor = shard.tensor
     return _Kind(tensor.dtype, tuple(tensor.shape), tuple(shard.global_shape), tuple(shard.offsets))
-
-
-def _folders_of(tensor: StoredTensor) -> set[str]:
-    return {part.file.partition("/")[0] for part in tensor.parts}
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:

@@ -5,28 +5,33 @@ is compared before anything is parsed, so that a flipped bit anywhere in the fil
 `format_version` in it, stay the same in all formats to come: an older drivetrain can tell a newer checkpoint from a
 damaged one.
 
-Format 2 added three things to format 1, which is still read. `shared` names folders beside the checkpoint with files of
-frozen weights that several checkpoints have in common; `frozen` has the checksums of those weights, and `moved` names
-parameters that were found to change though no optimizer holds them. `tables` may name further files of the checkpoint
-that list tensors (a `RankTable` each), so that a world of thousands of ranks does not have to put all of its parts into
-this one file. It is read, and not written so far.
+Older formats are still read. Format 2 added two things to format 1. `shared` names folders beside the checkpoint with
+files of frozen weights that several checkpoints have in common; `frozen` has the checksums of those weights, and
+`moved` names parameters that were found to change though no optimizer holds them.
+
+Format 3 lists no parts of a tensor whose rows are divided evenly over successive ranks, as by `torch.chunk`: `over` has
+the first of these ranks and their number, and part i of n is in that rank's file under the tensor's own key. A whole
+tensor is one that is divided over one rank. So the manifest grows with the number of tensors plus that of ranks, not
+with their product. And the hash of a file is one over the hashes of its pieces of `piece_bytes`, so that several
+threads can compute it.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError
 from drivetrain.checkpoint.files import SHARED_NAME
 from drivetrain.checkpoint.tensor_file import DTYPES, Box, tiling_problem
 from drivetrain.core.value import Value
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 LARGEST_MANIFEST_BYTES = 256 * 2**20
 LARGEST_TENSOR_BYTES = 2**63 - 1
@@ -40,8 +45,6 @@ _FILE_NAME = re.compile(
     r"rank-[0-9]{5,9}\.safetensors"
 )  # no separator, no `..`: nothing outside the folder is ever opened
 
-_TABLE_NAME = re.compile(r"tensors-[0-9]{5,9}\.json")
-
 Size = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -52,6 +55,11 @@ def file_name(rank: int) -> str:
 class StoredFile(Value):
     size: Size
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    piece_bytes: Annotated[int, Field(ge=2**10, le=2**30)] | None = None  # None: `sha256` is of all bytes in a row
+
+    @model_serializer(mode="wrap")
+    def _brief(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_defaults(handler(self))
 
 
 class Part(Value):
@@ -67,10 +75,76 @@ class Part(Value):
         return Box(self.offsets, self.shape)
 
 
+def even_rows(num_rows: int, index: int, count: int) -> tuple[int, int]:
+    """Return the first row of one of `count` even parts, and the row after its last: the last parts may be empty."""
+    length = -(-num_rows // count)
+    return min(num_rows, index * length), min(num_rows, (index + 1) * length)
+
+
 class StoredTensor(Value):
+    """A tensor, and where its elements are: in `parts`, or divided `over` ranks."""
+
     dtype: str  # as safetensors writes it: `BF16`
     shape: tuple[Size, ...]  # of the whole
-    parts: tuple[Part, ...]  # that hold each element once; none for a tensor without elements
+    parts: tuple[Part, ...] = ()  # that hold each element once; none for a tensor without elements
+    over: tuple[Size, Annotated[int, Field(ge=1)]] | None = None  # the first rank, and the number of ranks
+    folder: str = ""  # of the ranks' files, where they are shared with other checkpoints
+
+    @model_serializer(mode="wrap")
+    def _brief(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_defaults(handler(self))
+
+    @property
+    def folders(self) -> set[str]:
+        """The shared folders that hold it; empty if it is in the checkpoint's own files."""
+        named = {part.file.rpartition("/")[0] for part in self.parts} | {self.folder}
+        return named - {""}
+
+    @property
+    def num_over(self) -> int:
+        """The number of ranks that hold rows of it, where it is divided over ranks."""
+        if self.over is None or not math.prod(self.shape):
+            return 0
+        return -(-self.shape[0] // -(-self.shape[0] // self.over[1])) if self.shape else 1
+
+    def part_of(self, key: str, rank: int) -> Part | None:
+        """Return the part in the file of a rank, where it is divided over ranks; None if it has none there."""
+        if self.over is None or not 0 <= rank - self.over[0] < self.num_over:
+            return None
+        file = f"{self.folder}/{file_name(rank)}" if self.folder else file_name(rank)
+        if not self.shape:
+            return Part(file=file, name=key, offsets=(), shape=())
+        start, stop = even_rows(self.shape[0], rank - self.over[0], self.over[1])
+        rest = self.shape[1:]
+        return Part(file=file, name=key, offsets=(start, *(0 for _ in rest)), shape=(stop - start, *rest))
+
+    def parts_in(self, key: str, wanted: Box) -> Iterator[Part]:
+        """Yield the parts that may overlap a box of it, which must not be empty."""
+        yield from self.parts
+        if self.over is None:
+            return
+        first, last = 0, self.num_over - 1
+        if self.shape:
+            length = -(-self.shape[0] // self.over[1])
+            first, last = wanted.offsets[0] // length, (wanted.offsets[0] + wanted.shape[0] - 1) // length
+        for index in range(first, last + 1):
+            part = self.part_of(key, self.over[0] + index)
+            if part is not None:
+                yield part
+
+    def in_parts(self, key: str) -> "StoredTensor":
+        """Return the same tensor with all its parts listed."""
+        if self.over is None:
+            return self
+        listed = (self.part_of(key, self.over[0] + index) for index in range(self.num_over))
+        parts = tuple(part for part in listed if part is not None)
+        return StoredTensor(dtype=self.dtype, shape=self.shape, parts=(*self.parts, *parts))
+
+
+def _without_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what most tensors and files do not have: the manifest is read by every rank."""
+    left_out: dict[str, tuple[Any, ...]] = {"parts": ((), []), "over": (None,), "folder": ("",), "piece_bytes": (None,)}
+    return {name: value for name, value in fields.items() if value not in left_out.get(name, ())}
 
 
 class RankTable(Value):
@@ -89,7 +163,7 @@ class Manifest(Value):
     step: Size
     world_size: Annotated[int, Field(ge=1)]
     shared: dict[str, dict[str, StoredFile]] = Field(default_factory=dict)  # by folder beside the checkpoint, and name
-    tables: dict[str, StoredFile] = Field(default_factory=dict)
+    tables: dict[str, StoredFile] = Field(default_factory=dict, max_length=0)  # of format 2, which never wrote any
     meta: dict[str, Any]
     files: dict[str, StoredFile]
     frozen: dict[str, Checksum] = Field(default_factory=dict)  # by key, of whole tensors that are in shared files
@@ -116,27 +190,11 @@ class Manifest(Value):
         for key in self.frozen:
             if key not in self.tensors:
                 return f"the frozen weight {key!r} is not one of the tensors"
+        for key, tensor in self.tensors.items():
+            # Frozen weights may have been written by another world.
+            if tensor.over is not None and not tensor.folder and sum(tensor.over) > self.world_size:
+                return f"the tensor {key!r} is divided over more ranks than the {self.world_size} that wrote it"
         return parts_problem(self.tensors, self.all_files)
-
-    def with_tables(self, read: Callable[[str, StoredFile], bytes], path: Path) -> "Manifest":
-        """Return the manifest with all tensors, also those listed in separate files, which `read` returns."""
-        if not self.tables:
-            return self
-        tables = [list(self.tensors.items())]
-        for name, file in self.tables.items():
-            if not _TABLE_NAME.fullmatch(name):
-                problem = f"{name!r} is not the name of a table in a checkpoint"
-                raise CheckpointDamagedError(f"{path} contradicts itself: {problem}", path=path)
-            try:
-                tables.append(list(RankTable.model_validate_json(read(name, file), strict=True).tensors))
-            except ValidationError as error:
-                raise CheckpointDamagedError(
-                    f"{path.with_name(name)} is not a table of tensors: {_first(error)}", path=path
-                ) from None
-        try:
-            return self.model_copy(update={"tensors": merged_tensors(tables)})
-        except CheckpointError as error:
-            raise CheckpointDamagedError(f"{path} contradicts itself: {error.message}", path=path) from None
 
     def refuse_contradictions(self, path: Path) -> None:
         if problem := self.problem():
@@ -155,7 +213,7 @@ class Manifest(Value):
 
     @classmethod
     def unsealed(cls, content: bytes, path: Path) -> "Manifest":
-        """Parse a file's content. Unless tables have to be read first, the result is free of contradictions."""
+        """Parse a file's content. The result is free of contradictions."""
         body = content[_BODY_START : -len(_CLOSING)]
         if content != b"".join((_OPENING, _hash(body), _BETWEEN, body, _CLOSING)):
             raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
@@ -170,8 +228,7 @@ class Manifest(Value):
             manifest = cls.model_validate_json(body, strict=True)
         except ValidationError as error:
             raise CheckpointDamagedError(f"{path} is not a manifest: {_first(error)}", path=path) from None
-        if not manifest.tables:
-            manifest.refuse_contradictions(path)
+        manifest.refuse_contradictions(path)
         return manifest
 
 
@@ -182,10 +239,32 @@ def _first(error: ValidationError) -> str:
 
 def parts_problem(tensors: Mapping[str, StoredTensor], files: Collection[str]) -> str:
     """Return a problem, or empty if the parts of each tensor lie in these files and hold each of its elements once."""
-    return next((f"the tensor {key!r}: {p}" for key, t in tensors.items() if (p := _problem_of(t, files))), "")
+    there = _FilesByRank(files)
+    return next((f"the tensor {key!r}: {p}" for key, t in tensors.items() if (p := _problem_of(t, there))), "")
 
 
-def _problem_of(tensor: StoredTensor, files: Collection[str]) -> str:
+class _FilesByRank:
+    """The files of a checkpoint, and how many of them there are from rank 0 on without a gap, by folder."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self.names = frozenset(files)
+        self._unbroken: dict[str, int] = {}
+
+    def missing(self, tensor: StoredTensor) -> str:
+        """Return a file that a tensor divided over ranks needs and that is not there; empty if all are."""
+        if tensor.over is None:
+            return ""
+        start = f"{tensor.folder}/" if tensor.folder else ""
+        if tensor.folder not in self._unbroken:
+            self._unbroken[tensor.folder] = next(n for n in count() if start + file_name(n) not in self.names)
+        first, unbroken = tensor.over[0], self._unbroken[tensor.folder]
+        if first + tensor.num_over <= unbroken:
+            return ""
+        needed = (start + file_name(rank) for rank in range(first, first + tensor.num_over))
+        return next((name for name in needed if name not in self.names), "")
+
+
+def _problem_of(tensor: StoredTensor, there: _FilesByRank) -> str:
     if tensor.dtype not in DTYPES:
         return f"its type {tensor.dtype!r} is unknown"
     if len(tensor.shape) > MOST_DIMENSIONS:
@@ -193,8 +272,15 @@ def _problem_of(tensor: StoredTensor, files: Collection[str]) -> str:
     # Sizes of 0 are left out, so that [0, 2**62, 2**62], which torch cannot make, is refused, too.
     if math.prod(size for size in tensor.shape if size) * DTYPES[tensor.dtype].itemsize > LARGEST_TENSOR_BYTES:
         return f"its shape {list(tensor.shape)} is impossible"
+    if tensor.over is not None:
+        if tensor.parts:
+            return "it is divided over ranks and in parts"
+        if not tensor.shape and tensor.over[1] > 1:
+            return f"it has no rows to be divided over {tensor.over[1]} ranks"
+        missing = there.missing(tensor)
+        return f"its part is in {missing!r}, which is not one of the files" if missing else ""
     for part in tensor.parts:
-        if part.file not in files:
+        if part.file not in there.names:
             return f"its part is in {part.file!r}, which is not one of the files"
         if not part.box.fits_in(tensor.shape):
             return f"its part at {list(part.offsets)} of shape {list(part.shape)} reaches out of {list(tensor.shape)}"
@@ -214,7 +300,7 @@ def _hash(body: bytes) -> bytes:
 def merged_tensors(by_rank: Sequence[Sequence[tuple[str, StoredTensor]]]) -> dict[str, StoredTensor]:
     """Return the tensors by key, each with the parts of all ranks."""
     first_seen: dict[str, tuple[int, StoredTensor]] = {}
-    parts: dict[str, list[Part]] = {}
+    held: dict[str, list[StoredTensor]] = {}
     for rank, tensors in enumerate(by_rank):
         for key, tensor in tensors:
             first_rank, first = first_seen.setdefault(key, (rank, tensor))
@@ -224,8 +310,13 @@ def merged_tensors(by_rank: Sequence[Sequence[tuple[str, StoredTensor]]]) -> dic
                     f" but {first.dtype} {list(first.shape)} on rank {first_rank}",
                     remedy="hand in the parts of one tensor with the same type and global shape on all ranks",
                 )
-            parts.setdefault(key, []).extend(tensor.parts)
-    return {
-        key: StoredTensor(dtype=tensor.dtype, shape=tensor.shape, parts=tuple(parts[key]))
-        for key, (_, tensor) in first_seen.items()
-    }
+            held.setdefault(key, []).append(tensor)
+    return {key: _joined(key, tensors) for key, tensors in held.items()}
+
+
+def _joined(key: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
+    solid = [tensor for tensor in tensors if tensor.parts or tensor.over]
+    if len(solid) < 2:
+        return solid[0] if solid else tensors[0]
+    parts = tuple(part for tensor in solid for part in tensor.in_parts(key).parts)
+    return StoredTensor(dtype=tensors[0].dtype, shape=tensors[0].shape, parts=parts)

@@ -86,7 +86,7 @@ class Staging:
             copied.take([shards[number].tensor for number in copied.numbers])
             for number, view in zip(copied.numbers, copied.views, strict=True):
                 shard = shards[number]
-                staged[number] = Shard(shard.key, view, shard.global_shape, shard.offsets)
+                staged[number] = Shard(shard.key, view, shard.global_shape, shard.offsets, shard.is_part)
         return staged
 
     def until_copied(self) -> None:

@@ -126,9 +126,35 @@ class World:
             for entry, size in zip(texts, lengths, strict=True)
         ]
 
+    def gather_to_main(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0, in rank order; nothing on the others. The value must survive JSON.
+
+        For values that grow with the number of ranks: only rank 0 has memory for all of them.
+        """
+        text = json.dumps(value).encode()
+        if self.group is None:
+            return [json.loads(text)]
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.collective_device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)], device=self.collective_device), self.group)
+        sizes = [int(entry.item()) for entry in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.collective_device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in sizes] if self.is_main else None
+        dist.gather(padded, texts, group=self.group, group_dst=0)
+        return [json.loads(bytes(own[:size].cpu().numpy())) for own, size in zip(texts or (), sizes, strict=False)]
+
     def agree(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        return self.gather(value if self.is_main else None)[0]
+        """Return rank 0's value on every rank. The value must survive JSON."""
+        text = json.dumps(value if self.is_main else None).encode()
+        if self.group is None:
+            return json.loads(text)
+        length = torch.tensor([len(text)], device=self.collective_device)
+        dist.broadcast(length, group=self.group, group_src=0)
+        sent = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.collective_device)
+        if self.is_main:
+            sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(sent, group=self.group, group_src=0)
+        return json.loads(bytes(sent.cpu().numpy()))
 
     def main_does(self, work: Callable[[], T]) -> T:
         """Have rank 0 do something; return its result, which has to be JSON, or raise its error, on every rank."""
