@@ -91,7 +91,7 @@ CONTESTS = {
     "cpu-cnn": "benchmarks.cpu",
     "cpu-transformer": "benchmarks.cpu",
     "lora-race": "benchmarks.lora_race",
-    **{f"zoo-{name.replace('_', '-')}": "benchmarks.zoo" for name in zoo.MODELS},
+    **dict.fromkeys(zoo.NAMES, "benchmarks.zoo"),
 }
 SEVERAL = {
     short: tuple(name for name in CONTESTS if name.startswith(f"{short}-"))

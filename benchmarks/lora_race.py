@@ -165,8 +165,8 @@ def _tokens_per_step(race: Race) -> float:
     return float(race.lengths().mean() * GLOBAL_BATCH)
 
 
-# With these flags it compiles for minutes, again and again: for the first length, for any length, and once more. Its rate
-# is that of the steps between: the longest samples come first, which is to its advantage.
+# With these flags it compiles for minutes, again and again: for the first length, for any length, and once more. Its
+# rate is that of the steps between: the longest samples come first, which is to its advantage.
 COMPILED_STEPS, STEPS_UNTIL_COMPILED = 13, 6
 BEST_FLAGS = {"bf16": True, "torch_compile": True, "train_sampling_strategy": "group_by_length"}
 

@@ -1,5 +1,7 @@
 """A U-Net for segmentation: convolutions of changing size, with connections across."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,7 +22,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [channels * 2**level for level in range(levels)]
         self.down = nn.ModuleList(twice(first, second) for first, second in zip([3, *widths[:-1]], widths, strict=True))
-        self.up = nn.ModuleList(twice(wide + narrow, narrow) for narrow, wide in zip(widths, widths[1:], strict=False))
+        self.up = nn.ModuleList(twice(wide + narrow, narrow) for narrow, wide in pairwise(widths))
         self.head = nn.Conv2d(channels, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:

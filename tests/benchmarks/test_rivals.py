@@ -28,7 +28,7 @@ from benchmarks.rivals import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks import cpu, plan_gpt2, plan_mlp, plan_resnet, rivals, whole_job
+from benchmarks import cpu, plan_gpt2, plan_mlp, plan_resnet, rivals, whole_job, zoo
 
 STEPS = 8
 TOLD = Circumstances(smoke=True, is_warming=False, known={})
@@ -199,7 +199,8 @@ def test_models_are_of_the_size_they_are_said_to_be() -> None:
     assert hidden.shape == (1, 4 * 8 * 8, 7, 7)
 
 
-CONTESTS = [(module, name) for module in (plan_gpt2, plan_resnet, plan_mlp, whole_job, cpu) for name in module.NAMES]
+MODULES = (plan_gpt2, plan_resnet, plan_mlp, whole_job, cpu, zoo)
+CONTESTS = [(module, name) for module in MODULES for name in module.NAMES]
 
 
 @pytest.mark.parametrize(("module", "name"), CONTESTS, ids=[name for _, name in CONTESTS])
