@@ -17,6 +17,7 @@ from drivetrain.commands.command import COMMANDS, options_of
 from drivetrain.config import SETTINGS, as_launched, from_yaml, nearest, resolve
 from drivetrain.config.flags import COMMAND_LINE, FlagParser
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.safe_text import printable
 from drivetrain.hardware import detect
 
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except DrivetrainError as error:
-        print(f"drivetrain: {error}", file=sys.stderr)
+        print(f"drivetrain: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\ndrivetrain: stopped with Ctrl-C", file=sys.stderr)

@@ -266,8 +266,8 @@ def _fingerprint(path: Path, piece_bytes: int | None = None) -> tuple[int, str]:
 
 
 def _size_of_plain_file(path: Path) -> int:
-    """Return a file's size. Called before opening it: a pipe in its place would block for ever."""
-    status = path.stat()
+    """Return a file's size. Called before opening it: a pipe would block for ever, a link may lead anywhere."""
+    status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointDamagedError(f"{path} is not a file", path=path)
     return status.st_size

@@ -14,6 +14,7 @@ from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Flag, Positional, Resolved
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.run_folder import read_job, read_yaml
+from drivetrain.core.safe_text import HIDDEN
 from drivetrain.job import Job
 from drivetrain.run import SOURCE, Which
 
@@ -89,6 +90,11 @@ def _target_of(folder: Path) -> tuple[str, list[str]]:
         raise DrivetrainError(
             f"{folder} was trained from an interactive session, so its job cannot be found again",
             remedy="call dt.evaluate(job, run) there",
+        )
+    if any(HIDDEN in word for word in arguments):
+        raise DrivetrainError(
+            f"{folder} was trained by a script with a secret among its arguments, which is not recorded",
+            remedy="call dt.evaluate(job, run); and give secrets to scripts by an environment variable or a file",
         )
     return target, arguments
 

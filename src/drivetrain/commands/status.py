@@ -21,6 +21,7 @@ from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import Account, read_account
 from drivetrain.core.run_folder import as_row, is_finished, read_job, read_yaml
+from drivetrain.core.safe_text import printable
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
 State = Literal["running", "finished", "stopped", "refused", "crashed"]
@@ -247,9 +248,9 @@ def run(options: StatusOptions, resolved: Resolved) -> int:
         slurm = {"jobs": [asdict(job) for job in jobs], "note": why_not} if options.slurm else None
         print(json.dumps({"runs": [asdict(one) for one in runs], "slurm": slurm}))
         return 0
-    print("\n".join(in_words(one) for one in runs) or f"no runs below {output_dir}")
+    print(printable("\n".join(in_words(one) for one in runs)) or f"no runs below {output_dir}")
     if options.slurm:
-        print("\n".join(["", *_jobs_in_words(jobs, output_dir), *([why_not] if why_not else [])]))
+        print(printable("\n".join(["", *_jobs_in_words(jobs, output_dir), *([why_not] if why_not else [])])))
     return 0
 
 

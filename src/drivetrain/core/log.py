@@ -7,6 +7,8 @@ writes a line to the terminal already, the terminal output leaves it out.
 import logging
 import sys
 
+from drivetrain.core.safe_text import printable
+
 LOGGER = logging.getLogger("drivetrain")
 LOGGER.addHandler(logging.NullHandler())  # otherwise Python prints warnings itself where nothing is configured
 
@@ -22,7 +24,7 @@ def log(text: str, level: int = logging.INFO) -> bool:
 def notice(text: str) -> None:
     """Tell the user something on standard error that a run can go on with."""
     if not log(text, logging.WARNING):
-        print(f"drivetrain: {text}", file=sys.stderr, flush=True)
+        print(f"drivetrain: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _handlers() -> list[logging.Handler]:

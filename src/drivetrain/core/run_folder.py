@@ -120,7 +120,7 @@ class RunFolder:
                 f"{path} already exists and is not a run of drivetrain; it is left as it is",
                 remedy="choose another --name or --output-dir",
             )
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)  # records and weights may hold what others must not read
         folder = cls(path, _lock(path), is_resumed=(path / _JOB).exists())
         try:
             if extend:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainError
@@ -36,8 +36,13 @@ def with_adapter(base: nn.Module, folder: Path) -> Any:
     if missing:
         remedy = "give a folder that dt.hf.export or save_pretrained of a PeftModel wrote"
         raise DrivetrainError(f"there is no adapter in {folder}: no {missing[0]}", remedy=remedy)
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DrivetrainError(
+            f"{folder / WEIGHTS} cannot be read: {error}", remedy="save the adapter again, as safetensors"
+        ) from None
     try:
         ghost = get_peft_model(without_memory(base), PeftConfig.from_pretrained(folder))
     except ValueError as error:  # none of its target modules is there

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.safe_text import printable
 from drivetrain.launch.layout import Layout, listen_on
 
 TOKEN = "DRIVETRAIN_TOKEN"
@@ -440,4 +441,4 @@ class Nodes:
 
 
 def _say(words: str) -> None:
-    print(f"drivetrain: {words}", file=sys.stderr, flush=True)
+    print(f"drivetrain: {printable(words)}", file=sys.stderr, flush=True)

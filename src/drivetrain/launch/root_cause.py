@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from drivetrain.core.safe_text import redacted
+
 EXCEPTION = "exception"
 DEVICE_MEMORY = "out of memory (device)"
 HOST_MEMORY = "out of memory (host)"
@@ -211,7 +213,7 @@ def as_json(cause: Failure, attempt: int, others: Sequence[Failure], when: str) 
             if one != cause
         ],
     }
-    return json.dumps(document, indent=2) + "\n"
+    return json.dumps(redacted(document), indent=2) + "\n"
 
 
 def from_wire(facts: Mapping[str, Any]) -> Failure:

@@ -16,6 +16,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.faults import ENVIRONMENT as FAULTS
 from drivetrain.core.launchers import find_machines
 from drivetrain.core.processes import OrphanGuard
+from drivetrain.core.safe_text import printable, redacted_words
 from drivetrain.core.stopping import StopWish, hearing
 from drivetrain.hardware import Hardware
 from drivetrain.launch.layout import (
@@ -178,11 +179,11 @@ class Follower:
                 rank = int(str(message["rank"]))
                 channel.send({"event": "stack", "rank": rank, "text": self._crew.stack_of(rank)})
             case "say":
-                print(f"drivetrain: {message['words']}", file=sys.stderr, flush=True)
+                print(f"drivetrain: {printable(str(message['words']))}", file=sys.stderr, flush=True)
             case "refuse":
                 raise DrivetrainError(str(message["message"]), remedy=str(message["remedy"]))
             case "end":
-                words = str(message["words"])
+                words = printable(str(message["words"]))
                 if words:
                     print(words, file=sys.stderr, flush=True)
                 return int(str(message["code"]))
@@ -221,7 +222,7 @@ def start(
     if inject:
         environment[FAULTS] = inject
     task = WorkerTask(words, environment)
-    code = {**code_version("" if script is None else str(script)), "arguments": " ".join(words[1:])}
+    code = {**code_version("" if script is None else str(script)), "arguments": " ".join(redacted_words(words[1:]))}
     if layout.node_rank == 0 and os.environ.get("DRIVETRAIN_LAUNCHED"):
         raise DrivetrainError(
             "this process was started by `drivetrain launch` itself", remedy="launch once, from the outside"

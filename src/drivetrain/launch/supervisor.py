@@ -17,6 +17,7 @@ from typing import Any
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.run_folder import is_finished
+from drivetrain.core.safe_text import printable
 from drivetrain.core.stopping import hearing
 from drivetrain.launch.attempts import AttemptLog
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
@@ -427,4 +428,4 @@ def _exit_code(cause: Failure) -> int:
 def _say(words: str) -> None:
     if words:
         sys.stdout.flush()
-        print(words, file=sys.stderr, flush=True)
+        print(printable(words), file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from drivetrain.core.launchers import CHANNEL, ProcessPlace
 from drivetrain.core.processes import OrphanGuard, kill_group
+from drivetrain.core.safe_text import printable
 from drivetrain.core.stopping import held_back
 from drivetrain.hardware.host import oom_kills
 from drivetrain.launch.layout import Layout
@@ -44,7 +45,8 @@ class RankLogs:
         self._attempt = attempt
         self._shown = shown
         self._folder = folder / f"attempt-{attempt}"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what ranks print may hold secrets
+        self._folder.mkdir(exist_ok=True, mode=0o700)
         self._files: dict[int, BinaryIO] = {}
         self._tails: dict[int, deque[bytes]] = {}
         self._begun: dict[int, bytes] = {}  # a line that has no end yet
@@ -100,7 +102,8 @@ class RankLogs:
 
     def _print(self, rank: int, data: bytes, lines: list[bytes]) -> None:
         if "," in self._shown or self._shown == "all":
-            data = b"".join(f"[{rank}] ".encode() + line + b"\n" for line in lines)
+            shown = (printable(line.decode(errors="replace"), colors=True) for line in lines)
+            data = "".join(f"[{rank}] {line}\n" for line in shown).encode()
         if data:
             to_screen(data)
 

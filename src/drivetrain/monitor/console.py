@@ -17,6 +17,7 @@ from rich.text import Text
 
 from drivetrain.core.log import log
 from drivetrain.core.records import RESERVED_NAMES, StepRecord
+from drivetrain.core.safe_text import printable
 
 MOST_LOGGED = 6  # values on a line; all are in the records
 
@@ -87,6 +88,7 @@ class RunConsole:
         self._shown(self._progress.stop)
 
     def say(self, text: str) -> None:
+        text = printable(text)
         plain = Text.from_markup(text).plain.strip()
         if not log(plain, logging.DEBUG if self._quiet else logging.INFO):
             # Lines are not wrapped unless on a terminal: logs are searched.

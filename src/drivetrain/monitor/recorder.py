@@ -19,6 +19,7 @@ from drivetrain.core.log import LOGGER
 from drivetrain.core.logged import Media
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, as_row, read_rows, yaml_text
+from drivetrain.core.safe_text import redacted
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.monitor.console import RunConsole
@@ -299,7 +300,7 @@ class RunRecorder(NoRunRecorder):
         if facts.resumed_from and not quiet:
             self._console.take_up(read_rows(folder.path / "steps.jsonl")[0])
         folder.write("hardware.json", hardware.to_json())
-        folder.write("config.yaml", yaml_text(config.model_dump(mode="json")))
+        folder.write("config.yaml", yaml_text(redacted(config.model_dump(mode="json"))))
         plan = asdict(facts.plan)
         _write_plan(folder, facts.plan, facts.planned)
         self._time = _LoopTime(facts.resumed_from)
@@ -344,7 +345,7 @@ class RunRecorder(NoRunRecorder):
     def _start_watching(self) -> None:
         facts, config, report = self._facts, self._config, self._messages.put
         if config.watch.trackers:
-            values = {**config.model_dump(mode="json"), "plan": asdict(facts.plan)}
+            values = {**redacted(config.model_dump(mode="json")), "plan": asdict(facts.plan)}
             start = TrackerStart(facts.path, facts.name, values, facts.resumed_from, report)
             self._trackers = start_trackers(config.watch.trackers, start)
         if config.watch.monitor_gpu and config.watch.gpu_log_interval != 0:

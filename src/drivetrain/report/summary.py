@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drivetrain.core.aims import Aim
 from drivetrain.core.goodput import NAMES
+from drivetrain.core.safe_text import printable
 from drivetrain.report.run_data import TESTED, Row, RunData
 
 _FIGURES = {
@@ -27,7 +28,7 @@ _FIGURES = {
 
 def summary(data: RunData) -> str:
     parts = [[*part(data)] for part in (_how, _result, _speed, _goodput, _phases, _verdict, _devices)]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+    return printable("\n\n".join("\n".join(lines) for lines in parts if lines)) + "\n"
 
 
 def _line(label: str, words: object) -> str:

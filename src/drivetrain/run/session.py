@@ -22,6 +22,7 @@ from drivetrain.core.optims import Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.processes import refuse_while_importing
 from drivetrain.core.run_folder import Extension, RunFolder
+from drivetrain.core.safe_text import redacted_words
 from drivetrain.core.world import World
 from drivetrain.data.division import Division
 from drivetrain.data.loader import Loader
@@ -223,7 +224,7 @@ class Session:
             folder, extensions = claim_folder(self.job, self.config, self.name, quiet=self.quiet)
             target = target_of_run()
             arguments = sys.argv[1:] if target.endswith(".py") else []
-            folder.write(SOURCE, json.dumps({"target": target, "arguments": arguments}) + "\n")
+            folder.write(SOURCE, json.dumps({"target": target, "arguments": redacted_words(arguments)}) + "\n")
             return {"path": str(folder.path.absolute()), "extensions": [asdict(it) for it in extensions]}
 
         claimed = self.world.main_does(claim)

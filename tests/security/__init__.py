@@ -1,0 +1,1 @@
+"""What others may not do: run code, leave the folder, listen in, read secrets, forge lines."""
