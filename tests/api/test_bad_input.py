@@ -312,7 +312,8 @@ def test_a_loss_that_becomes_nan_keeps_the_last_checkpoint(tmp_path: Path) -> No
         return vector_loss(model, batch) * (float("nan") if len(calls) == 5 else 1.0)
 
     calls: list[int] = []
-    fails(tmp_path, "the loss of step 4 .* is nan", loss=loss)
+    with pytest.raises(DrivetrainError, match=r"the loss of step 4 .* is nan"):
+        train(make_job(SMALL, loss=loss), config(tmp_path, bad_steps="stop"), quiet=True)
     assert [path.name for path in (tmp_path / "suite" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -362,8 +363,9 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 def test_nan_in_the_first_batch(tmp_path: Path) -> None:
     data = TensorDataset(torch.full((20, 6), torch.nan), torch.zeros(20, dtype=torch.int64))
-    error = fails(tmp_path, "the loss of step 1 .* is nan: before anything was learned", data=data)
-    assert "first batch" in error.remedy
+    words = "the loss of step 3 .* is nan, as the two before it: before anything was learned"
+    error = fails(tmp_path, words, data=data)
+    assert "first batches" in error.remedy
     assert not list((tmp_path / "suite" / "checkpoints").glob("step-*"))
     events = (tmp_path / "suite" / "events.jsonl").read_text()
     assert "stopped by an error" in events

@@ -21,9 +21,9 @@ def skipping(up_to: int) -> Any:
     """Steps as with infinite gradients in fp16: the first so many leave the weights alone."""
     calls, move = [0], StrategyParts.move
 
-    def moved(self: StrategyParts, *arguments: Any) -> Any:
+    def moved(self: StrategyParts, *arguments: Any, **more: Any) -> Any:
         calls[0] += 1
-        return (None, 1.0) if calls[0] <= up_to else move(self, *arguments)
+        return (None, 1.0) if calls[0] <= up_to else move(self, *arguments, **more)
 
     return moved
 

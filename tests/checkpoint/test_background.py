@@ -407,7 +407,7 @@ def train_with_a_frozen_rank(folder: str) -> dict[str, Any]:
         beside=True,
     )
     assert saver.snapshot is not None
-    saver.snapshot(1)()
+    saver.snapshot(1)(True)
     found: dict[str, Any] = {}
     if world.rank == 1:
         saver.finish()

@@ -104,6 +104,8 @@ FLAGS = {
     "watch.monitor_gpu": ["--monitor-gpu"],
     "watch.gpu_log_interval": ["--gpu-log-interval"],
     "watch.profile": ["--profile"],
+    "watch.bad_steps": ["--bad-steps"],
+    "watch.spikes": ["--spikes"],
     "watch.inject": ["--inject"],
     "watch.report": ["--report"],
     "watch.quiet": ["--quiet"],

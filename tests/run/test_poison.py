@@ -41,7 +41,8 @@ class NanGradientAt:
 def run_poisoned(folder: str, variant: Variant, at_call: int, settings: dict[str, Any] | None = None) -> str:
     try:
         # Without clipping: the strategy would skip, or find, what is not finite.
-        run(folder, variant, loss=NanGradientAt(at_call), clip_norm=None, settings=settings)
+        given = {"bad_steps": "stop", **(settings or {})}
+        run(folder, variant, loss=NanGradientAt(at_call), clip_norm=None, settings=given)
     except dt.DrivetrainError as error:
         return error.message
     return ""
@@ -80,7 +81,7 @@ def test_a_resume_that_goes_bad_at_once_falls_back(tmp_path: Path, capfd: pytest
     assert mended.resumed_from == 2
     assert_identical(mended, run(str(tmp_path / "whole"), VARIANT, clip_norm=None))
     told = capfd.readouterr().err
-    assert "step-00000004 was set aside as step-00000004.corrupt: the loss of step 5" in told
+    assert "step-00000004 was set aside as step-00000004.corrupt: the loss of step 7" in told
     assert "going on from step 2 instead" in told
 
 
@@ -90,7 +91,7 @@ def test_it_falls_back_no_more_often_than_there_are_older_ones(tmp_path: Path) -
 
     assert run_until_crash(str(tmp_path), VARIANT, 0, call_in(7, 0, 1))
     with pytest.raises(dt.DrivetrainError, match="right after the run went on from step 2"):
-        run(str(tmp_path), VARIANT, loss=bad_later)
+        run(str(tmp_path), VARIANT, loss=bad_later, settings={"bad_steps": "stop"})
     names = sorted(path.name for path in (tmp_path / "suite" / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000004.corrupt", "step-00000006.corrupt"]
 

@@ -143,7 +143,8 @@ def poisoned(folder: str, settings: dict[str, Any]) -> None:
         value = functional.cross_entropy(model(batch[0]), batch[1])
         return value * (float("nan") if calls[0] == 4 and world.rank == world.size - 1 else 1.0)
 
-    run(folder, Variant(dtype=torch.float32, steps=6, global_batch=12), None, settings=settings, loss=loss)
+    given = {**settings, "bad_steps": "stop"}
+    run(folder, Variant(dtype=torch.float32, steps=6, global_batch=12), None, settings=given, loss=loss)
 
 
 def stopped(folder: str, settings: dict[str, Any]) -> tuple[int, bool]:

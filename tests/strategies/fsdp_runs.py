@@ -302,7 +302,7 @@ def run_with_poison(folder: str) -> None:
         value = functional.cross_entropy(model(batch[0]), batch[1])
         return value * (float("nan") if calls[0] == 4 and world.rank == world.size - 1 else 1.0)
 
-    run_settings = {"parallel_strategy": "fsdp"}
+    run_settings = {"parallel_strategy": "fsdp", "bad_steps": "stop"}
     run(folder, Variant(steps=6, global_batch=12), None, settings=run_settings, loss=loss)
 
 

@@ -31,6 +31,7 @@ from drivetrain.data.loader import Loader, MicroBatch, SamplesAgain
 from drivetrain.job import Job
 from drivetrain.job_checks import check_aims
 from drivetrain.loop import Stepper
+from drivetrain.loop.bad_numbers import BadNumbers, RollBackError, SpikeWatch
 from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
@@ -95,6 +96,7 @@ from drivetrain.run.out_of_memory import (
     tell_cap,
 )
 from drivetrain.run.refusals import refuse_before_planning
+from drivetrain.run.rolling_back import read_skips, rolls_back
 from drivetrain.strategies.freezing import Freezer
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
@@ -218,6 +220,8 @@ class _Run(Session):
         can = False
         if isinstance(error, BadResumeError):
             can = falls_back(self, error)
+        elif isinstance(error, RollBackError):
+            can = rolls_back(self, error)
         elif is_out_of_memory(error) and hasattr(self, "path"):  # without a folder the cap cannot be kept
             can = self._lower_cap(error)
         self._can_try_again = id(error), can
@@ -378,6 +382,25 @@ class _Loop:
             set_loss_weights=run.loss_parts.set_weights if run.loss_parts.has_schedule else None,
             norms=norms,
             retry=StepRetry(run, parts, loader, stepper, recorder, start.caps),
+            bad=self._bad_numbers(stepper, resumed_from),
+        )
+        self._spikes = SpikeWatch(run.config.watch.spikes, recorder.event, recorder.say)
+
+    def _bad_numbers(self, stepper: Stepper, first_step: int) -> BadNumbers | None:
+        """Return the judge of numbers that are not finite; None where the run stops at the first. Collective."""
+        run, recorder = self._run, self._recorder
+        if run.config.watch.bad_steps == "stop":
+            return None
+        self._parts.given.gate.is_on = True
+        return BadNumbers(
+            run.world,
+            stepper,
+            self._loader,
+            recorder.event,
+            recorder.say,
+            skips=read_skips(run),
+            first_step=first_step,
+            scales_loss=run.precision.scales_loss,
         )
 
     def run(self) -> None:
@@ -391,6 +414,7 @@ class _Loop:
                     recorder.write(record)
                     self._last = record
                     memory.observe(record)
+                    self._spikes.observe(record)
                     saver.report()
                 saver.finish()
                 memory.close()

@@ -579,6 +579,16 @@ class WatchSection(Section):
         pattern=r"^[1-9]\d*:[1-9]\d*$",
         description="steps to watch with torch.profiler, the first and the last, such as 10:15",
     )
+    bad_steps: Annotated[Literal["skip", "stop"], Flag("bad-steps")] = Field(
+        "skip",
+        description="what follows a loss or gradients that are not finite: skip leaves the weights as they were, on "
+        "all ranks, and goes back to a checkpoint after three in a row; stop ends the run",
+    )
+    spikes: Annotated[Literal["alert", "rollback", "off"], Flag("spikes")] = Field(
+        "alert",
+        description="what follows a loss far above those before it: a line, or going back to the last checkpoint and "
+        "past these batches, at most three times",
+    )
     inject: Annotated[str, AfterValidator(_known_faults), Flag("inject"), Allowed(FAULTS_ALLOWED)] = Field(
         "",
         description="faults to inject into the run, each once, to see what it survives, such as kill@120:rank1: in "

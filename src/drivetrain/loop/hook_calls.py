@@ -46,7 +46,6 @@ class HookCalls:
         stepper: Stepper,
         validation: Validation | None,
         average: Average | None,
-        *,
         rehearsal: Rehearsal | None,
         check_model: Callable[[], None],
         freezer: Freezer | None,

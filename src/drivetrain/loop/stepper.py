@@ -1,5 +1,7 @@
 """Runs one optimizer step over one global batch: forward and backward of each micro-batch, then the strategy's step."""
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -55,6 +57,8 @@ class Stepper:
         self._before_micro_step = before_micro_step
         self.keeps_batch = False  # whether the last batch will be asked for: only then it is not freed
         self._last_batch: Any = None
+        # The losses of this rank's last micro-steps, each with its step, to tell whose was bad.
+        self._own_losses: deque[tuple[int, torch.Tensor]] | None = deque(maxlen=512) if world.size > 1 else None
         self.is_moving = False  # whether the strategy's step is being run: weights may be half moved if it fails
         self._generator = _generator_of(world.device)
 
@@ -127,7 +131,8 @@ class Stepper:
         if micro.is_last:
             objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
             clock.lap(FORWARD)
-            if self._world.size > 1:
+            if self._own_losses is not None:
+                self._own_losses.append((place.step, objective.detach()))
                 clock.watch_backward(objective)
             strategy.backward(objective)
             clock.end_backward()
@@ -135,8 +140,17 @@ class Stepper:
             with strategy.accumulate():
                 objective = self._objective(batch, micro.num_samples, place.num_samples, micro.weight)
                 clock.lap(FORWARD)
+                if self._own_losses is not None:
+                    self._own_losses.append((place.step, objective.detach()))
                 strategy.backward(objective)
                 clock.lap(BACKWARD)
+
+    def own_loss_is_bad(self, step: int) -> bool:
+        """Return whether this rank had a loss that is not finite in the step that followed `step` steps.
+
+        The host waits for the device: it is called after bad steps only.
+        """
+        return any(of == step and not math.isfinite(loss.item()) for of, loss in self._own_losses or ())
 
     def _key_of(self, step: int, micro_step: int, turn: int = 0) -> int:
         return mix(self._key + step * _STEP + micro_step * _MICRO_STEP + turn * _TURN)

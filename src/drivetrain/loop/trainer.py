@@ -10,21 +10,23 @@ other, as a stretch: the host's per-step work would take as long as the device n
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import BadResumeError, DrivetrainError
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, Rehearsal
 from drivetrain.core.launchers import supervision
-from drivetrain.core.records import PartLoss, StepOutcome, StepRecord
+from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.job import Job
+from drivetrain.loop.bad_numbers import NO_SKIPS, BadNumbers, RollBackError, not_finite
 from drivetrain.loop.hook_calls import HookCalls, RunLog
 from drivetrain.loop.rates import Rates
 from drivetrain.loop.read_back import InFlight, ReadStep
@@ -59,7 +61,6 @@ class Begun(NamedTuple):
 # How long to wait, after an error, for the record of a step whose state was copied: the device may hang.
 LAST_WAIT_SECONDS = 10.0
 # In so many steps after a resume a bad loss is put down to the checkpoint: bad moments show in the second one.
-FIRST_STEPS = 3
 
 
 class Saver(Protocol):
@@ -72,10 +73,10 @@ class Saver(Protocol):
         """Refuse a state that cannot be saved: called after the first step, in which optimizers create their state."""
 
     @property
-    def snapshot(self) -> Callable[[int], Callable[[], None]] | None:
+    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
         """The function that copies the state for a checkpoint before its step was judged; None if saves wait for it.
 
-        It returns a function to call once the step was judged; never if the step was bad.
+        It returns a function to call once the step was judged, with whether it was good; not if an error ends the run.
         """
 
 
@@ -120,6 +121,7 @@ class Trainer:
         norms: NormSchedule | None = None,
         freezer: Freezer | None = None,
         retry: Retry | None = None,
+        bad: BadNumbers | None = None,
     ) -> None:
         """Prepare the loop.
 
@@ -145,21 +147,12 @@ class Trainer:
             norms: Decides which steps compute their gradient norm, if nothing is clipped.
             freezer: Freezes weights for hooks.
             retry: Repeats steps that were out of memory; None: such a step ends the run.
+            bad: Judges steps with numbers that are not finite; None: such a loss ends the run.
         """
         self._job, self._stepper, self._loader, self._rates = job, stepper, loader, rates
         self._saver, self._snapshot = saver, saver.snapshot
         self._hook_calls = HookCalls(
-            model,
-            optimizer,
-            world,
-            folder,
-            recorder,
-            stepper,
-            validation,
-            average,
-            rehearsal=rehearsal,
-            check_model=check_model,
-            freezer=freezer,
+            model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal, check_model, freezer
         )
         self._first_step, self._validation, self._average = first_step, validation, average
         self._before_step, self._set_loss_weights, self._norms, self._retry = (
@@ -174,8 +167,10 @@ class Trainer:
         everies = [self._save_every, *(every for _, every in self._hooks), *([average.every] if average else [])]
         self._everies = [every for every in everies if every != "epoch"]
         self._in_flight = InFlight(world.device, stepper.clock)
+        self._bad, self._device = bad, world.device
+        self._skips = NO_SKIPS if bad is None else bad.skips
         self._last_loss = math.nan  # of the record read last; before hooks that is the step just done
-        self._commit: Callable[[], None] | None = None  # of a snapshot that was taken after the step in flight
+        self._commit: Callable[[bool], None] | None = None  # of a snapshot that was taken after the step in flight
         self.wants_stop = False
         self.stopped_early = False  # a stop was requested; the run can go on later
         self.ended_by_hook = False  # a hook found that the job is done
@@ -190,6 +185,10 @@ class Trainer:
             steps: Steps | None = self.steps()
             while steps is not None:
                 steps = yield from self._run_steps(steps)
+        except RollBackError:  # to a checkpoint before this step: the next one is of no use
+            self._in_flight.drop()
+            self._commit = None
+            raise
         except (Exception, KeyboardInterrupt):
             yield from self.last_words()
             raise
@@ -200,7 +199,8 @@ class Trainer:
             if self._retry is not None and self._retry.next_change == place.step:
                 return self._divided_anew(place)
             begun = self.begin(place)
-            outcome = self._attempt(place, micro_batches)
+            is_left_out = place.step + 1 in self._skips
+            outcome = self._left_out() if is_left_out else self._attempt(place, micro_batches)
             if outcome is None:
                 yield from self.outstanding()
                 return self._divided_anew(place)
@@ -219,6 +219,13 @@ class Trainer:
             if self._retry is None or not self._retry.may_repeat(error, place):
                 raise
             return None  # and the error is gone, with all the memory that it held
+
+    def _left_out(self) -> StepOutcome:
+        """Leave out a step that was bad before: it takes its batch and its place in the schedule."""
+        if self._average is not None:
+            self._average.update()
+        nothing = torch.full((), math.nan, dtype=torch.float32, device=self._device)
+        return StepOutcome([(nothing, 1.0)], 0.0, 0.0, None, 1.0)
 
     def _divided_anew(self, place: Place) -> Steps:
         """Return the steps from this one on, with smaller micro-batches."""
@@ -272,7 +279,7 @@ class Trainer:
         if num_due:
             yield from self._records(num_due)
         if commit is not None:
-            commit()
+            commit(not self._is_in_doubt)
         clock.lap(LOGGING)
         save_due |= self.stopped_early
         ends = is_last or self.is_over
@@ -292,7 +299,7 @@ class Trainer:
             self.ended_by_hook = verdict.stop
         if self._average is not None and (is_last or self.ended_by_hook):
             self._average.finish()
-        if save_due or self.is_over:
+        if (save_due and not self._is_in_doubt) or ends or self.is_over:
             self._saver.save(done)
             clock.lap(CHECKPOINT)
         clock.next_step()
@@ -331,6 +338,9 @@ class Trainer:
             return None
         done = stretch.first.step
         free = [every - 1 - done % every for every in self._everies]
+        left_out = self._skips.next_after(done)
+        if left_out is not None:
+            free.append(left_out - 1 - done)
         if self._retry is not None and self._retry.next_change is not None:
             free.append(max(0, self._retry.next_change - done))
         if self._norms is not None:
@@ -346,7 +356,7 @@ class Trainer:
         if self._in_flight:
             yield from self._records(len(self._in_flight))
         if commit is not None:
-            commit()
+            commit(not self._is_in_doubt)
 
     def _records(self, count: int) -> Iterator[StepRecord]:
         """Yield the records of the oldest `count` entries in flight; blocks until the device has finished them."""
@@ -367,7 +377,12 @@ class Trainer:
         except Exception:  # noqa: BLE001  (a bad step, or a device that is gone: the first error is the news)
             return
         yield record
-        commit()
+        commit(not self._is_in_doubt)
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        """Whether the step that was judged last was bad: it is not saved, since a run may have to go back before it."""
+        return self._bad is not None and self._bad.in_a_row > 0
 
     @property
     def is_over(self) -> bool:
@@ -396,8 +411,17 @@ class Trainer:
         supervision.step(step)
         self.stopped_early |= stop > 0
         loss, parts = values.loss(step - 1)
-        if not math.isfinite(loss):
-            raise self._not_finite(step, place.epoch, loss, parts)
+        if self._bad is None:
+            if not math.isfinite(loss):
+                raise not_finite(step, place.epoch, loss, parts, self._first_step)
+        elif step in self._skips:
+            self._bad.leave_out(step)
+        elif self._bad.is_bad(loss, norm):
+            here = place if enqueued.num_steps == 1 else self._loader.division.place(step - 1)
+            self._bad.bad(step, here, loss, norm, parts, skipped=skipped >= 1, has_moved=self.has_moved)
+            loss, count, parts = math.nan, 0.0, None  # nothing was learned
+        else:
+            self._bad.good()
         self._last_loss = loss if count else math.nan
         if skipped < 1:  # of several turns, some may be skipped
             self.has_moved = True
@@ -416,31 +440,6 @@ class Trainer:
                 remedy="use --precision bf16 or fp32 (fp16 overflows); look for infinite values in the data, and for "
                 "sqrt, log or a division by zero in the loss; then train under another --name",
             )
-
-    def _not_finite(
-        self, step: int, epoch: int, loss: float, parts: Mapping[str, PartLoss] | None = None
-    ) -> DrivetrainError:
-        where = f"the loss of step {step} (epoch {epoch + 1}) is {loss}"
-        bad = [name for name, part in (parts or {}).items() if part.num_items and not math.isfinite(part.loss)]
-        if bad:
-            where += f" (its part {', '.join(bad)})"
-        if step == 1:
-            return DrivetrainError(
-                f"{where}: before anything was learned, so the data or the first weights are to blame",
-                remedy="look for nan or infinite values in the first batch, and for a log or a division by zero in the "
-                "loss; --precision fp32 rules out an overflow",
-            )
-        if self._first_step and step <= self._first_step + FIRST_STEPS:
-            return BadResumeError(
-                f"{where}, right after the run went on from step {self._first_step}",
-                remedy="a lower learning rate, or clip_norm, or repaired data of that step; then run again under the "
-                "same name",
-                resumed_from=self._first_step,
-            )
-        return DrivetrainError(
-            f"{where}; the run stops before it is saved, so the last checkpoint is good",
-            remedy="a lower learning rate, or clip_norm; then run again under the same name to go on from there",
-        )
 
 
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:

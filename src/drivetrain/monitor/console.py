@@ -121,7 +121,7 @@ class RunConsole:
         if epoch != self._epoch:
             self._epoch, self._epoch_sum, self._epoch_count = epoch, 0.0, 0.0
             self._epoch_parts, self._epoch_logged = {}, {}
-        self._epoch_sum += loss * num_items
+        self._epoch_sum += loss * num_items if num_items else 0.0
         self._epoch_count += num_items
 
     def show(self, record: StepRecord) -> None:
@@ -139,7 +139,7 @@ class RunConsole:
             for name, value in record.logged.items():
                 for sums in (self._logged, self._epoch_logged):
                     _add(sums, name, value, 0.0 if math.isnan(value) else record.samples)
-        self._loss_sum += record.loss * record.num_items
+        self._loss_sum += record.loss * record.num_items if record.num_items else 0.0
         self._count += record.num_items
         self._samples += record.samples
         self._skipped += record.skipped

@@ -442,7 +442,7 @@ class RunRecorder(NoRunRecorder):
         if not seconds:
             return {}
         samples, items = sum(record.samples for record in window), sum(record.num_items for record in window)
-        loss = sum(record.loss * record.num_items for record in window) / (items or 1.0)
+        loss = sum(record.loss * record.num_items for record in window if record.num_items) / (items or 1.0)
         rates = {"loss": loss, "samples_per_second": samples / seconds}
         if window[-1].parts is not None:
             rates |= _part_losses(window)

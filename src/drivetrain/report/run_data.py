@@ -163,7 +163,7 @@ def _epoch(number: int, rows: list[Row], aside_seconds: float) -> Epoch:
     items = sum(row["num_items"] for row in rows)
     return Epoch(
         number + 1,
-        sum(row["loss"] * row["num_items"] for row in rows) / items,
+        sum(row["loss"] * row["num_items"] for row in rows if row["num_items"]) / (items or 1.0),
         sum(row["seconds"] for row in rows),
         sum(row["samples"] for row in rows),
         aside_seconds,

@@ -92,7 +92,7 @@ class CheckpointSaver:
         self._tell_problems()
 
     @property
-    def snapshot(self) -> Callable[[int], Callable[[], None]] | None:
+    def snapshot(self) -> Callable[[int], Callable[[bool], None]] | None:
         """The function that takes the state of a step not judged yet; None if saves wait. See `Trainer.snapshot`."""
         return None if self._saver is None else self._snapshot
 
@@ -116,7 +116,7 @@ class CheckpointSaver:
 
     def _save(self, step: int) -> None:
         if self._saver is not None:
-            self._begin(step, may_wait=True)()
+            self._begin(step, may_wait=True)(True)
             return
         began = time.monotonic()
         self._recorder.flush()
@@ -164,7 +164,7 @@ class CheckpointSaver:
                 self._recorder.event("save given up", words=given_up)
                 self._recorder.say(given_up)
 
-    def _snapshot(self, step: int) -> Callable[[], None]:
+    def _snapshot(self, step: int) -> Callable[[bool], None]:
         with self._blocking():
             return self._begin(step, may_wait=False)
 
@@ -177,7 +177,7 @@ class CheckpointSaver:
         finally:
             self._recorder.spend("ckpt_block", time.monotonic() - began)
 
-    def _begin(self, step: int, *, may_wait: bool) -> Callable[[], None]:
+    def _begin(self, step: int, *, may_wait: bool) -> Callable[[bool], None]:
         """Begin a save. With `may_wait`, the host may wait for the device: it has just waited for the step."""
         assert self._saver is not None
         saver = self._saver
@@ -187,7 +187,10 @@ class CheckpointSaver:
         if self.when_begun is not None:
             self.when_begun(step)
 
-        def judged() -> None:
+        def judged(is_good: bool) -> None:
+            if not is_good:
+                saver.abandon()
+                return
             self._recorder.flush()  # a checkpoint counts on the lines of all steps up to it
             saver.judged()
 

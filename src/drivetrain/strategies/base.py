@@ -4,6 +4,7 @@ The objective is a module whose forward is the user's whole loss function: what 
 forward with one output, while the user's function gets the plain model.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -62,6 +63,35 @@ class Evaluation:
         self.keep: Callable[[], None] | None = None  # called with gradients ready, in place of the optimizer's step
 
 
+class BadStepGate:
+    """Holds whether a step whose loss or gradients are not finite leaves the weights as they were.
+
+    It is decided by numbers that all ranks have alike. On a CPU the host looks at them. On a GPU it would have to wait:
+    there a fused optimizer looks at a flag on the device, as for `GradScaler`, and others are not kept from the step.
+    """
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def closes(self, optimizer: Optimizer, values: Sequence[Tensor]) -> Tensor | bool:
+        """Return whether the step is to be skipped: as a flag on the device where a fused optimizer obeys it.
+
+        Args:
+            optimizer: What would move the weights.
+            values: The loss and the norm of the gradients, as far as they are known.
+        """
+        if not self.is_on or not values:
+            return False
+        if all(value.is_cpu for value in values):
+            return not all(math.isfinite(value.item()) for value in values)
+        if not all(group.get("fused") for group in optimizer.param_groups):
+            return False
+        # A number minus itself is 0, unless it is not finite.
+        return torch.stack([(value - value).float() for value in values]).sum().ne(0).float()
+
+
 class Frozen:
     """Holds the weights that get no gradient for now: their names, and what the optimizer has of each."""
 
@@ -95,6 +125,7 @@ class StrategyParts:
     of_all_turns: "StrategyParts | None" = None  # for one of several turns: these are saved, and have the scaler
     evaluation: Evaluation = field(default_factory=Evaluation)
     frozen: Frozen = field(default_factory=Frozen)
+    gate: BadStepGate = field(default_factory=BadStepGate)
     # The settings and attributes that the optimizer was made with: it may change them with every step.
     made_with: Mapping[str, Any] = field(init=False)
 
@@ -132,10 +163,10 @@ class StrategyParts:
         return self.scaler.scale(self._one)
 
     def update(
-        self, factor: Tensor | float | None, together: "Together | None" = None
+        self, factor: Tensor | float | None, together: "Together | None" = None, loss: Sequence[Tensor] = ()
     ) -> tuple[Tensor | None, Tensor | float]:
         """Move the weights, and the average after them."""
-        moved = self.move(factor, together)
+        moved = self.move(factor, together, loss)
         self.follow()
         return moved
 
@@ -165,12 +196,13 @@ class StrategyParts:
         self.mixtures.settle()
 
     def move(
-        self, factor: Tensor | float | None, together: "Together | None" = None
+        self, factor: Tensor | float | None, together: "Together | None" = None, loss: Sequence[Tensor] = ()
     ) -> tuple[Tensor | None, Tensor | float]:
         """Rescale the reduced gradients, clip them, step the optimizer.
 
-        Returns the norm before clipping, and whether the step was skipped: 1 for infinite gradients in fp16. Where a
-        rank has only parts, `together` knows what all ranks' parts come to.
+        Returns the norm before clipping, and whether the step was skipped: 1 for infinite gradients in fp16, and for
+        bad numbers where those are skipped. Where a rank has only parts, `together` knows what all ranks' parts come
+        to. `loss` is of all ranks.
         """
         scales = self.precision.scales_loss
         skipped: Tensor | float = 0.0
@@ -199,13 +231,26 @@ class StrategyParts:
             self.scaler.update()
             skipped = widened(self.scale() < before)  # the scale falls after infinite gradients, and only then
         else:
-            try:
-                self.optimizer.step()
-            except (TypeError, AssertionError, RuntimeError, ValueError) as error:
-                if "closure" in str(error):  # reported in our own words
-                    raise closure_error(self.optimizer) from error
-                raise
+            skipped = self._step_unless_bad([*loss, *([] if norm is None else [norm])])
         return norm, skipped
+
+    def _step_unless_bad(self, values: Sequence[Tensor]) -> Tensor | float:
+        """Step the optimizer, unless one of these values is not finite. Return whether it was not stepped."""
+        bad = self.gate.closes(self.optimizer, values)
+        if bad is True:
+            return 1.0
+        try:
+            if isinstance(bad, Tensor):
+                self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self.optimizer.step()
+        except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+            if "closure" in str(error):  # reported in our own words
+                raise closure_error(self.optimizer) from error
+            raise
+        finally:
+            if isinstance(bad, Tensor):
+                vars(self.optimizer).pop("found_inf", None)
+        return bad if isinstance(bad, Tensor) else 0.0
 
     def _clip_each(self, together: "Together | None") -> Tensor:
         """Clip the gradients of each optimizer. Return the norm of all of them before that."""

@@ -113,7 +113,7 @@ class DdpStrategy:
             carried = carried / self._parts.scale()
         total, count, stopping = carried.unbind()
         factor = rescaling(self._samples, count) if self._objective.counts_items else None
-        norm, skipped = self._parts.update(factor, self.together)
+        norm, skipped = self._parts.update(factor, self.together, [total])
         self._ddp.zero_grad()
         self._objective.stop = stop  # travels with the next gradients
         return self._parts.outcome([(total, 1.0)], count, stopping, norm, skipped)

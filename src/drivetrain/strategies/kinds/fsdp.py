@@ -202,7 +202,7 @@ class FsdpStrategy:
         total, count, stopping = self._sums.take()
         if self._objective.counts_items:
             self._rescale(rescaling(self._samples, count))
-        norm, skipped = self._parts.update(None, self if self._world.size > 1 else None)
+        norm, skipped = self._parts.update(None, self if self._world.size > 1 else None, [total])
         if norm is not None:
             norm = norm.to(self._world.device)  # offloaded gradients have theirs in host memory
         self._clear()

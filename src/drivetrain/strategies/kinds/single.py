@@ -64,7 +64,8 @@ class SingleStrategy:
 
     def move(self, stop: float = 0.0) -> StepOutcome:
         losses, count = self._objective.take_tallies()
-        norm, skipped = self.parts.move(rescaling(self._samples, count) if self._objective.counts_items else None)
+        factor = rescaling(self._samples, count) if self._objective.counts_items else None
+        norm, skipped = self.parts.move(factor, loss=[value for value, _ in losses])
         self._begins = True
         return self.parts.outcome(losses, count, stop, norm, skipped)
 
