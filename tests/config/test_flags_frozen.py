@@ -106,6 +106,7 @@ FLAGS = {
     "watch.profile": ["--profile"],
     "watch.bad_steps": ["--bad-steps"],
     "watch.spikes": ["--spikes"],
+    "watch.compare_replicas": ["--compare-replicas"],
     "watch.inject": ["--inject"],
     "watch.report": ["--report"],
     "watch.quiet": ["--quiet"],

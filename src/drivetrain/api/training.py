@@ -96,6 +96,7 @@ from drivetrain.run.out_of_memory import (
     tell_cap,
 )
 from drivetrain.run.refusals import refuse_before_planning
+from drivetrain.run.replicas import ReplicaCheck
 from drivetrain.run.rolling_back import read_skips, rolls_back
 from drivetrain.strategies.freezing import Freezer
 
@@ -385,6 +386,8 @@ class _Loop:
             bad=self._bad_numbers(stepper, resumed_from),
         )
         self._spikes = SpikeWatch(run.config.watch.spikes, recorder.event, recorder.say)
+        every = run.config.watch.compare_replicas if run.is_whole else 0
+        self._replicas = ReplicaCheck(parts.model, parts.optimizer, run.world, recorder.event, every=every)
 
     def _bad_numbers(self, stepper: Stepper, first_step: int) -> BadNumbers | None:
         """Return the judge of numbers that are not finite; None where the run stops at the first. Collective."""
@@ -415,6 +418,7 @@ class _Loop:
                     self._last = record
                     memory.observe(record)
                     self._spikes.observe(record)
+                    self._replicas.observe(record)
                     saver.report()
                 saver.finish()
                 memory.close()

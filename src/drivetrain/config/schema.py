@@ -589,6 +589,12 @@ class WatchSection(Section):
         description="what follows a loss far above those before it: a line, or going back to the last checkpoint and "
         "past these batches, at most three times",
     )
+    compare_replicas: Annotated[int | None, Flag("compare-replicas")] = Field(
+        None,
+        ge=0,
+        description="steps between comparisons of weights and moments that all ranks must have alike (auto: 100, or as "
+        "many as keep it below 0.5 % of the time); 0 compares none",
+    )
     inject: Annotated[str, AfterValidator(_known_faults), Flag("inject"), Allowed(FAULTS_ALLOWED)] = Field(
         "",
         description="faults to inject into the run, each once, to see what it survives, such as kill@120:rank1: in "
