@@ -167,7 +167,16 @@ OBEYED = {
 }
 LAUNCH_FLAGS = [
     *("--num-processes", "--num-gpus", "--gpu-ids", "--cpu", "--share-gpus", "--nodes", "--spares", "--node-rank"),
-    *("--main-address", "--main-port", "--interface", "--max-restarts", "--tail-ranks", "--log-dir", "--bind"),
+    *(
+        "--main-address",
+        "--main-port",
+        "--interface",
+        "--max-restarts",
+        "--hang-seconds",
+        "--tail-ranks",
+        "--log-dir",
+        "--bind",
+    ),
     *("--join-seconds", "--node-seconds", "--rejoin-seconds", "--stop-seconds"),
 ]
 OWN_FLAGS = {

@@ -139,3 +139,50 @@ def test_wrong_input_has_the_exit_code_it_has_without_a_launcher() -> None:
     assert failure_from_error(told, **PLACE).exit_code == 2
     assert failure_from_error(error("ValueError", "bad", exit_code=1), **PLACE).exit_code == 1
     assert failure_from_error(error("ValueError", "bad"), **PLACE).exit_code == 1  # told by an older worker
+
+
+# What NCCL's watchdog of torch 2.11 and 2.13 leaves in the log of a rank that it aborts.
+WATCHDOG = """
+[rank{rank}]:[E1117 10:00:00 ProcessGroupNCCL.cpp:685] [Rank {rank}] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=10000) ran for 10006 milliseconds
+[rank{rank}]:[E1117 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] failure detected by \
+watchdog at work sequence id: 9 PG status: last enqueued work: {enqueued}, last completed work: 8
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with exception
+Fatal Python error: Aborted
+"""
+
+
+def aborted(rank: int, enqueued: int, at: float) -> Failure:
+    place = {**PLACE, "rank": rank, "at": at}
+    said = WATCHDOG.format(rank=rank, enqueued=enqueued)
+    return failure_from_exit(-signal.SIGABRT, out_of_memory=False, said=said, **place)
+
+
+def test_a_rank_that_the_watchdog_aborts_is_not_to_blame() -> None:
+    waiting = aborted(0, 9, 1.0)
+    assert (waiting.kind, waiting.follows) == (c.TIMEOUT, True)
+    killed = failure_from_exit(-signal.SIGKILL, out_of_memory=False, said="", **{**PLACE, "rank": 2, "at": 2.0})
+    assert first_cause([waiting, killed]).rank == 2
+    other = failure_from_exit(-signal.SIGABRT, out_of_memory=False, said="double free or corruption", **PLACE)
+    assert (other.kind, other.follows) == (c.SIGNAL, False)
+
+
+def test_of_ranks_that_were_all_aborted_the_one_behind_is_named() -> None:
+    found = first_cause([aborted(0, 9, 1.0), aborted(1, 8, 2.0), aborted(2, 10, 0.5)])
+    assert found.rank == 1
+    assert "it had enqueued 8 of them, another rank 10" in found.headline
+    assert first_cause([aborted(0, 9, 1.0), aborted(1, 9, 0.5)]).rank == 1, "where none is, the first"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("RuntimeError: Ranks 1, 3 failed to pass monitoredBarrier in 10000 ms", [1, 3]),
+        ("RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms", [2]),
+        ("Received a dump signal due to a collective timeout from rank 5 and we will try", [5]),
+        ("Connection closed by peer [127.0.0.1]:9", []),
+    ],
+)
+def test_the_ranks_that_a_text_blames(text: str, ranks: list[int]) -> None:
+    assert c.blamed_ranks(text) == ranks

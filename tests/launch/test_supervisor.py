@@ -173,6 +173,39 @@ def test_a_rank_that_never_comes_is_shown_with_its_stack(tmp_path: Path) -> None
     assert done.last_lines[-2] == "  cause:  timeout"
 
 
+def test_the_rank_that_a_text_blames_is_named_with_its_own_step(tmp_path: Path) -> None:
+    """Rank 0 waits for 1 and 2, and says it was 2."""
+    job = script(
+        tmp_path,
+        IN_TURN + "from drivetrain.core.launchers import supervision\n"
+        "supervision.step(3 + rank)\n"
+        "def elsewhere():\n    tell(f'{rank} is there')\n    time.sleep(600)\n"
+        "if rank:\n    elsewhere()\n"
+        "hear('1 is there')\nhear('2 is there')\ntime.sleep(0.5)\n"
+        "raise RuntimeError('[gloo] Ranks 2 failed to pass monitoredBarrier in 500 ms')\n",
+    )
+    done = launch(tmp_path, "--max-restarts", "0", str(job), num_processes=3)
+    assert done.code == 1
+    assert "rank 2 (node 0" in done.err
+    assert "failed first after step 5" in done.err
+    assert "in elsewhere" in done.err
+
+
+def test_ranks_that_nccls_watchdog_aborted_are_not_blamed(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        IN_TURN + "def in_the_loader():\n    tell('1 is there')\n    time.sleep(600)\n"
+        "if rank == 1:\n    in_the_loader()\n"
+        "hear('1 is there')\n"
+        "sys.stderr.write(f'[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\\n')\n"
+        "os.abort()\n",
+    )
+    done = launch(tmp_path, "--max-restarts", "0", str(job), num_processes=3)
+    assert "rank 1 (node 0" in done.err.splitlines()[1]
+    assert "in in_the_loader" in done.err
+    assert done.last_lines[-2] == "  cause:  timeout"
+
+
 PIDS = (
     RANK + "import subprocess\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"

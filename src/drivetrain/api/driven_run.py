@@ -18,6 +18,7 @@ from torch.nn import functional
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError
 from drivetrain.core.hook import StepContext
+from drivetrain.core.launchers import supervision
 from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.run_folder import RunFolder
 from drivetrain.core.state import Shard, local_part
@@ -85,6 +86,8 @@ class DrivenRun:
         self.steps = self.resumed_from  # optimizer steps done, over the whole life of the run
         self.last: StepRecord | None = None
         self.stepper = make_stepper(session, parts)
+        supervision.is_own_loop = True
+        stack.callback(supervision.phase, "end")
         self.recorder = stack.enter_context(open_recorder(session, opened.folder, opened.loader, self.resumed_from))
         if session.world.size == 1:
             parts.watch.note = self._note

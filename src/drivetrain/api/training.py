@@ -18,6 +18,7 @@ from drivetrain.core.faults import Faults
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
 from drivetrain.core.isolation import is_out_of_memory
+from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.records import StepRecord
@@ -98,6 +99,7 @@ from drivetrain.run.out_of_memory import (
 from drivetrain.run.refusals import refuse_before_planning
 from drivetrain.run.replicas import ReplicaCheck
 from drivetrain.run.rolling_back import read_skips, rolls_back
+from drivetrain.strategies.compiling import tell_compiling
 from drivetrain.strategies.freezing import Freezer
 
 __all__ = ["Result", "configured", "export", "num_trained", "train"]
@@ -411,6 +413,7 @@ class _Loop:
         recorder, saver, trainer, job = self._recorder, self._saver, self._trainer, self._run.job
         memory = watch_memory(self._run.world.device, recorder.event, recorder.say)
         was_stopped = self._validation is not None and self._validation.stopped_because
+        tell_compiling()
         try:
             with stopping_cleanly(trainer.stop, recorder.say):
                 for record in () if was_stopped else trainer.run():
@@ -420,6 +423,7 @@ class _Loop:
                     self._spikes.observe(record)
                     self._replicas.observe(record)
                     saver.report()
+                supervision.phase("save")
                 saver.finish()
                 memory.close()
         except BaseException as error:
@@ -428,6 +432,7 @@ class _Loop:
             saver.failed(error)
             raise
         finally:
+            supervision.phase("end")
             self._loader.close()
             saver.close()
         self.steps = self._last.step if self._last else self.steps

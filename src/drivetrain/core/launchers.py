@@ -13,11 +13,13 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
+from drivetrain.core.progress import Progress, ProgressPage, StepWatchdog
 
 LOOPBACK = "127.0.0.1"
 
@@ -321,6 +323,10 @@ class Supervision:
         self.last_step = 0
         self.run_folder = ""
         self._failed: BaseException | None = None
+        self.is_own_loop = False  # a user's, between whose steps anything may happen
+        self._page: ProgressPage | None = None
+        self._progress: Progress | None = None  # None: nothing was written yet
+        self._watchdog = StepWatchdog()
 
     @classmethod
     def of_environment(cls) -> "Supervision":
@@ -369,6 +375,7 @@ class Supervision:
 
     def step(self, step: int) -> None:
         self.last_step = step
+        self._move(step, "hooks" if self.is_own_loop else "step")
         if self._channel is None:
             return
         now = time.monotonic()
@@ -376,8 +383,36 @@ class Supervision:
             self._told_at = now
             self.tell("step", step=step)
 
+    def _move(self, step: int, phase: str) -> None:
+        """Note progress, where the supervisor reads it; without one, a watchdog of this process does."""
+        before = self._progress
+        if before is None:
+            before, self._page = Progress(), ProgressPage.of_environment()
+        self._progress = Progress(step, phase, before.changes + 1)
+        if self._page is not None:
+            self._page.write(self._progress)
+        elif phase == "step":
+            self._watchdog.beat(step)
+        else:
+            self._watchdog.pause()
+
+    def phase(self, phase: str) -> None:
+        """Say what is done from now on, of `PHASES`: what is not a step has other limits."""
+        self._move(self.last_step, phase)
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Do something in another phase, and go back to the one before."""
+        before = self._progress.phase if self._progress is not None else "start"
+        self.phase(phase)
+        try:
+            yield
+        finally:
+            self.phase(before)
+
     def run(self, folder: str, resumed_from: int | None = None) -> None:
-        self.run_folder = folder
+        self.run_folder, self.is_own_loop = folder, False
+        self.phase("start")
         self.tell("run", folder=folder)
 
 

@@ -58,6 +58,13 @@ class LaunchOptions(BaseModel):
     max_restarts: int = Field(
         3, ge=0, description="start again after a failure this often, while progress is made (default: 3)"
     )
+    hang_seconds: float = Field(
+        60,
+        ge=0,
+        allow_inf_nan=False,
+        description="a job in which no step ends for so long, and for 20 times as long as its steps take, is ended and "
+        "started again; it is reported after a sixth of that, and 5 steps; 0 never ends one (default: 60)",
+    )
     tail_ranks: Annotated[str, Allowed("all, none, or ranks separated by commas")] = Field(
         "0", pattern=r"^(all|none|\d+(,\d+)*)$", description="ranks whose output is shown here (default: 0)"
     )

@@ -24,7 +24,7 @@ _LOST_A_PEER = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|connection reset|broken pipe|connection refused|socket closed"
     r"|failed to (recv|send), got|(recv|send)Value ?failed|remote process exited|remote process has|ncclRemoteError"
     r"|communicator was aborted|pair closure|client socket has failed to connect|connection was likely closed"
-    r"|Rank \d+ (successfully|failed to pass)|lost connection|Unable to connect|peer closed",
+    r"|Ranks? \d+(, ?\d+)* (successfully|failed to pass)|lost connection|Unable to connect|peer closed",
     re.IGNORECASE,
 )
 _WAITED_IN_VAIN = re.compile(
@@ -34,6 +34,16 @@ _WAITED_IN_VAIN = re.compile(
 _FROM_COLLECTIVES = re.compile(
     r"Dist(Backend|Network|Store)?Error|gloo|nccl|ProcessGroup|c10d|TCPStore|collective|monitoredBarrier|torch.distributed",
     re.IGNORECASE,
+)
+# What NCCL's watchdog writes before it aborts a rank that waited: that rank is not to blame.
+_ABORTED_WAITING = re.compile(
+    r"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL"
+    r"|dump signal due to a collective timeout|Heartbeat monitor timed out|ProcessGroupNCCL's watchdog got stuck"
+    r"|watchdog thread terminated with exception"
+)
+_ENQUEUED = re.compile(r"last enqueued(?: NCCL)? work: (\d+)")
+_BLAMED = re.compile(
+    r"Ranks? (\d+(?:, ?\d+)*) failed to (?:pass|respond)|timeout from rank (\d+)|stuck rank: (\d+)", re.IGNORECASE
 )
 _DEVICE_MEMORY = re.compile(r"CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED|OutOfMemoryError")
 _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|MemoryError")
@@ -123,6 +133,12 @@ def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any
             headline = f"ended by {name}, which came from outside"
             remedy = "somebody or a scheduler killed it; `dmesg` tells if it was the kernel, for want of memory"
             return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
+        if -code == signal.SIGABRT and _ABORTED_WAITING.search(said):
+            headline = "aborted by NCCL's watchdog: it waited in a collective for another rank"
+            remedy = "another rank did not come; a slow save or a long data step can be allowed with --timeout-seconds"
+            enqueued = _ENQUEUED.findall(said)
+            exception = f"NCCL watchdog, last enqueued work {enqueued[-1]}" if enqueued else "NCCL watchdog"
+            return Failure(TIMEOUT, headline=headline, remedy=remedy, follows=True, exception=exception, **common)
         headline = f"crashed with {name}"
         remedy = "native code crashed; the Python lines it was at stand above"
         return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
@@ -146,7 +162,37 @@ def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Fa
         return min([failure for failure in by_itself if failure.kind != NODE_LOST] or lost, key=lambda one: one.at)
     if left:
         return min(left, key=lambda one: one.at)
+    behind = _least_enqueued(failures)
+    if behind is not None:
+        return behind
     return min(failures, key=lambda one: one.at)
+
+
+def _least_enqueued(failures: Sequence[Failure]) -> Failure | None:
+    """Return the rank that had enqueued fewer collectives than all others that NCCL's watchdog aborted, if one had."""
+    found = sorted(
+        (int(one.exception.rpartition(" ")[2]), one.rank or 0, one)
+        for one in failures
+        if one.exception.startswith("NCCL watchdog, last")
+    )
+    if len(found) < 2 or found[0][0] == found[1][0]:
+        return None
+    behind, ahead = found[0][2], found[-1][0]
+    words = "did not come to a collective that the others waited for: "
+    words += f"it had enqueued {found[0][0]} of them, another rank {ahead}"
+    return replace(behind, headline=words)
+
+
+def blamed_ranks(text: str) -> list[int]:
+    """Return the ranks that the text of an error blames, such as that of gloo's monitored barrier.
+
+    Args:
+        text: The text.
+    """
+    found = _BLAMED.search(text)
+    if found is None:
+        return []
+    return [int(number) for number in re.findall(r"\d+", next(filter(None, found.groups())))]
 
 
 def left_early(**place: Any) -> Failure:
@@ -166,6 +212,17 @@ def never_came(waiting: Failure, stack: str, **place: Any) -> Failure:
         headline=f"did not come to a collective that rank {waiting.rank} waited for ({waiting.exception})",
         traceback=f"it was at:\n{stack}" if stack else "",
         remedy="every rank has to run the same steps; where it is only slow, --timeout-seconds",
+        **place,
+    )
+
+
+def hung(words: str, stack: str, **place: Any) -> Failure:
+    """Return the failure of a rank that all others wait for."""
+    return Failure(
+        TIMEOUT,
+        headline=words,
+        traceback=f"it was at:\n{stack}" if stack else "",
+        remedy="look at the lines it was at; where it is only slow, --hang-seconds allows for more",
         **place,
     )
 

@@ -177,7 +177,8 @@ class Follower:
                     self._crew.kill()
             case "stack" if self._crew is not None:
                 rank = int(str(message["rank"]))
-                channel.send({"event": "stack", "rank": rank, "text": self._crew.stack_of(rank)})
+                for of, text in self._crew.stacks_of([rank] if rank >= 0 else range(2**31)).items():
+                    channel.send({"event": "stack", "rank": of, "text": text})
             case "say":
                 print(f"drivetrain: {printable(str(message['words']))}", file=sys.stderr, flush=True)
             case "refuse":

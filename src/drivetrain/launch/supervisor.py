@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +19,9 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.processes import OrphanGuard
 from drivetrain.core.run_folder import is_finished
 from drivetrain.core.safe_text import printable
-from drivetrain.core.stopping import hearing
+from drivetrain.core.stopping import StopWish, hearing
 from drivetrain.launch.attempts import AttemptLog
+from drivetrain.launch.hangs import HangWatch, hang_in_words, odd_ranks, write_stacks
 from drivetrain.launch.layout import LaunchOptions, Layout, listen_on
 from drivetrain.launch.nodes import Nodes
 from drivetrain.launch.root_cause import (
@@ -30,8 +32,10 @@ from drivetrain.launch.root_cause import (
     TIMEOUT,
     Failure,
     as_json,
+    blamed_ranks,
     first_cause,
     from_wire,
+    hung,
     in_words,
     left_early,
     never_came,
@@ -66,6 +70,8 @@ class _Attempt:
     step: int = 0
     stepped_at: float = 0.0  # when the last report of a step came
     checkpoint: int = 0
+    hangs: HangWatch = field(default_factory=HangWatch)
+    hang: Failure | None = None  # that was reported, and may still resolve itself
 
     @property
     def ranks_out(self) -> set[int]:
@@ -119,17 +125,18 @@ class Supervisor:
         if self._wish.has_come():
             return self._wish.exit_code, f"drivetrain: {self._wish.name} before anything was started"
         if missing and not self._filled():
-            raise self._not_here(self._nodes.missing)
+            raise _not_here(self._layout, self._nodes.missing, self._options.join_seconds)
         number = 0
         while True:
             self._nodes.seat_all()
-            attempt = _Attempt(number, self._layout.num_processes + sum(self._sizes))
+            watch = HangWatch(self._options.hang_seconds)
+            attempt = _Attempt(number, self._layout.num_processes + sum(self._sizes), hangs=watch)
             self._log.note("attempt", number=number, world_size=attempt.world_size)
             outcome = self._attempt(attempt)
             cause = outcome.cause
             finished = outcome.ended_well and all(attempt.ended.values()) and not attempt.interrupted
             if self._wish.has_come() and not finished:
-                return self._wish.exit_code, self._stopped_in_words(attempt, cause)
+                return self._wish.exit_code, _stopped_in_words(self._wish, attempt, cause, self._best_checkpoint)
             if cause is None:
                 return (0, "") if finished else (130, "")
             self._write_crash(cause, outcome.others, attempt, last=False)
@@ -141,7 +148,7 @@ class Supervisor:
             why_not = self._why_not_again(cause, attempt) or self._why_not_all_here(cause)
             why_not = self._why_not_whole_again(cause, attempt) if why_not == "-" else why_not
             if self._wish.has_come():
-                return self._wish.exit_code, self._stopped_in_words(attempt, cause)
+                return self._wish.exit_code, _stopped_in_words(self._wish, attempt, cause, self._best_checkpoint)
             if why_not:
                 path = self._write_crash(cause, outcome.others, attempt, last=True)
                 reason = "" if why_not == "-" else why_not
@@ -230,6 +237,8 @@ class Supervisor:
             if stopping_at is not None and (self._wish.at_once or now - stopping_at > self._options.stop_seconds):
                 self._end_all(attempt, crew)
                 return _Outcome()
+            if not attempt.failures and stopping_at is None:
+                self._look_for_hang(attempt, crew)
             if attempt.failures or (stopping_at is not None and attempt.interrupted):
                 failed_at = failed_at or now
                 if self._is_settled(attempt, crew, now - failed_at):
@@ -293,6 +302,10 @@ class Supervisor:
             attempt.exited.add(rank)
         elif kind == "stack":
             attempt.stacks[rank] = event["text"]
+        elif kind == "progress":
+            attempt.hangs.observe(rank, event["step"], event["phase"], event["frozen"], time.monotonic())
+            if event["step"] > attempt.step:
+                attempt.step, attempt.stepped_at = event["step"], time.monotonic()
         elif kind == "gone":
             attempt.nodes_gone.add(node)
         elif kind == "signal":
@@ -317,23 +330,49 @@ class Supervisor:
     def _find_cause(self, attempt: _Attempt, crew: Crew) -> Failure:
         cause = first_cause(attempt.failures, list(attempt.left.values()))
         silent = sorted(set(range(attempt.world_size)) - attempt.ranks_out)
-        if cause.kind == TIMEOUT and cause.follows and silent:
-            rank = silent[0]
+        blamed = [rank for one in attempt.failures if one.follows for rank in blamed_ranks(one.exception)]
+        candidates = [rank for rank in blamed if rank in silent] or (silent if cause.kind == TIMEOUT else [])
+        if cause.follows and candidates:
+            rank = candidates[0]
             node = self._node_of(rank)
-            place = {"rank": rank, "node": node, "host": self._host(node), "pid": None, "step": cause.step}
-            return never_came(cause, self._stack_of(rank, attempt, crew), at=cause.at, **place)
+            step = attempt.hangs.ranks[rank].step if rank in attempt.hangs.ranks else cause.step
+            place = {"rank": rank, "node": node, "host": self._host(node), "pid": crew.pid_of(rank), "step": step}
+            return never_came(cause, self._stacks(attempt, crew, [rank])[rank], at=cause.at, **place)
         if cause.rank is not None and cause.node == 0:
             cause = replace(cause, log=str(crew.logs.path(cause.rank)))  # it may have moved since
         return cause
 
-    def _stack_of(self, rank: int, attempt: _Attempt, crew: Crew) -> str:
-        if self._node_of(rank) == 0:
-            return crew.stack_of(rank)
-        self._nodes.tell("stack", rank=rank)
+    def _stacks(self, attempt: _Attempt, crew: Crew, ranks: Collection[int]) -> dict[int, str]:
+        """Return the stacks of ranks here and on other machines, as far as they answer in time."""
+        attempt.stacks.clear()
+        elsewhere = {rank for rank in ranks if self._node_of(rank) != 0}
+        if elsewhere:
+            self._nodes.tell("stack", rank=-1 if len(elsewhere) > 1 else next(iter(elsewhere)))
+        found = crew.stacks_of(ranks)
         deadline = time.monotonic() + STACK_SECONDS + 2.0
-        while rank not in attempt.stacks and time.monotonic() < deadline:
+        while not elsewhere <= attempt.stacks.keys() and time.monotonic() < deadline:
             self._listen(attempt, crew, TICK_SECONDS)
-        return attempt.stacks.get(rank, "")
+        return {rank: {**attempt.stacks, **found}.get(rank, "") for rank in ranks}
+
+    def _look_for_hang(self, attempt: _Attempt, crew: Crew) -> None:
+        """Report a job in which no step ends, with the stacks of all ranks, and have it ended after some more time."""
+        stall = attempt.hangs.stall(time.monotonic())
+        if stall is None or (attempt.hang is not None and not stall.is_over):
+            attempt.hang = None if stall is None else attempt.hang
+            return
+        if attempt.hang is None:
+            stacks = self._stacks(attempt, crew, sorted(attempt.hangs.ranks))
+            odd = odd_ranks(stacks, stall.frozen)
+            rank = odd[0] if odd else 0
+            node = self._node_of(rank)
+            place = {"rank": rank, "node": node, "host": self._host(node), "pid": crew.pid_of(rank)}
+            words = hang_in_words(stall, odd, attempt.hangs)
+            attempt.hang = hung(words, stacks.get(rank, ""), step=attempt.hangs.ranks[rank].step, at=0.0, **place)
+            path = write_stacks(crew.logs.folder, stall, stacks)
+            _say(f"drivetrain: {attempt.hang.where}: {words}.\n  The stacks of all ranks are in {path}")
+            self._log.note("hang", rank=rank, step=stall.step, seconds=stall.seconds)
+        if stall.is_over:
+            attempt.failures.append(replace(attempt.hang, at=time.monotonic()))
 
     def _node_of(self, rank: int) -> int:
         first = self._layout.num_processes
@@ -396,28 +435,29 @@ class Supervisor:
             path.write_text(as_json(cause, attempt.number, others, datetime.now(UTC).isoformat()), encoding="utf-8")
         return path
 
-    def _stopped_in_words(self, attempt: _Attempt, cause: Failure | None) -> str:
-        saved = self._best_checkpoint if attempt.checkpoint == 0 else attempt.checkpoint
-        words = f"drivetrain: stopped by {self._wish.name}"
-        if self._wish.at_once:
-            words += " at once, without saving"
-        elif cause is not None and cause.kind != LEFT_EARLY and not cause.follows and cause.kind != SIGNAL:
-            words = f"{in_words(cause, attempt.number)}\n{words} while it failed"
-        if saved:
-            words += f"; the checkpoint of step {saved} is saved, and the same command goes on from there"
-        return words
-
-    def _not_here(self, missing: list[int]) -> DrivetrainError:
-        layout = self._layout
-        return DrivetrainError(
-            f"node {', '.join(map(str, missing))} of {layout.nodes} did not come to "
-            f"{layout.main_address}:{layout.main_port} within {self._options.join_seconds:g} s",
-            remedy=f"run the same command there with --node-rank {missing[0]} --main-address {layout.main_address} "
-            f"--main-port {layout.main_port}; a firewall must let that port through",
-        )
-
     def _host(self, node: int) -> str:
         return socket.gethostname() if node == 0 else self._nodes.host(node)
+
+
+def _not_here(layout: Layout, missing: list[int], seconds: float) -> DrivetrainError:
+    return DrivetrainError(
+        f"node {', '.join(map(str, missing))} of {layout.nodes} did not come to "
+        f"{layout.main_address}:{layout.main_port} within {seconds:g} s",
+        remedy=f"run the same command there with --node-rank {missing[0]} --main-address {layout.main_address} "
+        f"--main-port {layout.main_port}; a firewall must let that port through",
+    )
+
+
+def _stopped_in_words(wish: StopWish, attempt: _Attempt, cause: Failure | None, best_checkpoint: int) -> str:
+    saved = best_checkpoint if attempt.checkpoint == 0 else attempt.checkpoint
+    words = f"drivetrain: stopped by {wish.name}"
+    if wish.at_once:
+        words += " at once, without saving"
+    elif cause is not None and cause.kind != LEFT_EARLY and not cause.follows and cause.kind != SIGNAL:
+        words = f"{in_words(cause, attempt.number)}\n{words} while it failed"
+    if saved:
+        words += f"; the checkpoint of step {saved} is saved, and the same command goes on from there"
+    return words
 
 
 def _exit_code(cause: Failure) -> int:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from drivetrain.core.launchers import CHANNEL, ProcessPlace
 from drivetrain.core.processes import OrphanGuard, kill_group
+from drivetrain.core.progress import PAGE_FD, Progress, ProgressPage
 from drivetrain.core.safe_text import printable
 from drivetrain.core.stopping import held_back
 from drivetrain.hardware.host import oom_kills
@@ -33,6 +34,7 @@ _LONGEST_LINE = 2000
 Event = dict[str, Any]  # JSON, so that it can cross to another machine
 _BOOTSTRAP = "from drivetrain.launch.worker import main; main()"
 STOPPED = 130  # what `drivetrain train` ends with after a clean stop
+LOOK_SECONDS = 0.2  # between two looks at how far the workers are
 STACK_SECONDS = 2.0  # that a rank may take to say where it is
 _PIECE = 1 << 16
 _LONGEST_REPORT = 1 << 20
@@ -151,6 +153,8 @@ class _Worker:
     has_stopped: bool = False  # its run ended before its end, and was saved
     step: int = 0
     ended: bool = False
+    page: ProgressPage | None = None
+    seen: tuple[Progress, bool] = (Progress(), False)  # its progress at the last look, and whether it is stopped
 
 
 class Crew:
@@ -174,6 +178,7 @@ class Crew:
         self._events: list[Event] = []
         self._gone = False
         self._killed = False
+        self._next_look = 0.0
         self._workers = [
             self._start(task, start, local_rank, store if local_rank == 0 else None)
             for local_rank in range(layout.num_processes)
@@ -188,6 +193,7 @@ class Crew:
         output, output_there = os.pipe()
         reports, reports_there = os.pipe()
         orders_there, orders = os.pipe()
+        page = ProgressPage.create()
         cores = layout.cores[local_rank] if layout.cores else ()
         environment = {
             **os.environ,
@@ -210,6 +216,9 @@ class Crew:
         }
         environment.pop(TOKEN, None)  # the supervisors' own
         passed = [reports_there, orders_there]
+        if page is not None:
+            environment[PAGE_FD] = str(page[1])
+            passed.append(page[1])
         if store is not None:
             environment[STORE_FD] = str(store.fileno())
             passed.append(store.fileno())
@@ -224,11 +233,11 @@ class Crew:
                 start_new_session=True,  # a separate group: one kill for all its children, no Ctrl-C from the terminal
             )
         self._guard.add(process.pid)
-        for end in (output_there, reports_there, orders_there):
+        for end in (output_there, reports_there, orders_there, *(() if page is None else (page[1],))):
             os.close(end)
         for end in (output, reports):
             os.set_blocking(end, False)
-        worker = _Worker(rank, process, output, reports, orders)
+        worker = _Worker(rank, process, output, reports, orders, page=None if page is None else page[0])
         self._selector.register(output, selectors.EVENT_READ, (worker, self._read_output))
         self._selector.register(reports, selectors.EVENT_READ, (worker, self._read_reports))
         return worker
@@ -241,6 +250,10 @@ class Crew:
     def is_gone(self) -> bool:
         return all(worker.ended for worker in self._workers)
 
+    def pid_of(self, rank: int) -> int | None:
+        """Return the process of a rank; None if it is on another machine."""
+        return next((worker.process.pid for worker in self._workers if worker.rank == rank), None)
+
     @property
     def logs(self) -> RankLogs:
         return self._logs
@@ -250,6 +263,9 @@ class Crew:
         for key, _ in self._selector.select(seconds):
             worker, read = key.data
             read(worker)
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            self._look()
         for worker in self._workers:
             if not worker.ended and (code := worker.process.poll()) is not None:
                 self._end(worker, code)
@@ -258,6 +274,18 @@ class Crew:
             self._events.append({"event": "gone"})
         events, self._events = self._events, []
         return events
+
+    def _look(self) -> None:
+        """Look how far the workers are, and report it where it has changed."""
+        for worker in self._workers:
+            if worker.page is None or worker.ended:
+                continue
+            progress = worker.page.read()
+            # One that makes progress is not stopped, and is not asked.
+            seen = progress, progress == worker.seen[0] and _state_of(worker.process.pid) in "Tt"
+            if progress.changes and seen != worker.seen:
+                worker.seen, worker.step = seen, max(worker.step, progress.step)
+                self._emit("progress", worker, step=progress.step, phase=progress.phase, frozen=seen[1])
 
     def stop(self, number: int) -> None:
         """Order every worker to save and end, for a signal. One that is not up yet has nothing to save."""
@@ -276,25 +304,31 @@ class Crew:
             if not worker.ended:
                 kill_group(worker.process.pid)
 
-    def stack_of(self, rank: int) -> str:
-        """Return a rank's stack, asked for by a signal that is answered in any state except of a stopped process."""
-        worker = next((worker for worker in self._workers if worker.rank == rank), None)
-        if worker is None or worker.ended:
-            return ""
-        file = self._logs.stacks(rank)
-        with contextlib.suppress(OSError):
-            os.kill(worker.process.pid, STACK_SIGNAL)
-            text, deadline = "", time.monotonic() + STACK_SECONDS
-            while time.monotonic() < deadline:
-                time.sleep(0.1)
-                before, text = text, file.read_text(encoding="utf-8", errors="replace").strip()
-                if text and text == before:  # all of it is there
-                    break
-            if text:
-                return text
-            state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return f"(the process is stopped, state {state})" if state in "Tt" else f"(no answer, state {state})"
-        return ""
+    def stacks_of(self, ranks: Collection[int]) -> dict[int, str]:
+        """Return the stacks of ranks, asked for by a signal that is answered in any state except of a stopped process.
+
+        Ranks of other machines are left out.
+        """
+        asked = {worker.rank: worker for worker in self._workers if worker.rank in ranks and not worker.ended}
+        before = {rank: _size_of(self._logs.stacks(rank)) for rank in asked}
+        for worker in asked.values():
+            with contextlib.suppress(OSError):
+                os.kill(worker.process.pid, STACK_SIGNAL)
+        found, deadline = dict.fromkeys(asked, ""), time.monotonic() + STACK_SECONDS
+        left = set(asked)
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            for rank in list(left):
+                text = _read_from(self._logs.stacks(rank), before[rank])
+                if text and text == found[rank]:  # all of it is there
+                    left.discard(rank)
+                found[rank] = text
+        for rank in left:
+            state = _state_of(asked[rank].process.pid)
+            found[rank] = found[rank] or (
+                f"(the process is stopped, state {state})" if state in "Tt" else f"(no answer, state {state})"
+            )
+        return found
 
     def close(self) -> None:
         self.kill()
@@ -394,3 +428,25 @@ class Crew:
             "pid": worker.process.pid,
             "log": str(self._logs.path(worker.rank)),
         }
+
+
+def _state_of(pid: int) -> str:
+    """Return the state of a process as the kernel names it: T is stopped, t is traced; `-` where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "-"
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_from(path: Path, start: int) -> str:
+    try:
+        return path.read_bytes()[start:].decode(errors="replace").strip()
+    except OSError:
+        return ""

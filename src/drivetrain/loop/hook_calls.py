@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.launchers import supervision
 from drivetrain.core.logged import Media, collecting, media_of, on_host
 from drivetrain.core.state import put_away
 from drivetrain.core.world import World
@@ -98,7 +99,8 @@ class HookCalls:
         verdicts = []
         for hook in hooks:
             put_away(self._model)
-            with collecting(copies=self._world.is_main) as logged:
+            phase = "validation" if hook is self._validation else "hooks"
+            with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
             if logged:
                 media = media_of(logged)

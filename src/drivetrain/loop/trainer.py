@@ -300,7 +300,8 @@ class Trainer:
         if self._average is not None and (is_last or self.ended_by_hook):
             self._average.finish()
         if (save_due and not self._is_in_doubt) or ends or self.is_over:
-            self._saver.save(done)
+            with supervision.in_phase("save"):
+                self._saver.save(done)
             clock.lap(CHECKPOINT)
         clock.next_step()
 

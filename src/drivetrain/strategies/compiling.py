@@ -7,7 +7,9 @@ seconds, and the others nothing.
 """
 
 import copy
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -16,12 +18,14 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.core.launchers import supervision
 from drivetrain.core.logged import logging_loss
 from drivetrain.data.batch import leaves, map_tensors
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.layers import repeated_blocks
 
+_is_told: list[bool] = []  # whether the compiler was asked to tell, once in a process
 EXPERTS = "experts"  # of a mixture: its layer is compiled, since the experts' products are grouped there
 
 
@@ -41,6 +45,26 @@ def why_not_compiled(device: torch.device) -> str:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[0].strip() if lines else type(error).__name__
     return ""
+
+
+def tell_compiling() -> None:
+    """Have the supervisor told when something is compiled in the middle of training: that is no hang."""
+    dynamo = sys.modules.get("torch._dynamo.callback")  # not imported: nothing is compiled
+    if dynamo is None or _is_told:
+        return
+    _is_told.append(True)
+    begun: list[AbstractContextManager[None]] = []
+
+    def start(_: Any = None) -> None:
+        begun.append(supervision.in_phase("compile"))
+        begun[-1].__enter__()
+
+    def end(_: Any = None) -> None:
+        if begun:
+            begun.pop().__exit__(None, None, None)
+
+    dynamo.callback_handler.register_start_callback(start)
+    dynamo.callback_handler.register_end_callback(end)
 
 
 def compile_named(model: nn.Module, names: Sequence[str], mode: str, *, fixed: bool = False) -> None:

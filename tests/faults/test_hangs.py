@@ -1,0 +1,155 @@
+"""A rank that hangs is named, with the stacks of all, and the job goes on without it having hung."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.api.jobs import read
+from tests.launch.jobs import Ended, launch, launching
+from tests.warm_python import WarmProcess
+
+SCRIPT = Path(__file__).parent / "stepping_script.py"
+KINDS = {  # what the rank is said to do
+    "stop": "its process is stopped",
+    "gil": "the other ranks wait for it",
+    "loader": "the other ranks wait for it",
+    "collective": "the other ranks wait for it",
+    "save": "its process is stopped",
+}
+PLACES = {"gil": "_hold_gil", "loader": "_wait_for_data", "collective": "at_step"}
+
+
+def run_with(
+    folder: Path, inject: str, *flags: str, steps: int = 24, hang: float = 3.0, world: int = 2, **more: str
+) -> Ended:
+    words = ("--inject", inject) if inject else ()
+    words += ("--hang-seconds", str(hang), *flags, str(SCRIPT), str(folder), str(steps))
+    return launch(folder, *words, num_processes=world, forks=True, **more)
+
+
+def reported(done: Ended) -> tuple[int, float, str]:
+    """The rank that was named first, after how long, and the words."""
+    found = re.search(r"rank (\d+) \(.*?\): (no step has ended for (\d+) s[^\n]*)", done.err)
+    assert found is not None, done.err
+    return int(found[1]), float(found[3]), found[2]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same job where nothing hangs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run_with(folder, "", hang=60.0)
+    assert done.code == 0, done.err
+    assert "no step has ended" not in done.err
+    return read(folder / "runs" / "stepping").losses
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hanging_rank_is_named_and_the_job_goes_on(tmp_path: Path, kind: str, undisturbed: list[float]) -> None:
+    rank = 0 if kind in ("save", "gil") else 1
+    done = run_with(tmp_path, f"{kind}@9:rank{rank}")
+    assert done.code == 0, done.err
+    assert "restart 1 of" in done.err
+    folder = tmp_path / "runs" / "stepping"
+    crash = json.loads((folder / "logs" / "attempt-0" / "crash.json").read_text())
+    assert (crash["rank"], crash["cause"]) == (rank, "timeout")
+    assert KINDS[kind] in crash["headline"]
+    assert 7 <= crash["step"] <= 12, "not stale"
+    place = PLACES.get(kind, "(the process is stopped, state T)")
+    assert place in crash["traceback"]
+    stacks = list((folder / "logs").glob("attempt-0/hang-after-step-*.txt"))[-1].read_text()
+    assert all(f"rank {number}\n" in stacks for number in (0, 1))
+    assert place in stacks
+    np.testing.assert_array_equal(read(folder).losses, undisturbed)
+
+
+@pytest.mark.alone
+def test_one_process_under_a_supervisor(tmp_path: Path) -> None:
+    done = run_with(tmp_path, "gil@9", world=1)
+    assert done.code == 0, done.err
+    assert reported(done)[0] == 0
+    assert "_hold_gil" in next((tmp_path / "runs" / "stepping" / "logs").glob("attempt-0/hang-*.txt")).read_text()
+
+
+@pytest.mark.alone
+def test_slow_steps_hooks_and_validations_are_no_hang(tmp_path: Path) -> None:
+    """With a limit of 3 s: a step of 0.1 s at times takes 0.3 s; a hook and a validation take 4 s."""
+    done = run_with(tmp_path, "", steps=40, SLOW="1", HOOK_SECONDS="4", VALID_SECONDS="4")
+    assert done.code == 0, done.err
+    assert "no step has ended" not in done.err
+    assert "restart" not in done.err
+
+
+@pytest.mark.alone
+def test_a_hang_that_resolves_itself_is_only_reported(tmp_path: Path) -> None:
+    done = run_with(tmp_path, "slow@9:rank1", hang=12.0)  # 3 s, of which 2 are too many, and 12 would be the end
+    assert done.code == 0, done.err
+    assert reported(done)[0] == 1
+    assert "restart" not in done.err
+
+
+@pytest.mark.alone
+def test_a_process_without_a_supervisor_tells_where_it_is(tmp_path: Path) -> None:
+    """The GIL is held: a thread of Python could not tell."""
+    words = ["-c", PLAIN, str(SCRIPT), str(tmp_path), "1000"]
+    with WarmProcess(words, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        deadline, text = time.monotonic() + 120, ""
+        while "in _hold_gil" not in text and time.monotonic() < deadline:
+            text += process.stdout.readline()
+    assert "Timeout (0:00:0" in text
+    assert "in _hold_gil" in text
+
+
+PLAIN = """
+import sys, runpy
+from drivetrain.core import progress
+progress.LEAST_SECONDS = 1.0
+import os
+os.environ["DRIVETRAIN_INJECT"] = "gil@40"
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_hangs_of_every_kind_ten_times(tmp_path: Path, kind: str) -> None:
+    """With the limits that users have: named correctly 10 of 10, reported within max(10 s, 5 steps) and a tick."""
+    rows = []
+    for number in range(10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rank = number % 2 if kind != "save" else 0
+        began = time.monotonic()
+        with launching(
+            folder,
+            "--inject",
+            f"{kind}@{9 + number}:rank{rank}",
+            "--max-restarts",
+            "1",
+            str(SCRIPT),
+            str(folder),
+            "40",
+            num_processes=2,
+            forks=True,
+        ) as process:
+            _, err = process.communicate(timeout=400)
+        named, seconds, _ = reported(Ended(process.returncode or 0, "", err, time.monotonic() - began))
+        rows.append({"kind": kind, "rank": rank, "named": named, "seconds": seconds, "code": process.returncode})
+    print(json.dumps(rows))
+    assert all(row["named"] == row["rank"] and row["code"] == 0 for row in rows), rows
+    assert all(row["seconds"] <= 13 for row in rows), rows
+
+
+@pytest.mark.soak
+def test_no_false_alarm_with_slow_steps(tmp_path: Path) -> None:
+    """Ten minutes of steps of 1 s, of which some take 3 s."""
+    done = run_with(tmp_path, "", steps=400, hang=60.0, PAUSE="1", SLOW="1")
+    assert done.code == 0, done.err
+    assert "no step has ended" not in done.err
