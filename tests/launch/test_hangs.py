@@ -108,6 +108,13 @@ def test_planning_compiling_and_long_hooks_are_not_ended() -> None:
     assert found == [(pytest.approx(120, abs=0.3), False)], "the first of its kind may take as long as it wants"
 
 
+def test_what_a_script_does_after_its_training_is_its_own() -> None:
+    clock = Clock()
+    for _ in range(2):
+        clock.steps(20, 0.1)
+        assert not clock.at_rest(4000, "end", "end")
+
+
 def test_a_later_validation_is_judged_by_those_before() -> None:
     clock = Clock()
     clock.steps(20, 0.1)

@@ -104,12 +104,15 @@ class HangWatch:
         if phase == "step":
             median = self.median
             return max(LEAST_SECONDS * scale, FACTOR * median), max(self.least_seconds, END_FACTOR * median)
+        if phase == "end":
+            return _NEVER, _NEVER  # the rest of a script is its own
         if phase in ("start", "compile"):
             return START_SECONDS, _NEVER
         longest = self._longest.get(phase)
         if longest is None:
             return OTHER_SECONDS, _NEVER
-        return max(OTHER_SECONDS, FACTOR * longest), max(OTHER_END_SECONDS, END_FACTOR * longest)
+        end = max(OTHER_END_SECONDS, END_FACTOR * longest) if phase == "validation" else _NEVER
+        return max(OTHER_SECONDS, FACTOR * longest), end
 
 
 def main_stack(text: str) -> list[tuple[str, str]]:
