@@ -40,8 +40,14 @@ class Hosts:
         """Start one launcher. `forks` spares the workers the import of torch."""
         flags = ["--cpu", "--num-processes", str(num_processes), "--nodes", nodes, "--node-rank", str(host)]
         flags += ["--main-address", ADDRESSES[0], "--output-dir", str(self.folder / "runs")]
+        return self.launch_words(host, [*flags, *words], wrap, forks=forks, **more)
+
+    def launch_words(
+        self, host: int, words: Sequence[str], wrap: tuple[str, ...] = (), *, forks: bool = False, **more: str
+    ) -> subprocess.Popen[str]:
+        """Start one launcher with these words and no others."""
         module = "tests.launch.forked_workers" if forks else "drivetrain"
-        command = [sys.executable, "-m", module, "launch", *flags, *words]
+        command = [sys.executable, "-m", module, "launch", *words]
         outputs = {name: (self.folder / f"host-{host}.{name}").open("a") for name in ("out", "err")}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *wrap, *command],

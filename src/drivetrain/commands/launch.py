@@ -8,7 +8,8 @@ from pydantic import Field
 from drivetrain.commands.command import Command
 from drivetrain.config import Positional, Resolved, Rest
 from drivetrain.hardware import detect
-from drivetrain.launch.slurm import SlurmOptions, inside_slurm, write_and_submit
+from drivetrain.launch.kubernetes import KubernetesOptions, write_manifests
+from drivetrain.launch.slurm import inside_slurm, write_and_submit
 from drivetrain.launch.start import check_script, start
 
 COMMAND = Command(
@@ -22,10 +23,11 @@ EXAMPLES = (
     "drivetrain launch --nodes 2 --node-rank 0 --main-address 10.0.0.1 train.py   the main machine",
     "drivetrain launch --nodes 2 --node-rank 1 --main-address 10.0.0.1 train.py   the second",
     "drivetrain launch --slurm --submit --nodes 2 --num-gpus 4 --time-limit 4:00:00 train.py",
+    "drivetrain launch --kubernetes --image me/train:1 --num-gpus 8 --output-dir /runs train.py",
 )
 
 
-class LaunchCommandOptions(SlurmOptions):
+class LaunchCommandOptions(KubernetesOptions):
     script: Annotated[Path, Positional()] = Field(description="a Python file; flags of ours stand before it")
     arguments: Annotated[tuple[str, ...], Rest()] = Field((), description="for the script, as they are")
 
@@ -33,6 +35,8 @@ class LaunchCommandOptions(SlurmOptions):
 def run(options: LaunchCommandOptions, resolved: Resolved) -> int:
     words = ("script", str(options.script), *options.arguments)
     config = resolved.config
+    if options.kubernetes:
+        return write_manifests(options, options.script, options.arguments, config.run.output_dir)
     if options.slurm or options.submit:
         check_script(options.script)
         return write_and_submit(options, options.script, options.arguments, config.run.output_dir)

@@ -22,6 +22,7 @@ from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
 from drivetrain.core.progress import Progress, ProgressPage, StepWatchdog
 
 LOOPBACK = "127.0.0.1"
+RESTART_OF_JOBSET = "JOBSET_RESTART_ATTEMPT"  # set by the manifests that `drivetrain launch --kubernetes` writes
 
 
 @dataclass(frozen=True)
@@ -299,9 +300,10 @@ def _hosts(text: str) -> list[str]:
 
 
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher started this command before: after a failure, or because SLURM requeued the job."""
+    """Return whether this command was started before: after a failure, by SLURM's requeue, or by a JobSet."""
     return any(
-        environ.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        environ.get(name, "0") not in ("", "0")
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", RESTART_OF_JOBSET)
     )
 
 

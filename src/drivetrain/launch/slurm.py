@@ -49,18 +49,27 @@ class SlurmOptions(LaunchOptions):
     )
 
 
+def gpus_of(options: SlurmOptions) -> int | None:
+    """Return the GPUs that the job needs on each machine; None where that is not said."""
+    if options.gpu_ids or options.num_gpus is not None or options.cpu:
+        return len(options.gpu_ids) if options.gpu_ids else options.num_gpus
+    return options.num_processes
+
+
+def cores_of(options: SlurmOptions) -> int:
+    """Return the cores that the job needs on each machine."""
+    return options.cpus or (options.num_processes or 1 if options.cpu else CORES_PER_GPU * (gpus_of(options) or 1))
+
+
 def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], output_dir: Path, folder: Path) -> str:
     """Return the text of the script. `folder` is where it was written, and where it runs."""
     name = options.job_name or script.stem
-    gpus = len(options.gpu_ids) if options.gpu_ids else options.num_gpus
-    if gpus is None and not options.cpu:
-        gpus = options.num_processes
-    cpus = options.cpus or (options.num_processes or 1 if options.cpu else CORES_PER_GPU * (gpus or 1))
+    cpus = cores_of(options)
     asked = {
         "job-name": name,
         "nodes": options.num_machines,
         "ntasks-per-node": 1,  # a supervisor; it starts one process per GPU
-        "gpus-per-node": gpus,
+        "gpus-per-node": gpus_of(options),
         "cpus-per-task": cpus,
         "partition": options.partition,
         "account": options.account,
@@ -79,7 +88,7 @@ def batch_script(options: SlurmOptions, script: Path, arguments: Sequence[str], 
     # A node that fails before it joins ends the others, which would wait for it; among spares it is one of those.
     step = ["--no-kill", "--kill-on-bad-exit=0"] if is_elastic else ["--kill-on-bad-exit=1"]
     step.append(f"--cpus-per-task={cpus}")  # srun does not take it from sbatch
-    words = ["drivetrain", "launch", *_flags(options, output_dir), str(script), *arguments]
+    words = ["drivetrain", "launch", *launch_flags(options, output_dir), str(script), *arguments]
     lines += [
         "",
         f"srun {' '.join(step)} {shlex.join(words)}",
@@ -148,13 +157,13 @@ def inside_slurm(options: LaunchOptions, environ: Mapping[str, str] | None = Non
     return options.model_copy(update={**found, **port})
 
 
-def _flags(options: SlurmOptions, output_dir: Path) -> list[str]:
-    """Return the flags that were given, except those that SLURM decides."""
+def launch_flags(options: SlurmOptions, output_dir: Path) -> list[str]:
+    """Return the flags that were given, except those that the scheduler decides."""
     flags = [f"--output-dir={output_dir}"]
     decided = {"node_rank"} | ({"nodes"} if ":" not in options.nodes else set())
     for name in sorted(options.model_fields_set & set(LaunchOptions.model_fields) - decided):
         value = getattr(options, name)
-        if value is None or name == "gpu_ids":  # SLURM hands out GPUs, and numbers them anew
+        if value is None or name == "gpu_ids":  # the scheduler hands out GPUs, and numbers them anew
             continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         flags.append(f"--{name.replace('_', '-')}={text}")

@@ -214,7 +214,7 @@ def start(
     if script is not None:
         check_script(script)
     options = by_environment(options)
-    if options.node_rank and options.main_address:
+    if options.main_address and options.num_machines > 1:
         _await_way(options.main_address, options.join_seconds)
     layout = make_layout(options, hardware)
     environment = {SKIP_PREFLIGHT: "1"} if skip_preflight else {}
