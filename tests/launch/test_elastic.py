@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_train_integration import SCRIPT, losses, wait_for_step, weights
+from tests.hardware_fixtures import load
 from tests.launch.hosts import some_hosts
-from tests.launch.jobs import launch, script, wait_for, wait_for_words
+from tests.launch.jobs import environment, launch, script, wait_for, wait_for_words
 from tests.launch.training_script import train
+from tests.warm_python import run
 
 
 def worlds(folder: Path) -> list[int]:
@@ -111,3 +113,33 @@ def test_a_job_that_refuses_fewer_machines_waits_for_all(tmp_path: Path) -> None
         for host, process in enumerate((first, second)):
             ended = hosts.end(host, process)  # type: ignore[arg-type]
             assert ended.code == 0, ended.err
+
+
+def test_a_gpu_in_reserve_takes_the_place_of_a_broken_one(tmp_path: Path) -> None:
+    """The machine is a recorded one with four GPUs. What its CUDA would say is said by the job; the rest is real."""
+    bad = load("4x-l4").gpus[1].uuid
+    job = script(
+        tmp_path,
+        "import os, time\nfrom drivetrain.core.launchers import supervision\n"
+        "rank, gpus = int(os.environ['RANK']), os.environ['CUDA_VISIBLE_DEVICES']\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "open(f'gpus-{attempt}-{rank}', 'w').write(gpus)\n"
+        "supervision.step(attempt + 1)\n"
+        f"if gpus.split(',')[rank] == '{bad}':\n"
+        "    raise RuntimeError('CUDA error: uncorrectable ECC error encountered')\n"
+        "if attempt == 0:\n    time.sleep(600)\n",
+    )
+    code = (
+        "from pathlib import Path\nfrom drivetrain.launch.layout import LaunchOptions, make_layout\n"
+        "from drivetrain.launch.supervisor import Supervisor\nfrom drivetrain.launch.workers import WorkerTask\n"
+        "from tests.hardware_fixtures import load\n"
+        "options = LaunchOptions(num_gpus=2, spares=1)\nlayout = make_layout(options, load('4x-l4'))\n"
+        f"task = WorkerTask(('script', {str(job)!r}))\n"
+        f"raise SystemExit(Supervisor(task, layout, options, Path({str(tmp_path / 'runs')!r}), {{}}).run())\n"
+    )
+    done = run(["-c", code], cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    gpus = [gpu.uuid for gpu in load("4x-l4").gpus]
+    assert (tmp_path / "gpus-0-0").read_text() == f"{gpus[0]},{gpus[1]}"
+    assert (tmp_path / "gpus-1-1").read_text() == f"{gpus[0]},{gpus[2]}"
+    assert f"GPU {gpus[2]} takes the place of GPU {bad}" in done.stderr

@@ -69,12 +69,25 @@ def test_what_the_user_set_stays() -> None:
         ({"nodes": 2, "node_rank": 2, "main_address": "10.0.0.1"}, "is 2 of 2"),
         ({"node_rank": 1}, "say how many with --nodes"),
         ({"interface": "nosuch0"}, "there is no such interface"),
+        ({"cpu": True, "spares": 1}, "no GPU to keep in reserve"),
+        ({"spares": 4}, "no GPU to keep in reserve"),
+        ({"nodes": "4:3", "node_rank": 0, "main_address": "10.0.0.1"}, "the least is more than the most"),
+        ({"nodes": 2, "spares": 1, "node_rank": 3, "main_address": "10.0.0.1"}, "is 3 of 3"),
     ],
 )
 def test_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         layout(**options)
     assert words in str(caught.value)
+
+
+def test_gpus_in_reserve() -> None:
+    uuids = tuple(gpu.uuid for gpu in load(FOUR).gpus)
+    for found in (layout(spares=1), layout(num_gpus=3, spares=1)):
+        assert (found.num_processes, found.gpus, found.spare_gpus) == (3, uuids[:3], uuids[3:])
+    other = found.without_gpu(1)
+    assert other.environment["CUDA_VISIBLE_DEVICES"] == f"{uuids[0]},{uuids[3]},{uuids[2]}"
+    assert other.without_gpu(0) is None
 
 
 def test_more_processes_than_gpus_on_request() -> None:

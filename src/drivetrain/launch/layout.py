@@ -8,7 +8,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,7 +44,11 @@ class LaunchOptions(BaseModel):
         "(default: 1)",
     )
     spares: int = Field(
-        0, ge=0, le=64, description="further machines that wait, and take the place of one that is lost (default: 0)"
+        0,
+        ge=0,
+        le=64,
+        description="further machines that wait, and take the place of one that is lost; on one machine, GPUs "
+        "(default: 0)",
     )
     node_rank: int | None = Field(None, ge=0, description="which of them this is, from 0")
     main_address: str | None = Field(None, description="address of the machine with --node-rank 0")
@@ -102,7 +106,7 @@ class LaunchOptions(BaseModel):
     @property
     def num_machines(self) -> int:
         """The machines that are started, those in reserve included."""
-        return self.most_nodes + self.spares
+        return self.most_nodes + (self.spares if self.most_nodes > 1 else 0)
 
 
 def get_free_port(address: str = LOOPBACK) -> int:
@@ -283,10 +287,20 @@ class Layout:
     notes: tuple[str, ...]  # what was chosen, in words
     least_nodes: int = 1
     spares: int = 0
+    gpus: tuple[str, ...] = ()  # the UUIDs of those in use, by local rank; none where a process has no GPU of its own
+    spare_gpus: tuple[str, ...] = ()
 
     @property
     def num_machines(self) -> int:
-        return self.nodes + self.spares
+        return self.nodes + (self.spares if self.nodes > 1 else 0)
+
+    def without_gpu(self, local_rank: int) -> "Layout | None":
+        """Return the layout with a GPU in reserve in the place of one that is broken; None if there is none."""
+        if not self.spare_gpus or local_rank >= len(self.gpus):
+            return None
+        gpus = (*self.gpus[:local_rank], self.spare_gpus[0], *self.gpus[local_rank + 1 :])
+        environment = {**self.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        return replace(self, gpus=gpus, spare_gpus=self.spare_gpus[1:], environment=environment)
 
     @property
     def nodes_in_words(self) -> str:
@@ -298,7 +312,7 @@ class Layout:
 def make_layout(options: LaunchOptions, hardware: Hardware, environ: Mapping[str, str] | None = None) -> Layout:
     environ = os.environ if environ is None else environ
     problems: list[Problem] = []
-    gpus = _gpus(options, hardware, problems)
+    gpus, spares = _with_spares(options, _gpus(options, hardware, problems), hardware, problems)
     num_processes = _num_processes(options, len(gpus), problems)
     node_rank, address = _nodes(options, problems)
     if problems:
@@ -327,6 +341,8 @@ def make_layout(options: LaunchOptions, hardware: Hardware, environ: Mapping[str
         nodes=options.most_nodes,
         least_nodes=options.least_nodes,
         spares=options.spares,
+        gpus=tuple(hardware.gpus[index].uuid for index in gpus) if num_processes == len(gpus) else (),
+        spare_gpus=tuple(hardware.gpus[index].uuid for index in spares),
         node_rank=node_rank,
         main_address=address,
         main_port=options.main_port,
@@ -379,6 +395,23 @@ def _gpus(options: LaunchOptions, hardware: Hardware, problems: list[Problem]) -
             problems.append(_problem("--gpu-ids", f"{list(ids)} names a GPU twice", ids, remedy="name each once"))
         return list(ids)
     return here
+
+
+def _with_spares(
+    options: LaunchOptions, gpus: list[int], hardware: Hardware, problems: list[Problem]
+) -> tuple[list[int], list[int]]:
+    """Return the GPUs to use and those in reserve, where one machine takes part: further ones, else the last of all."""
+    if not options.spares or options.most_nodes > 1:
+        return gpus, []
+    others = [index for index in range(len(hardware.gpus)) if index not in gpus] if gpus else []
+    if not others:
+        gpus, others = gpus[: -options.spares], gpus[-options.spares :]
+    if len(others) < options.spares or not gpus:
+        problems.append(
+            _problem("--spares", "one machine takes part, and it has no GPU to keep in reserve", options.spares, "0",
+                     "fewer --num-gpus, or --nodes 2 or more; a lost process is started again without a spare")
+        )  # fmt: skip
+    return gpus, others[: options.spares]
 
 
 def _num_processes(options: LaunchOptions, num_gpus: int, problems: list[Problem]) -> int:

@@ -268,6 +268,12 @@ class Nodes:
     def seated(self) -> list[Node]:
         return [self.here[rank] for rank in self.seats if rank in self.here]
 
+    def fill(self) -> bool:
+        """Fill or take away the seats of machines that are not here. Return whether that is possible."""
+        self.replace_lost()
+        self.go_on_with_fewer()
+        return not self.missing
+
     def replace_lost(self) -> None:
         """Give the seats of machines that are not here to machines in reserve, and say so."""
         for seat, rank in enumerate(self.seats):

@@ -79,6 +79,12 @@ class Failure:
         return f"rank {self.rank} (node {self.node}, {self.host}{pid})"
 
     @property
+    def blames_gpu(self) -> bool:
+        """Whether its words say that a GPU is broken, and not that the program is wrong."""
+        words = f"{self.headline}\n{self.traceback}"
+        return self.kind in (EXCEPTION, SIGNAL, EXIT) and bool(_BROKEN_GPU.search(words))
+
+    @property
     def is_ours_to_retry(self) -> bool:
         """Whether the same start can succeed: not where the input is wrong, nor where a rank left by itself."""
         return self.kind not in (REFUSED, LEFT_EARLY)
@@ -277,6 +283,11 @@ def from_wire(facts: Mapping[str, Any]) -> Failure:
     return Failure(**facts)
 
 
+_BROKEN_GPU = re.compile(
+    r"uncorrectable (?:ECC|NVLink)|ECC error|GPU is lost|GPU has fallen off|hardware stack error|"
+    r"CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device|Unable to determine the device handle",
+    re.IGNORECASE,
+)
 _LESS_HOST_MEMORY = "fewer --num-workers, fewer processes on this machine, or a larger memory limit"
 _REMEDIES = {
     "ModuleNotFoundError": "install it into the environment of this Python on every node",

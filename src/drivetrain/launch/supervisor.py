@@ -124,7 +124,7 @@ class Supervisor:
         missing = self._nodes.gather(self._options.join_seconds, self._wish.has_come)
         if self._wish.has_come():
             return self._wish.exit_code, f"drivetrain: {self._wish.name} before anything was started"
-        if missing and not self._filled():
+        if missing and not self._nodes.fill():
             raise _not_here(self._layout, self._nodes.missing, self._options.join_seconds)
         number = 0
         while True:
@@ -154,6 +154,7 @@ class Supervisor:
                 reason = "" if why_not == "-" else why_not
                 return _exit_code(cause), in_words(cause, number, outcome.others, str(path), reason)
             number += 1
+            self._layout = _with_whole_gpus(self._layout, cause)
             _say(self._restart_in_words(cause, number))
 
     def _why_not_all_here(self, cause: Failure) -> str:
@@ -167,16 +168,10 @@ class Supervisor:
                 f"{', '.join(map(str, self._nodes.missing))} to come back"
             )
         missing = self._nodes.gather(seconds, self._wish.has_come, replaces=True)
-        if not missing or self._wish.has_come() or self._filled():
+        if not missing or self._wish.has_come() or self._nodes.fill():
             return ""
         missing = self._nodes.missing
         return f"node {', '.join(map(str, missing))} did not come back within {seconds:g} s"
-
-    def _filled(self) -> bool:
-        """Fill or take away the places of machines that are not here. Return whether that is possible."""
-        self._nodes.replace_lost()
-        self._nodes.go_on_with_fewer()
-        return not self._nodes.missing
 
     def _why_not_whole_again(self, cause: Failure, attempt: _Attempt) -> str:
         """Wait for all machines where the job refuses to go on with fewer. Return `-` if that is not the matter."""
@@ -458,6 +453,16 @@ def _stopped_in_words(wish: StopWish, attempt: _Attempt, cause: Failure | None, 
     if saved:
         words += f"; the checkpoint of step {saved} is saved, and the same command goes on from there"
     return words
+
+
+def _with_whole_gpus(layout: Layout, cause: Failure) -> Layout:
+    """Return the layout with a GPU in reserve in the place of one that failed."""
+    found = layout.without_gpu(cause.rank) if cause.blames_gpu and cause.rank is not None else None
+    if found is None or cause.rank is None:
+        return layout
+    before, now = layout.gpus[cause.rank], found.gpus[cause.rank]
+    _say(f"drivetrain: GPU {now} takes the place of GPU {before}, which is left alone")
+    return found
 
 
 def _exit_code(cause: Failure) -> int:
