@@ -60,6 +60,10 @@ class Launching(WarmProcess):
         out, err = (os.pread(file.fileno(), 1 << 30, 0).decode(errors="replace") for file in self._outputs)
         return out, err
 
+    def errors_so_far(self) -> str:
+        """What it has written to standard error."""
+        return os.pread(self._outputs[1].fileno(), 1 << 30, 0).decode(errors="replace")
+
     def __exit__(self, *error: object) -> None:
         """Killed, if it is still there."""
         super().__exit__(*error)
