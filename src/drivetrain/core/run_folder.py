@@ -17,7 +17,12 @@ from drivetrain.core.errors import DrivetrainError
 LONGEST_NAME_BYTES = 200  # file systems take 255, and a number may follow
 ALLOWED_NAMES = f"text of up to {LONGEST_NAME_BYTES} bytes without slashes and control characters, other than . and .."
 _JOB, _LOCK, _FINISHED, _STEPS = "job.yaml", ".lock", "finished.json", "steps.jsonl"
-_OF_A_START = ("events.jsonl", "crash.json", "memory.json")  # left by a start that did no step; not for another job
+_OF_A_START = (
+    "events.jsonl",
+    "crash.json",
+    "memory.json",
+    "bad_steps.json",
+)  # left by a start that did no step; not for another job
 CHECKPOINTS = "checkpoints"  # where a run keeps them
 _LENGTH = ("num_steps", "epochs")  # what an extension changes of a job
 _HISTORY = "extensions"  # in job.yaml: how a run came to be longer than it was begun

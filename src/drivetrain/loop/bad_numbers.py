@@ -130,7 +130,13 @@ class BadNumbers:
         ranks = [rank for rank, bad in enumerate(self._world.gather(self._stepper.own_loss_is_bad(place.step))) if bad]
         what = _what_is_bad(step, place.epoch, loss, norm, parts)
         whose = f" on rank {', '.join(map(str, ranks))}" if ranks and self._world.size > 1 else ""
-        facts = {"loss": None, "ranks": ranks, "samples": self._samples(place, ranks), "in_a_row": self.in_a_row}
+        facts = {
+            "loss": str(loss),
+            "grad_norm": str(norm),
+            "ranks": ranks,
+            "samples": self._samples(place, ranks),
+            "in_a_row": self.in_a_row,
+        }
         self._tell("bad step", step=step, words=f"{what}{whose}", skipped=skipped, **facts)
         if self.in_a_row >= MOST_IN_A_ROW:
             raise self._too_many(step, f"{what}{whose}", has_moved=has_moved)

@@ -42,8 +42,6 @@ def rolls_back(run: Session, error: RollBackError) -> bool:
         run: The run.
         error: What went wrong.
     """
-    if not run.world.is_main:
-        return bool(run.world.main_does(lambda: None))
     return bool(run.world.main_does(lambda: _kept(run, error)))
 
 
