@@ -315,7 +315,8 @@ class Crew:
             with contextlib.suppress(OSError):
                 os.kill(worker.process.pid, STACK_SIGNAL)
         found, deadline = dict.fromkeys(asked, ""), time.monotonic() + STACK_SECONDS
-        left = set(asked)
+        stopped = {rank for rank, worker in asked.items() if _state_of(worker.process.pid) in "Tt"}  # it cannot answer
+        left = set(asked) - stopped
         while left and time.monotonic() < deadline:
             time.sleep(0.1)
             for rank in list(left):
@@ -323,7 +324,7 @@ class Crew:
                 if text and text == found[rank]:  # all of it is there
                     left.discard(rank)
                 found[rank] = text
-        for rank in left:
+        for rank in left | stopped:
             state = _state_of(asked[rank].process.pid)
             found[rank] = found[rank] or (
                 f"(the process is stopped, state {state})" if state in "Tt" else f"(no answer, state {state})"
