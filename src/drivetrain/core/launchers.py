@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
-from drivetrain.core.progress import Progress, ProgressPage, StepWatchdog
+from drivetrain.core.progress import PHASES, ProgressPage, StepWatchdog
 
 LOOPBACK = "127.0.0.1"
 RESTART_OF_JOBSET = "JOBSET_RESTART_ATTEMPT"  # set by the manifests that `drivetrain launch --kubernetes` writes
@@ -308,6 +308,7 @@ def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 CHANNEL = "DRIVETRAIN_REPORT_FD"
+_STEP, _HOOKS = PHASES.index("step"), PHASES.index("hooks")
 _LONGEST_TRACE = 32_000
 _LEAST_SECONDS = 0.2  # between two reports of steps: one costs more than a short step's bookkeeping
 
@@ -327,7 +328,8 @@ class Supervision:
         self._failed: BaseException | None = None
         self.is_own_loop = False  # a user's, between whose steps anything may happen
         self._page: ProgressPage | None = None
-        self._progress: Progress | None = None  # None: nothing was written yet
+        self._phase = 0  # of `PHASES`
+        self._num_changes = 0
         self._watchdog = StepWatchdog()
 
     @classmethod
@@ -377,7 +379,7 @@ class Supervision:
 
     def step(self, step: int) -> None:
         self.last_step = step
-        self._move(step, "hooks" if self.is_own_loop else "step")
+        self._move(step, _HOOKS if self.is_own_loop else _STEP)
         if self._channel is None:
             return
         now = time.monotonic()
@@ -385,27 +387,27 @@ class Supervision:
             self._told_at = now
             self.tell("step", step=step)
 
-    def _move(self, step: int, phase: str) -> None:
+    def _move(self, step: int, phase: int) -> None:
         """Note progress, where the supervisor reads it; without one, a watchdog of this process does."""
-        before = self._progress
-        if before is None:
-            before, self._page = Progress(), ProgressPage.of_environment()
-        self._progress = Progress(step, phase, before.changes + 1)
+        if not self._num_changes:
+            self._page = ProgressPage.of_environment()
+        self._phase = phase
+        self._num_changes += 1
         if self._page is not None:
-            self._page.write(self._progress)
-        elif phase == "step":
+            self._page.write(step, phase, self._num_changes)
+        elif phase == _STEP:
             self._watchdog.beat(step)
         else:
             self._watchdog.pause()
 
     def phase(self, phase: str) -> None:
         """Say what is done from now on, of `PHASES`: what is not a step has other limits."""
-        self._move(self.last_step, phase)
+        self._move(self.last_step, PHASES.index(phase))
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
         """Do something in another phase, and go back to the one before."""
-        before = self._progress.phase if self._progress is not None else "start"
+        before = PHASES[self._phase]
         self.phase(phase)
         try:
             yield

@@ -55,8 +55,9 @@ class ProgressPage:
         except OSError:
             return None
 
-    def write(self, progress: Progress) -> None:
-        _FORM.pack_into(self._map, 0, progress.step, PHASES.index(progress.phase), progress.changes)
+    def write(self, step: int, phase: int, changes: int) -> None:
+        """Write how far this process is; `phase` is a number of `PHASES`."""
+        _FORM.pack_into(self._map, 0, step, phase, changes)
 
     def read(self) -> Progress:
         step, phase, changes = _FORM.unpack_from(self._map, 0)

@@ -116,4 +116,7 @@ def _bit_sum(tensor: Tensor) -> Any:
     flat = tensor.contiguous().view(-1)
     if tensor.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    return flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64)
+    size = flat.element_size()
+    if not flat.nbytes % 8 and not flat.storage_offset() * size % 8:
+        size = 8  # several elements at once: a sum of these is ten times as fast on a CPU
+    return flat.view(_WHOLE_NUMBERS[size]).sum(dtype=torch.int64)

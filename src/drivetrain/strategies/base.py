@@ -84,8 +84,8 @@ class BadStepGate:
         """
         if not self.is_on or not values:
             return False
-        if all(value.is_cpu for value in values):
-            return not all(math.isfinite(value.item()) for value in values)
+        if values[0].is_cpu:
+            return any(not math.isfinite(value) for value in [value.item() for value in values])
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
         # A number minus itself is 0, unless it is not finite.
