@@ -95,8 +95,9 @@ def test_the_page_holds_all_of_it_and_nothing_breaks_out(tmp_path: Path) -> None
     assert "from expert 0: 40% of tokens are far from what all experts know" in page, "a run of before has no `why`"
     assert "from expert 0: loss &lt;9&gt;" in page
     assert "expert 1 pruned" not in page, "those steps were done again, otherwise"
-    assert "<script" not in page
-    assert "http" not in page
+    assert page.count("<script>") == 2, "those of the page itself, which is allowed no others"
+    assert 'src="http' not in page
+    assert 'href="http' not in page
 
 
 @pytest.mark.parametrize("sleeps", [True, False])

@@ -8,9 +8,10 @@ from pathlib import Path
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.report.experts import draw_activations, draw_devices, draw_lifecycle
 from drivetrain.report.graph_picture import draw_knowledge, draw_places
+from drivetrain.report.page import page
 from drivetrain.report.picture import draw
 from drivetrain.report.run_data import RunData
-from drivetrain.report.summary import page, summary
+from drivetrain.report.summary import summary
 
 __all__ = ["PICTURES", "RunData", "draw", "summary", "write_report"]
 

@@ -46,6 +46,7 @@ class RunData:
     devices: list[Row]
     events: list[Row]
     tests: list[Row] = field(default_factory=list)  # after the last step; the newest one counts
+    source: Row = field(default_factory=dict)  # where its job comes from
     damage: tuple[str, ...] = ()  # what could not be read and is left out
     account: Account | None = None  # of its time
 
@@ -69,6 +70,7 @@ class RunData:
             speed=_lines(folder / "speed.jsonl", damage),
             devices=_lines(folder / "gpu.jsonl", damage),
             events=_lines(folder / "events.jsonl", damage),
+            source=_yaml(folder / "source.json", damage),
             damage=tuple(damage),
             account=account,
         )

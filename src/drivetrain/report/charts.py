@@ -1,0 +1,160 @@
+"""The curves of a run, as the page draws them: few enough points to load at once, and every extreme among them.
+
+    {"title": "Loss", "lines": [{"name": "training", "x": [1, 2, …], "y": [2.3, 2.2, …], "best": 41}, …], …}
+
+`x` are optimizer steps. `axes` tells what else they are: samples, tokens and seconds.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from drivetrain.core.aims import Aim
+from drivetrain.report.run_data import Row, RunData
+
+MOST_POINTS = 1500  # of a curve: more than there are pixels
+TELEMETRY = {
+    "utilisation_percent": "Utilization (%)",
+    "memory_used_gib": "Memory used (GiB)",
+    "temperature_c": "Temperature (°C)",
+    "power_watts": "Power (W)",
+}
+Chart = dict[str, Any]
+Line = dict[str, Any]
+
+
+def charts(data: RunData) -> list[Chart]:
+    """Return the charts of a run, in the order of the page."""
+    return [chart for chart in (_loss(data), *_metrics(data), *_steps(data), *_speed(data)) if chart["lines"]]
+
+
+def telemetry(data: RunData) -> list[Chart]:
+    """Return what the devices did, a chart for each figure."""
+    devices = list(dict.fromkeys(row["device"] for row in data.devices))
+    found = []
+    for key, title in TELEMETRY.items():
+        lines = [
+            _line(device, [row for row in data.devices if row["device"] == device and "step" in row], key)
+            for device in devices
+        ]
+        found.append({"title": title, "lines": [line for line in lines if line["x"]], "from_zero": True})
+    return [chart for chart in found if chart["lines"]]
+
+
+def axes(data: RunData) -> dict[str, list[float]]:
+    """Return what steps are in samples, items and seconds of training, for some steps; between them is a line."""
+    rows = data.steps
+    items = str(data.plan.get("items", "items"))
+    totals = {
+        "steps": [row["step"] for row in rows],
+        "samples": list(accumulate(row["samples"] for row in rows)),
+        "seconds": list(accumulate(row["seconds"] for row in rows)),
+    }
+    if items not in ("items", "samples"):
+        totals[items] = list(accumulate(row["num_items"] for row in rows))
+    places = range(MOST_POINTS) if rows else ()
+    chosen = sorted({round(place * (len(rows) - 1) / (MOST_POINTS - 1)) for place in places})
+    return {name: [_short(values[index]) for index in chosen] for name, values in totals.items()}
+
+
+def thinned(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POINTS) -> tuple[list[float], list[Any]]:
+    """Return at most so many points: of each stretch the lowest and the highest, and what is not finite as a gap.
+
+    A stretch in which some value is not finite keeps the first of these, so that the gap is seen.
+    """
+    if len(x) <= most:
+        return list(x), [_finite(value) for value in y]
+    num_stretches = most // 3
+    kept = {0, len(x) - 1}
+    for number in range(num_stretches):
+        begin, end = number * len(x) // num_stretches, (number + 1) * len(x) // num_stretches
+        finite = [index for index in range(begin, end) if _finite(y[index]) is not None]
+        if finite:
+            value = partial(_number, y)
+            kept |= {min(finite, key=value), max(finite, key=value)}
+        if len(finite) < end - begin:
+            kept.add(next(index for index in range(begin, end) if _finite(y[index]) is None))
+    chosen = sorted(kept)
+    return [x[index] for index in chosen], [_finite(y[index]) for index in chosen]
+
+
+def _number(values: Sequence[float | None], index: int) -> float:
+    value = values[index]
+    assert value is not None
+    return value
+
+
+def _finite(value: Any) -> float | None:
+    return _short(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _line(name: str, rows: Sequence[Row], key: str, **more: Any) -> Line:
+    there = [row for row in rows if key in row and (row[key] is None or isinstance(row[key], (int, float)))]
+    if not any(_finite(row[key]) is not None for row in there):
+        return {"name": name, "x": [], "y": []}
+    x, y = thinned([row["step"] for row in there], [row[key] for row in there])
+    return {"name": name, "x": x, "y": y, **more}
+
+
+def _with_best(line: Line, metric: str) -> Line:
+    """Mark the best point of a validation metric."""
+    finite = [index for index, value in enumerate(line["y"]) if value is not None]
+    if finite:
+        better = max if Aim(metric).wants_more else min
+        line["best"] = better(finite, key=lambda index: line["y"][index])
+    return line
+
+
+def _loss(data: RunData) -> Chart:
+    sets = [name for name in data.metric_names if name == "valid_loss" or name in data.set_losses]
+    lines = [
+        _line("training", data.steps, "loss", smooth=True),
+        *(_line(f"training {name.removeprefix('loss_')}", data.steps, name, smooth=True) for name in data.part_names),
+        *(_with_best(_line(_words(name), data.metrics, name), name) for name in sets),
+    ]
+    return {"title": "Loss", "lines": [line for line in lines if line["x"]], "log": True}
+
+
+def _metrics(data: RunData) -> Iterator[Chart]:
+    losses = {"valid_loss", *data.set_losses}
+    for name in data.metric_names:
+        if name not in losses and name.startswith("valid_"):
+            line = _with_best(_line(_words(name), data.metrics, name), name)
+            words = _words(name)
+            yield {"title": words[:1].upper() + words[1:], "lines": [line] if line["x"] else []}
+
+
+def _steps(data: RunData) -> Iterator[Chart]:
+    rates = [name for name in dict.fromkeys(name for row in data.steps[:1] for name in row) if name.startswith("lr")]
+    lines = [_line(name.replace("lr", "learning rate", 1), data.steps, name) for name in rates]
+    yield {"title": "Learning rate", "lines": [line for line in lines if line["x"]]}
+    norm = _line("gradient norm", data.steps, "grad_norm", smooth=True)
+    yield {"title": "Gradient norm", "lines": [norm] if norm["x"] else [], "log": True}
+    for name in data.logged_names:
+        if not name.startswith(("lr", "grad_norm")):
+            x, y = data.logged(name)
+            thin = thinned(x, y)
+            yield {"title": name, "lines": [{"name": name, "x": thin[0], "y": thin[1], "smooth": True}]}
+
+
+def _speed(data: RunData) -> Iterator[Chart]:
+    rate = _line("samples per second", data.speed, "samples_per_second")
+    yield {"title": "Samples per second", "lines": [rate] if rate["x"] else [], "from_zero": True}
+    names = dict.fromkeys(name for row in data.speed for name in row["phases"])
+    rows = [{"step": row["step"], **{name: 1e3 * row["phases"].get(name, 0.0) for name in names}} for row in data.speed]
+    yield {
+        "title": "Where a step's time goes (ms)",
+        "lines": [line for line in (_line(name, rows, name) for name in names) if line["x"]],
+        "stacked": True,
+        "from_zero": True,
+    }
+
+
+def _words(name: str) -> str:
+    return name.removeprefix("valid_").replace("_", " ") if name != "valid_loss" else "validation"

@@ -1,0 +1,278 @@
+"""report.html: a run on one page that needs no network, from its folder alone.
+
+The figures are JSON inside the page, and everything in them is text to the page: names of runs, metrics and
+parameters can be anything. Only the two scripts below may run, by their hashes. Curves are drawn by uPlot (MIT), which
+is kept in `assets`.
+"""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from drivetrain.core.aims import Aim
+from drivetrain.core.value import format_duration
+from drivetrain.report.charts import axes, charts, telemetry
+from drivetrain.report.run_data import Row, RunData
+from drivetrain.report.summary import device_in_words, median
+
+ASSETS = Path(__file__).parent / "assets"
+MOST_MEDIA, MOST_MEDIA_BYTES = 12, 200_000  # pictures that hooks logged, and of each
+
+# Events that a reader looks for, with what to show of each: a field of the event, or nothing.
+TOLD = {
+    "start": "way",
+    "resume": "",
+    "extended": "",
+    "job changed": "",
+    "out of memory": "words",
+    "micro-batch capped": "words",
+    "bad step": "words",
+    "loss spike": "words",
+    "replicas differ": "words",
+    "checkpoint problem": "text",
+    "save failed": "error",
+    "save given up": "",
+    "step not captured": "words",
+    "stopped by an error": "error",
+    "stop": "because",
+    "finish": "because",
+    "note": "text",
+}
+
+
+def page(data: RunData, summary: str, pictures: Mapping[str, str]) -> str:
+    """Return the page. `pictures`: the names of those in the folder, with what they show."""
+    title = html.escape(data.name)
+    styles = _asset("uPlot.min.css") + _asset("page.css")
+    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
+        f"<style>{styles}</style>"
+    )
+    figures = json.dumps(_figures(data), allow_nan=False).replace("<", "\\u003c")
+    body = "\n".join(
+        [
+            *_header(data),
+            '<main id="curves" aria-label="Curves"></main>',
+            *_sections(data, summary, pictures),
+            f'<script type="application/json" id="figures">{figures}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+        ]
+    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+@cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _figures(data: RunData) -> dict[str, Any]:
+    return {
+        "charts": charts(data),
+        "telemetry": telemetry(data),
+        "axes": axes(data),
+        "resumed": [row["step"] for row in data.events if row.get("event") == "resume" and "step" in row],
+    }
+
+
+# Above the curves
+
+
+def _header(data: RunData) -> Iterator[str]:
+    end = data.event("finish", "stop")
+    how = {"finish": "finished", "stop": "stopped before its end"}.get(str(end.get("event")), "not finished")
+    why = f": {end['because']}" if end.get("because") else ""
+    steps = data.steps[-1]["step"] if data.steps else 0
+    about = f"{how} after {steps:,} steps{why}"
+    if data.plan:
+        about += f", on {device_in_words(data)}"
+    yield f'<header><h1>{_text(data.name)}</h1><p class="about">{_text(about)}</p>'
+    cards = "".join(
+        f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd>{f'<dd class=note>{_text(note)}</dd>' * bool(note)}</div>"
+        for label, value, note in _headline(data)
+    )
+    yield f'<dl class="cards">{cards}</dl></header>'
+
+
+def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
+    """Yield the figures that matter most: a name, a value and a remark."""
+    for name in data.metric_names[:3]:
+        steps, values = data.metric(name)
+        best = (max if Aim(name).wants_more else min)(range(len(values)), key=values.__getitem__)
+        label = name.removeprefix("valid_").replace("_", " ")
+        yield f"best validation {label}", f"{values[best]:.4g}", f"step {steps[best]:,.0f}; {values[-1]:.4g} at the end"
+    if not data.metric_names and data.epochs:
+        yield "final loss", f"{data.epochs[-1].loss:.4g}", "mean of the last epoch"
+    account = data.account
+    if account is not None and account.wall_seconds:
+        lost = account.failures_in_words()
+        yield "wall time", format_duration(account.wall_seconds), lost
+        yield "goodput", f"{account.goodput:.1%}", "of the wall time went into steps that count"
+    rate = median(row["samples_per_second"] for row in data.speed if "samples_per_second" in row)
+    if rate is not None:
+        items = median(row["items_per_second"] for row in data.speed if "items_per_second" in row)
+        note = "" if items is None else f"{items:,.0f} {data.plan.get('items', 'items')} per second"
+        yield "samples per second", f"{rate:,.0f}", note
+    mfu = median(row["mfu"] for row in data.speed if "mfu" in row)
+    if mfu is not None:
+        yield "MFU", f"{mfu:.1%}", "of the device's peak rate"
+    peak = max((row["memory_peak_gib"] for row in data.devices if "memory_peak_gib" in row), default=None)
+    if peak is not None:
+        yield "peak memory", f"{peak:.2f} GiB", "allocated on the device"
+    findings = data.event("verdict").get("findings") or []
+    if findings:
+        yield "bottleneck", str(findings[0]["kind"]), str(findings[0]["words"])
+
+
+# Below the curves
+
+
+def _sections(data: RunData, summary: str, pictures: Mapping[str, str]) -> Iterator[str]:
+    yield from _section("Plan", _plan(data))
+    yield from _section("What happened", _timeline(data))
+    yield from _section("What happened to the experts", _experts(data))
+    yield from _section("Logged pictures", _media(data))
+    for name, about in pictures.items():
+        source = _as_data(data.folder / name)
+        if source and name == "training_metrics.png":
+            yield f'<noscript><h2>{_text(about)}</h2><img src="{source}" alt="{_text(about)}"></noscript>'
+        elif source:
+            yield from _section(about, f'<img src="{source}" alt="{_text(about)}" loading="lazy">')
+    yield from _section("In words", f"<pre>{_text(summary)}</pre>")
+    yield from _section("To run it again", _again(data))
+    yield from _section("Files", _files(data))
+
+
+def _section(title: str, body: str) -> Iterator[str]:
+    if body:
+        yield f"<section><h2>{_text(title)}</h2>{body}</section>"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    if not rows:
+        return ""
+    cells = "".join(f"<th scope=col>{_text(each)}</th>" for each in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{_text(each)}</td>' for each in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _plan(data: RunData) -> str:
+    choices = data.plan.get("choices") or {}
+    rows: list[tuple[object, ...]] = [
+        (name, choice.get("value"), choice.get("why", ""), "; ".join(map(str, choice.get("else") or ())))
+        for name, choice in choices.items()
+        if isinstance(choice, dict)
+    ]
+    told = _table(("setting", "value", "why", "else"), rows)
+    return told + _table(("forecast", "expected", "measured"), list(_forecasts(data))) if told else ""
+
+
+def _forecasts(data: RunData) -> Iterator[tuple[object, ...]]:
+    forecast = data.plan.get("forecast") or {}
+    step = median(row["seconds"] for row in data.steps)
+    if forecast.get("step_seconds") and step is not None:
+        yield "seconds per step", f"{forecast['step_seconds']:.4g}", f"{step:.4g} (median)"
+    peak = max((row["memory_peak_gib"] for row in data.devices if "memory_peak_gib" in row), default=None)
+    expected = forecast.get("run_peak_bytes") or forecast.get("peak_bytes")
+    if expected and peak is not None:
+        yield "peak memory (GiB)", f"{expected / 2**30:.2f}", f"{peak:.2f}"
+
+
+def _timeline(data: RunData) -> str:
+    rows: list[tuple[object, ...]] = []
+    for row in data.events:
+        kind = str(row.get("event"))
+        if kind in TOLD:
+            words = row.get(TOLD[kind]) or row.get("words") or row.get("text") or ""
+            when = str(row.get("time", ""))[:19].replace("T", " ")
+            rows.append((when, row.get("step", ""), kind, words))
+    return _table(("time (UTC)", "step", "event", ""), rows)
+
+
+def _experts(data: RunData) -> str:
+    """Return the table of what became of experts, and of each sleep."""
+    rows = [*data.told("expert"), *data.told("sleep")]
+    words = [(f"{row['step']:,}", *_in_words(row)) for row in sorted(rows, key=lambda row: row["step"])]
+    return _table(("step", "what", "why, and what came of it"), [each for each in words if each[1]])
+
+
+def _in_words(row: Row) -> tuple[str, str]:
+    if row["event"] == "sleep":
+        effect = [
+            f"{name.replace('_', ' ')} {value:.4f} → {row['after'][name]:.4f}" for name, value in row["before"].items()
+        ]
+        done = [f"{stage['words']}{'' if stage['kept'] else ' (taken back)'}" for stage in row["stages"]]
+        return f"sleep {row['cycle']}", f"{row['why']}; {'; '.join(done + effect)}; {row['seconds']:.1f} s"
+    what, number = row["what"], row.get("expert")
+    if what in ("active", "not merged"):
+        return "", ""
+    why = {
+        "grown": "from expert {parent}: {why}"
+        if "why" in row  # runs of before have none
+        else "from expert {parent}: {new_share:.0%} of tokens are far from what all experts know",
+        "merged": "into expert {into}: their outputs agree to {agreement:.1%}",
+        "pruned": "its load was {share:.1%} of an even share",
+        "split": "from expert {parent}, which had more than its share of many classes",
+    }.get(what, "")
+    return f"expert {number} {what}", why.format(**row)
+
+
+def _media(data: RunData) -> str:
+    paths = sorted((data.folder / "media").rglob("*.png"), key=lambda path: path.stat().st_mtime)[-MOST_MEDIA:]
+    small = [path for path in paths if path.stat().st_size <= MOST_MEDIA_BYTES]
+    figures = "".join(
+        f'<figure><img src="{_as_data(path)}" alt="{_text(path.stem)}">'
+        f"<figcaption>{_text(path.relative_to(data.folder / 'media'))}</figcaption></figure>"
+        for path in small
+    )
+    return f'<div class="media">{figures}</div>' if figures else ""
+
+
+def _again(data: RunData) -> str:
+    source = data.source
+    target, arguments = source.get("target"), [str(each) for each in source.get("arguments") or ()]
+    command = " ".join(["drivetrain train", str(target), *(["--", *arguments] if arguments else [])]) if target else ""
+    told = f"<pre>{_text(command)} --plan plan.yaml</pre>" if command else ""
+    versions = data.event("start").get("versions") or data.hardware.get("software") or {}
+    known = "; ".join(f"{name} {value}" for name, value in versions.items() if isinstance(value, str))
+    told += f"<p>{_text(known)}</p>" if known else ""
+    config = _read(data.folder / "config.yaml")
+    return told + (f"<details><summary>Configuration</summary><pre>{_text(config)}</pre></details>" if config else "")
+
+
+def _files(data: RunData) -> str:
+    names = sorted(path.name for path in data.folder.iterdir() if not path.name.startswith("."))
+    links = "".join(f'<li><a href="./{quote(name)}">{_text(name)}</a></li>' for name in names)
+    return f'<ul class="files">{links}</ul>' if links else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _as_data(path: Path) -> str:
+    try:
+        return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    except OSError:
+        return ""
+
+
+def _text(words: object) -> str:
+    return html.escape(str(words))

@@ -1,0 +1,197 @@
+"""report.html: its figures, and the page in a real browser."""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.report import RunData, summary
+from drivetrain.report.charts import charts, thinned
+from drivetrain.report.page import ASSETS, page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: the page is not drawn (apt install chromium)"
+)
+
+
+def make_folder(folder: Path, num_steps: int = 300, name: str = "made", metric: str = "valid_accuracy") -> Path:
+    """A run folder with the files that a report reads, written without training."""
+    folder.mkdir(parents=True)
+    steps = [
+        {"step": step, "epoch": step // 100, "samples": 8, "loss": 3 / step + (step % 7) / 50, "num_items": 8.0,
+         "lr": 1e-3 / step, "grad_norm": 1 + step % 5, "seconds": 0.01, "skipped": False}
+        for step in range(1, num_steps + 1)
+    ]  # fmt: skip
+    steps[num_steps // 2]["loss"] = 77.0  # one spike, which no downsampling may lose
+    speed = [
+        {"step": step, "epoch": 0, "steps": 10, "seconds": 0.1, "samples_per_second": 800.0, "phase_steps": 10,
+         "phases": {"data": 0.001, "forward": 0.004, "backward": 0.005}}
+        for step in range(10, num_steps + 1, 10)
+    ]  # fmt: skip
+    metrics = [
+        {"step": step, "epoch": 0, "valid_loss": 4 / step, metric: math.sin(step / 90), "seconds": 0.1}
+        for step in range(50, num_steps + 1, max(50, num_steps // 200))
+    ]
+    events = [
+        {"event": "start", "time": "2026-01-01T00:00:00+00:00", "step": 0, "way": "fp32, micro-batch 8, eager"},
+        {"event": "resume", "time": "2026-01-01T00:01:00+00:00", "step": 120},
+        {"event": "finish", "time": "2026-01-01T00:02:00+00:00", "step": num_steps},
+    ]
+    for file, rows in {"steps": steps, "speed": speed, "metrics": metrics, "events": events}.items():
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.yaml").write_text(json.dumps({"name": name}))
+    (folder / "source.json").write_text(json.dumps({"target": "train.py", "arguments": ["--width", "3"]}))
+    return folder
+
+
+def made_page(folder: Path) -> str:
+    data = RunData.read(folder)
+    return page(data, summary(data), {})
+
+
+def figures_of(text: str) -> Any:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+@given(
+    st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.none()), min_size=1, max_size=400),
+    st.integers(9, 60),
+)
+def test_downsampling_keeps_extremes_ends_and_gaps(values: list[float | None], most: int) -> None:
+    x, y = thinned(list(range(len(values))), values, most)
+    assert len(x) <= most + 2
+    assert x == sorted(set(x))
+    assert (x[0], x[-1]) == (0, len(values) - 1)
+    finite = [float(f"{value:.6g}") for value in values if value is not None and math.isfinite(value)]
+    kept = [value for value in y if value is not None]
+    assert not finite or (min(kept), max(kept)) == (min(finite), max(finite))
+    assert (None in y) == (len(finite) < len(values))
+
+
+def test_the_curves_are_the_records(tmp_path: Path) -> None:
+    figures = figures_of(made_page(make_folder(tmp_path / "run")))
+    by_title = {chart["title"]: chart["lines"] for chart in figures["charts"]}
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    training, validation = by_title["Loss"]
+    assert training["x"] == [row["step"] for row in steps]
+    assert training["y"] == [float(f"{row['loss']:.6g}") for row in steps]
+    assert validation["best"] == len(validation["y"]) - 1  # it falls until the end
+    accuracy = by_title["Accuracy"][0]
+    assert accuracy["y"][accuracy["best"]] == max(accuracy["y"])
+    assert {"Learning rate", "Gradient norm", "Samples per second"} <= set(by_title)
+    assert figures["resumed"] == [120]
+    assert figures["axes"]["samples"][-1] == 8 * 300
+    assert figures["axes"]["seconds"][-1] == pytest.approx(3.0)
+
+
+def test_what_is_on_the_page(tmp_path: Path) -> None:
+    text = made_page(make_folder(tmp_path / "run"))
+    for words in ("best validation accuracy", "drivetrain train train.py -- --width 3", "fp32, micro-batch 8, eager"):
+        assert words in html.unescape(text), words
+    assert 'href="./steps.jsonl"' in text
+    assert not re.search(r'(src|href)="(?!data:|\./)', text), "nothing is fetched from anywhere"
+
+
+def test_names_full_of_html_are_text(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run", name=HOSTILE, metric=f"valid_{HOSTILE}")
+    (folder / f"a{HOSTILE.replace('/', '')}.txt").write_text("")
+    text = made_page(folder)
+    assert "<img src=x" not in text
+    assert text.count("<script>") == 2
+    assert HOSTILE in [line["name"] for chart in figures_of(text)["charts"] for line in chart["lines"]]
+    if CHROMIUM is not None:
+        assert drawn(tmp_path / "page.html", text)["title"] == HOSTILE
+
+
+def test_what_others_wrote_is_as_they_published_it() -> None:
+    expected = {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    assert {name: hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() for name in expected} == expected
+    assert "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
+
+
+def test_a_hundred_thousand_steps_make_a_small_page_soon(tmp_path: Path) -> None:
+    data = RunData.read(make_folder(tmp_path / "run", 100_000))
+    began = time.process_time()
+    text = page(data, summary(data), {})
+    assert time.process_time() - began < 3
+    assert len(text) < 3_000_000
+    assert max(charts(data)[0]["lines"][0]["y"]) == 77.0
+
+
+# In a browser. A script of the test presses keys and writes what it sees into the page; the policy of the copy lets it.
+PROBE = """
+addEventListener('securitypolicyviolation', (event) => seen.errors.push('policy: ' + event.violatedDirective));
+const seen = {errors: []};
+addEventListener('error', (event) => seen.errors.push(String(event.message)));
+addEventListener('load', () => {
+  const root = document.documentElement, chart = document.querySelector('.chart');
+  const legend = () => chart.querySelector('.u-legend').textContent;
+  chart.focus();
+  const before = legend();
+  for (const key of ['Home', 'ArrowRight', 'ArrowRight'])
+    chart.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+  Object.assign(seen, {before, after: legend(), focused: document.activeElement === chart, drawn: root.dataset.drawn,
+    canvases: document.querySelectorAll('canvas').length, title: document.title, theme: root.dataset.theme,
+    width: document.scrollingElement.scrollWidth, room: innerWidth});
+  const inked = [...document.querySelectorAll('canvas')].map((canvas) =>
+    canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value));
+  const over = document.querySelector('select');
+  over.value = 'seconds'; over.dispatchEvent(new Event('change'));
+  document.querySelector('button').click();
+  Object.assign(seen, {inked, other: root.dataset.theme, redrawn: document.querySelectorAll('canvas').length});
+  const told = document.createElement('pre'); told.id = 'seen'; told.textContent = JSON.stringify(seen);
+  document.body.appendChild(told);
+});
+"""
+
+
+def drawn(path: Path, text: str, *flags: str) -> Any:
+    """Return what the page says of itself in a headless browser."""
+    digest = hashlib.sha256(PROBE.encode()).digest()
+    allowed = base64.b64encode(digest).decode()
+    text = text.replace("script-src ", f"script-src 'sha256-{allowed}' ", 1)
+    path.write_text(text.replace("<body>", f"<body><script>{PROBE}</script>", 1), encoding="utf-8")
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+               "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=5000",
+               f"--user-data-dir={path.parent / 'profile'}", *flags]  # fmt: skip
+    run = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=240, check=True
+    )
+    found = re.search(r'<pre id="seen">(.*?)</pre>', run.stdout, re.DOTALL)
+    assert found is not None, run.stdout[-2000:] + run.stderr[-2000:]
+    return json.loads(html.unescape(found.group(1)))
+
+
+@in_browser
+@pytest.mark.parametrize(("width", "dark"), [(1300, False), (390, True)], ids=["wide", "a phone in the dark"])
+def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
+    text = made_page(make_folder(tmp_path / "run"))
+    flags = [f"--window-size={width},900", *(["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] * dark)]
+    seen = drawn(tmp_path / "page.html", text, *flags)
+    assert seen["errors"] == []
+    assert int(seen["drawn"]) == seen["canvases"] == seen["redrawn"] == len(figures_of(text)["charts"])
+    assert all(seen["inked"])
+    assert seen["focused"]
+    assert "–" in seen["before"]
+    assert seen["after"] != seen["before"], "arrow keys move along the curve"
+    assert {seen["theme"], seen["other"]} == {"light", "dark"}
+    assert seen["width"] <= seen["room"], "nothing is wider than the window"
