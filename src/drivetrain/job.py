@@ -112,7 +112,7 @@ class Job:
             copied to the device.
         items: What a `LossSum` counts, for reports of throughput, such as `tokens`.
         hooks: Code to call between steps.
-        checkpoint_every: Steps between checkpoints. Default: at the end of each epoch.
+        checkpoint_every: Steps between checkpoints, or `"epoch"`. Default: by what a save costs, and at the end.
         keep_last: How many checkpoints to keep; the best is kept besides.
         init_from: Weights that a new run starts with: a .safetensors file, the folder of a run, or one of its
             checkpoints. Names and shapes that fit are taken, the rest is reported.
@@ -163,7 +163,7 @@ class Job:
     count: CountFunction | None = None
     items: str = "items"
     hooks: Sequence[Hook] = ()
-    checkpoint_every: int | None = None
+    checkpoint_every: int | Literal["epoch"] | None = None
     keep_last: int = 3
     init_from: str | Path | None = None
     length_is_read: bool = False
@@ -227,10 +227,6 @@ class Job:
         per_epoch = self.steps_per_epoch
         by_epochs = self.epochs * per_epoch if self.epochs is not None and per_epoch is not None else None
         return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
-
-    @property
-    def save_every(self) -> int | Literal["epoch"]:
-        return self.checkpoint_every or "epoch"
 
     @property
     def validate_every(self) -> int | Literal["epoch"]:

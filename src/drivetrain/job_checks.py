@@ -60,6 +60,8 @@ def problems_of(job: Any) -> Iterable[Problem]:
         ("keep_last", 1),
     ):
         value = getattr(job, name)
+        if name == "checkpoint_every" and value == "epoch":
+            continue
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             yield _problem(name, value, f"got {value!r}", f"for example {name}={least}", f"a whole number from {least}")
     if job.epochs is None and job.max_steps is None:

@@ -223,7 +223,9 @@ def test_events_and_files_of_a_run(tmp_path: Path) -> None:
     run(str(tmp_path), SMALL, checkpoint_every=3)
     folder = tmp_path / "suite"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    kinds = ["start", "flops", "repeatable", "checkpoint", "checkpoint", "verdict", "finish", "end"]
+    kinds = [
+        "start", "flops", "repeatable", "checkpoint interval", "checkpoint", "checkpoint", "verdict", "finish", "end",
+    ]  # fmt: skip
     assert [event["event"] for event in events if event["event"] != "time"] == kinds
     names = {path.name for path in folder.iterdir()}
     assert {"job.yaml", "plan.yaml", "config.yaml", "hardware.json", "steps.jsonl", "checkpoints"} <= names

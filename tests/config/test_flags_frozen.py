@@ -69,6 +69,8 @@ FLAGS = {
     "data.channels_last": ["--channels-last"],
     "data.path": ["--data"],
     "checkpoint.every": ["--checkpoint-every"],
+    "checkpoint.seconds": ["--checkpoint-seconds"],
+    "checkpoint.mtbf_hours": ["--mtbf-hours"],
     "checkpoint.keep_last": ["--keep-last"],
     "checkpoint.async_save": ["--async-save"],
     "checkpoint.check_finite": ["--check-finite"],

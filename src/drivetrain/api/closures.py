@@ -68,7 +68,7 @@ def step_with(
             parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in parts.trained
         )
         try:
-            outcomes.append(strategy.step(driven.trainer.wants_stop))
+            outcomes.append(strategy.step(driven.trainer.flags))
         finally:
             parts.evaluation.keep = None
         for parameter, gradient in zip(parts.trained, gradients, strict=True):

@@ -36,6 +36,7 @@ from drivetrain.run import (
     checkpoint_of,
     falls_back,
     make_checkpointer,
+    make_schedule,
     note_end,
     open_recorder,
     tell_batch_size,
@@ -100,6 +101,7 @@ class DrivenRun:
             self._state,
             lambda: self.validation.best_step if self.validation else None,
             beside=session.config.checkpoint.async_save,
+            schedule=make_schedule(session),
             limit_seconds=session.config.distributed.timeout_seconds,
         )
         stack.callback(self._saver.close)
@@ -148,7 +150,7 @@ class DrivenRun:
         """Step the optimizers of one of several turns. The state is that of no step until the last turn is over."""
         assert isinstance(self.parts.strategy, TurnsStrategy)
         self._is_whole = False
-        self.parts.strategy.end_turn(self.trainer.wants_stop)
+        self.parts.strategy.end_turn(self.trainer.flags)
 
     def step(self, stepped: Callable[[], StepOutcome] | None = None) -> StepOutcome:
         """Step the optimizer. Its outcome has to be settled before the state counts as whole again.
@@ -157,7 +159,7 @@ class DrivenRun:
         """
         self.parts.watch.check_frozen()
         self._is_whole = False
-        return self.parts.strategy.step(self.trainer.wants_stop) if stepped is None else stepped()
+        return self.parts.strategy.step(self.trainer.flags) if stepped is None else stepped()
 
     def settle(self, begun: Begun, outcome: StepOutcome) -> None:
         """Do what follows a step: records, validations, hooks and checkpoints that are due."""
@@ -272,7 +274,9 @@ class DrivenRun:
             return
         self.recorder.flush()
         if self.steps not in saved:
-            self._checkpointer.over(World()).save(self.steps, *self._state())
+            alone = self._checkpointer.over(World())
+            self._saver.save_held(alone, unless=self.steps)
+            alone.save(self.steps, *self._state())
             self.recorder.event("checkpoint", step=self.steps)
         self.recorder.finish(False, self.steps)
 

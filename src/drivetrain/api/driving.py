@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -81,7 +81,7 @@ def drive(
     best: Aim = Aim(),  # noqa: B008  (frozen)
     early_stopping: EarlyStopping | None = None,
     hooks: Sequence[Hook] = (),
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | Literal["epoch"] | None = None,
     keep_last: int = 3,
     config: Config | None = None,
     quiet: bool = False,
@@ -120,7 +120,7 @@ def drive(
         best: Which checkpoint is kept as the best; needs `valid`.
         early_stopping: When to end the loop because validation no longer improves.
         hooks: Code to call between steps.
-        checkpoint_every: Steps between checkpoints. Default: at the end of each epoch.
+        checkpoint_every: Steps between checkpoints, or `"epoch"`. Default: by what a save costs, and at the end.
         keep_last: How many checkpoints to keep.
         config: How to run it, from `configure`. Default: the command line's, else the defaults.
         quiet: Whether to print nothing but errors.

@@ -54,6 +54,7 @@ from drivetrain.run import (
     falls_back,
     folder_of,
     make_checkpointer,
+    make_schedule,
     note_end,
     num_trained,
     open_recorder,
@@ -356,6 +357,7 @@ class _Loop:
             self._state,
             lambda: self._validation.best_step if self._validation else None,
             beside=run.config.checkpoint.async_save,
+            schedule=make_schedule(run),
             limit_seconds=run.config.distributed.timeout_seconds,
         )
         self._saver.watch_frozen(parts.strategy.save)

@@ -1,6 +1,6 @@
 """Checkpoints: named tensors and JSON in a folder that is valid or does not exist. It knows nothing of models."""
 
-from drivetrain.checkpoint.background import BackgroundSaver, SaveOutcome
+from drivetrain.checkpoint.background import BackgroundSaver, HeldState, SaveOutcome
 from drivetrain.checkpoint.checkpoint import Checkpoint, TensorInfo
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, NewerFormatError, SharedFileError
@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Files",
+    "HeldState",
     "LiveTensors",
     "NewerFormatError",
     "SaveOutcome",

@@ -44,6 +44,40 @@ class SaveOutcome:
     seconds: float  # from `begin` to its end
     stalled_seconds: float  # of those, how long `begin` took
     waited_seconds: float  # of those, how long for the save before it
+    write_seconds: float = 0.0  # in the background, without waiting for the verdict
+
+
+class HeldState:
+    """A copy of the state of a step in host memory, which is written with the next checkpoint.
+
+    It has memory of its own, allocated for the first one. A newer one takes its place.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer, self._staging = checkpointer, Staging(clones=False)
+        self._taken: tuple[Split, list[Shard], str] | None = None
+        self.step: int | None = None  # None: nothing is held
+
+    def take(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
+        """Copy the state of a step that was judged; the host may wait for the device."""
+        refuse_unstorable_meta(meta)
+        split = self._checkpointer.frozen.split(shards, wait=True, beside=True)
+        self._taken = split, self._staging.take(split.written), json.dumps(dict(meta))
+        self._staging.until_copied()
+        self.step = step
+
+    def drop(self) -> None:
+        self.step, self._taken = None, None
+
+    def save(self, checkpointer: Checkpointer) -> None:
+        """Write it, together on all ranks; it is not held any more, written or not."""
+        assert self._taken is not None
+        assert self.step is not None
+        (split, staged, text), step = self._taken, self.step
+        self.drop()
+        checkpointer.save_if_wanted(
+            step, staged, json.loads(text), split, until_copied=lambda: None, is_wanted=lambda: True
+        )
 
 
 class BackgroundSaver:
@@ -63,6 +97,8 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._save: _Save | None = None  # the newest
         self._news: list[SaveOutcome] = []
+        self.held = HeldState(self._checkpointer)
+        self._writes_held = False  # the thread is using what is held
 
     def prepare(self, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
         """Refuse state that cannot be saved, and allocate the memory for copies of it in the background.
@@ -80,6 +116,15 @@ class BackgroundSaver:
                 self._checkpointer.prepare(copied)
 
         self._start(allocate)
+
+    def hold(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any]) -> None:
+        """Copy the state of a step that was judged. The next save writes it first; one that is held later replaces it.
+
+        If a save is under way that is writing a held state, or there are frozen weights, this waits for its end.
+        """
+        if self._writes_held or any(shard.is_untrained for shard in shards):
+            self._join()
+        self.held.take(step, shards, meta)
 
     def begin(self, step: int, shards: Sequence[Shard], meta: Mapping[str, Any], *, may_wait: bool = False) -> None:
         """Copy the state. When this returns, the tensors and the contents of `meta` may be changed.
@@ -100,10 +145,16 @@ class BackgroundSaver:
         except Exception as error:  # noqa: BLE001  (no memory, for example: the other ranks have to hear of it)
             until_copied = _raising(error)
         stalled = time.monotonic() - began
+        if self.held.step == step:
+            self.held.drop()  # it is saved anyway
+        self._writes_held = self.held.step is not None
 
         def write() -> None:
             time.sleep(HEAD_START_SECONDS)
+            if self._writes_held:
+                self._write_held()
             try:
+                writing = time.monotonic()
                 is_saved = self._checkpointer.save_if_wanted(
                     step, staged, json.loads(text), split, until_copied=until_copied, is_wanted=save.is_wanted
                 )
@@ -113,9 +164,21 @@ class BackgroundSaver:
             else:
                 if not is_saved:
                     return
-            self._news.append(SaveOutcome(step, save.failure, time.monotonic() - began, stalled, waited))
+            now = time.monotonic()
+            written = now - writing - save.judging_seconds
+            self._news.append(SaveOutcome(step, save.failure, now - began, stalled, waited, written))
 
         self._start(write)
+
+    def _write_held(self) -> None:
+        step, began, error = self.held.step or 0, time.monotonic(), None
+        try:
+            self.held.save(self._checkpointer)
+        except Exception as failure:  # noqa: BLE001  (whatever it is, training goes on, and it is reported)
+            error = SaveFailure.of(failure, self._checkpointer.folder, f"step {step} cannot be saved").error()
+        self._writes_held = False
+        seconds = time.monotonic() - began
+        self._news.append(SaveOutcome(step, error, seconds, 0.0, 0.0, seconds))
 
     def judged(self) -> None:
         """Commit the save that was begun last as soon as it is written: its step is good."""
@@ -212,9 +275,12 @@ class _Save:
         self.verdict: bool | None = None
         self.has_verdict = threading.Event()
         self.failure: CheckpointError | None = None
+        self.judging_seconds = 0.0  # that the thread has waited for the verdict
 
     def is_wanted(self) -> bool:
+        began = time.monotonic()
         self.has_verdict.wait()
+        self.judging_seconds = time.monotonic() - began
         return bool(self.verdict)
 
 

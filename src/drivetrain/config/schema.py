@@ -353,8 +353,18 @@ class DataSection(Section):
 class CheckpointSection(Section):
     """Checkpoints: how often, how many, and what a run starts from."""
 
-    every: Annotated[int | None, Flag("checkpoint-every")] = Field(
-        None, ge=1, description="optimizer steps between checkpoints (auto: the job's own, else each epoch's end)"
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["epoch"] | None, Flag("checkpoint-every")] = Field(
+        None,
+        description="optimizer steps between checkpoints, or epoch (auto: the job's own, else by the cost of one)",
+    )
+    seconds: Annotated[float | None, Flag("checkpoint-seconds")] = Field(
+        None, gt=0, allow_inf_nan=False, description="seconds between checkpoints (auto: by what a save costs)"
+    )
+    mtbf_hours: Annotated[float, Flag("mtbf-hours")] = Field(
+        4.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="mean time between failures, until some were observed: it says how often checkpoints are due",
     )
     keep_last: Annotated[int | None, Flag("keep-last")] = Field(
         None, ge=1, description="how many checkpoints stay (auto: the job's own, else 3)"

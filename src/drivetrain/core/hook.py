@@ -128,6 +128,7 @@ class Verdict(NamedTuple):
     Args:
         save: Whether to save a checkpoint of this step, due or not.
         stop: Whether the job is done, before its last step.
+        keep: Whether the state of this step is to be kept with the next checkpoint, if it is not saved now.
 
     Example:
         >>> hook = dt.every(10, lambda context: dt.Verdict(stop=context.loss < 0.01))
@@ -135,6 +136,7 @@ class Verdict(NamedTuple):
 
     save: bool = False  # a checkpoint of this step, whether or not one is due
     stop: bool = False  # the job is done, before its last step
+    keep: bool = False  # the state of this step goes to the disk with the next checkpoint at the latest
 
 
 @runtime_checkable

@@ -266,9 +266,9 @@ def _period(strategy: str, steps: float | None, num_steps: int) -> int | None:
 def _periods(trainer: Any, num_steps: int) -> dict[str, Any]:
     args = trainer.args
     saves, evals = _text(args.save_strategy), _text(args.eval_strategy)
-    every = _period(saves, args.save_steps, num_steps)
+    every: int | str | None = _period(saves, args.save_steps, num_steps) or "epoch"
     if saves == "best":  # the best checkpoint is kept anyway: it is saved after validations
-        every = _period(evals, args.eval_steps, num_steps)
+        every = _period(evals, args.eval_steps, num_steps) or "epoch"
     if saves == "no":
         every = num_steps  # what was learned is kept, once
     limit = args.save_total_limit

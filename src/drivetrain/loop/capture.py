@@ -352,7 +352,7 @@ class CapturedStepper(Stepper):
         words = f"{'' if self.why_not else shapes}{self._num_replays} of {self._num_steps} steps replayed"
         return f"{words}; no longer: {self.why_not}" if self.why_not else words
 
-    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
+    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: float) -> StepOutcome:
         self._num_steps += 1
         if self.why_not:
             return super().run(place, micro_batches, stop)
@@ -381,7 +381,7 @@ class CapturedStepper(Stepper):
             return self._run_here(batch, place, micro, stop)
         return self._replay(recorded, batch, stop)
 
-    def _replay(self, recorded: _Recorded, batch: Any, stop: bool) -> StepOutcome:
+    def _replay(self, recorded: _Recorded, batch: Any, stop: float) -> StepOutcome:
         outcome = recorded.step.replay(float(stop), batch.start if type(batch) is Rows else 0)
         if self._shown is not recorded:
             recorded.step.show_gradients()
@@ -417,7 +417,7 @@ class CapturedStepper(Stepper):
 
         return seeded()
 
-    def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
+    def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: float) -> StepOutcome:
         self._shown = self._last = None
         if self._turns is None:
             self.learn(batch, place, micro)
@@ -446,7 +446,7 @@ class CapturedStepper(Stepper):
         self._generators = now
 
     def _warm_up(
-        self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: bool
+        self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: float
     ) -> StepOutcome:
         elsewhere = next((leaf.device for leaf in leaves if leaf.device != self._device), None)
         if elsewhere is not None:
@@ -468,7 +468,7 @@ class CapturedStepper(Stepper):
         self._num_rare += is_rare
         return self._capture(key, batch, leaves, before, place, micro, stop, is_rare=is_rare)
 
-    def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: bool) -> StepOutcome:
+    def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: float) -> StepOutcome:
         """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
         before, self._drawn = self._python_state(), []
         self._look_at_draws(begins=True)
@@ -490,7 +490,7 @@ class CapturedStepper(Stepper):
         before: _Before,
         place: Place,
         micro: MicroBatch,
-        stop: bool,
+        stop: float,
         *,
         is_rare: bool,
     ) -> StepOutcome:

@@ -108,7 +108,7 @@ class HookCalls:
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         self._check_model()
         self._stepper.look_again()
-        return Verdict(any(verdict.save for verdict in verdicts), any(verdict.stop for verdict in verdicts))
+        return Verdict(*(any(wishes) for wishes in zip(*verdicts, strict=True))) if verdicts else Verdict()
 
     def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors kept for a parameter element by element: optimizer state and moving average."""

@@ -62,7 +62,7 @@ class Stepper:
         self.is_moving = False  # whether the strategy's step is being run: weights may be half moved if it fails
         self._generator = _generator_of(world.device)
 
-    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: bool) -> StepOutcome:
+    def run(self, place: Place, micro_batches: Iterable[MicroBatch], stop: float) -> StepOutcome:
         if self._turns is not None:
             return self._run_turns(self._turns, place, list(micro_batches), stop)
         for micro in micro_batches:
@@ -70,7 +70,7 @@ class Stepper:
         return self.end(stop)
 
     def _run_turns(
-        self, strategy: TurnsStrategy, place: Place, micro_batches: Sequence[MicroBatch], stop: bool
+        self, strategy: TurnsStrategy, place: Place, micro_batches: Sequence[MicroBatch], stop: float
     ) -> StepOutcome:
         """Take the turns of a step, each over all of its micro-batches."""
         for turn in strategy.due(place.step):
@@ -79,7 +79,7 @@ class Stepper:
                     self.learn(self.begin(place, micro, turn), place, micro)
         return self.end(stop)
 
-    def end(self, stop: bool) -> StepOutcome:
+    def end(self, stop: float) -> StepOutcome:
         """Run the strategy's step after the last micro-step."""
         self.is_moving = True
         outcome = self._strategy.step(stop)

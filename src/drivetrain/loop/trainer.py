@@ -30,6 +30,7 @@ from drivetrain.loop.bad_numbers import NO_SKIPS, BadNumbers, RollBackError, not
 from drivetrain.loop.hook_calls import HookCalls, RunLog
 from drivetrain.loop.rates import Rates
 from drivetrain.loop.read_back import InFlight, ReadStep
+from drivetrain.loop.save_schedule import SaveSchedule
 from drivetrain.loop.stepper import Stepper
 from drivetrain.loop.validation import Validation
 from drivetrain.monitor.phases import CHECKPOINT, LOGGING
@@ -66,8 +67,15 @@ LAST_WAIT_SECONDS = 10.0
 class Saver(Protocol):
     """Saves checkpoints for the loop."""
 
+    @property
+    def schedule(self) -> SaveSchedule:
+        """The schedule that says when to save."""
+
     def save(self, step: int) -> None:
         """Save the state of a step that was judged."""
+
+    def hold(self, step: int) -> None:
+        """Copy the state of a step that was judged, to be written with the next checkpoint."""
 
     def prepare(self) -> None:
         """Refuse a state that cannot be saved: called after the first step, in which optimizers create their state."""
@@ -155,17 +163,13 @@ class Trainer:
             model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal, check_model, freezer
         )
         self._first_step, self._validation, self._average = first_step, validation, average
-        self._before_step, self._set_loss_weights, self._norms, self._retry = (
-            before_step,
-            set_loss_weights,
-            norms,
-            retry,
-        )
+        self._before_step, self._set_loss_weights = before_step, set_loss_weights
+        self._norms, self._retry = norms, retry
         # Looked up once: the loop's overhead is a few microseconds per step, and has to stay so.
-        self._num_steps, self._save_every = job.num_steps, job.save_every
+        self._num_steps, self._schedule = job.num_steps, saver.schedule
         self._hooks = [(hook, hook.every) for hook in (*([validation] if validation else []), *job.hooks)]
-        everies = [self._save_every, *(every for _, every in self._hooks), *([average.every] if average else [])]
-        self._everies = [every for every in everies if every != "epoch"]
+        everies = [saver.schedule.every, *(every for _, every in self._hooks), *([average.every] if average else [])]
+        self._everies = [every for every in everies if isinstance(every, int)]
         self._in_flight = InFlight(world.device, stepper.clock)
         self._bad, self._device = bad, world.device
         self._skips = NO_SKIPS if bad is None else bad.skips
@@ -179,6 +183,11 @@ class Trainer:
     def stop(self) -> None:
         """Stop after the next step or two, on all ranks at the same step, with a checkpoint."""
         self.wants_stop = True
+
+    @property
+    def flags(self) -> float:
+        """What this rank wishes for, as it travels with a step: see `SaveSchedule`."""
+        return self.wants_stop + self._schedule.request()
 
     def run(self) -> Iterator[StepRecord]:
         try:
@@ -214,7 +223,7 @@ class Trainer:
     def _attempt(self, place: Place, micro_batches: Iterable[MicroBatch]) -> StepOutcome | None:
         """Run a step. None: it was out of memory, and will be repeated from the state that it began with."""
         try:
-            return self._stepper.run(place, micro_batches, self.wants_stop)
+            return self._stepper.run(place, micro_batches, self.flags)
         except Exception as error:
             if self._retry is None or not self._retry.may_repeat(error, place):
                 raise
@@ -272,7 +281,7 @@ class Trainer:
             self._saver.prepare()
         if self._average is not None:
             self._average.after_step(done, ends_epoch=place.ends_epoch)
-        save_due = _is_due(self._save_every, place) or is_last
+        save_due = is_last or self._schedule.is_due(place)
         commit, self._commit = self._commit, None
         is_awaited = save_due or hooks_due or commit is not None or self.wants_stop
         num_due = len(in_flight) - 1 if is_awaited else in_flight.num_due()
@@ -281,7 +290,7 @@ class Trainer:
         if commit is not None:
             commit(not self._is_in_doubt)
         clock.lap(LOGGING)
-        save_due |= self.stopped_early
+        save_due |= self._schedule.take() or self.stopped_early
         ends = is_last or self.is_over
         if save_due or hooks_due or self.is_over:
             clock.look()
@@ -295,8 +304,10 @@ class Trainer:
             yield from self.outstanding()
             clock.lap(LOGGING)
             verdict = self._hook_calls.call(hooks_due, place, self._last_loss)
-            save_due |= verdict.save
+            save_due |= verdict.save or (verdict.keep and not self._schedule.by_time)
             self.ended_by_hook = verdict.stop
+            if verdict.keep and not (save_due or self.is_over or self._is_in_doubt):
+                self._saver.hold(done)
         if self._average is not None and (is_last or self.ended_by_hook):
             self._average.finish()
         if (save_due and not self._is_in_doubt) or ends or self.is_over:
@@ -410,7 +421,7 @@ class Trainer:
         step = place.step + 1 + number
         _, count, stop, norm, skipped, _, logged = values
         supervision.step(step)
-        self.stopped_early |= stop > 0
+        self.stopped_early |= self._schedule.hear(stop, step)
         loss, parts = values.loss(step - 1)
         if self._bad is None:
             if not math.isfinite(loss):

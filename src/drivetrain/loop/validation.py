@@ -291,7 +291,7 @@ class Validation:
         stop = self._patience is not None and self._patience.is_over(self.latest)
         if stop and self._patience is not None:
             self.stopped_because = self._patience.words()
-        return Verdict(save=is_best or stop, stop=stop)
+        return Verdict(save=stop, stop=stop, keep=is_best)
 
     def _reduce_rates(self, context: StepContext) -> None:
         """Have the schedule look at the result, where it is one that does; the next step has the rate that follows."""

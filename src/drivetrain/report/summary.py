@@ -89,6 +89,9 @@ def _speed(data: RunData) -> Iterator[str]:
         whole = [epoch.whole_seconds for epoch in data.epochs]
         words = f"{statistics.mean(whole):.2f} s (mean), {max(whole):.2f} s at most, with validation and sleep"
         yield _line("time per epoch", words)
+    interval = data.event("checkpoint interval")
+    if interval:
+        yield _line("checkpoints", interval["words"])
     yield _line("time per step", f"{1e3 * statistics.median(row['seconds'] for row in data.steps):.3f} ms (median)")
     fastest = max(epoch.samples / max(epoch.seconds, 1e-9) for epoch in data.epochs)
     over_all = sum(row["samples"] for row in data.steps) / seconds

@@ -17,7 +17,7 @@ from drivetrain.run.recorder import (
     tell_strategy,
 )
 from drivetrain.run.result import Best, Result, Which, best_of, best_or_last, checkpoint_of, folder_of, load_whole
-from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State, falls_back, make_checkpointer
+from drivetrain.run.saver import CHECKPOINTS, CheckpointSaver, State, falls_back, make_checkpointer, make_schedule
 from drivetrain.run.session import SOURCE, Session
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "last_one_finished",
     "load_whole",
     "make_checkpointer",
+    "make_schedule",
     "note_end",
     "num_trained",
     "open_recorder",

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Files, Shard
+from drivetrain.checkpoint import BackgroundSaver, Checkpointer, CheckpointError, Files, HeldState, Shard
 from drivetrain.checkpoint.background import LIMIT_SECONDS
 from drivetrain.core.errors import BadResumeError, DrivetrainError
+from drivetrain.core.goodput import read_account
 from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
 from drivetrain.core.processes import SetAside
 from drivetrain.core.run_folder import CHECKPOINTS as CHECKPOINTS
 from drivetrain.core.world import World
+from drivetrain.loop.save_schedule import SaveSchedule, observed_mtbf
 from drivetrain.monitor.recorder import NoRunRecorder
 from drivetrain.run.session import Session
 
@@ -64,6 +66,21 @@ def falls_back(run: Session, error: BadResumeError) -> bool:
     return outcome
 
 
+def make_schedule(run: Session) -> SaveSchedule:
+    """Make the schedule of a run's saves: pinned by job or configuration, else by what saves cost here."""
+    stated = 3600 * run.config.checkpoint.mtbf_hours
+    account = read_account(run.path) if run.world.is_main else None
+    failures = sum(account.interruptions.values()) if account else 0
+    mtbf = observed_mtbf(stated, account.wall_seconds, failures) if account and failures else stated
+    return SaveSchedule(
+        run.job.checkpoint_every,
+        seconds=run.config.checkpoint.seconds,
+        mtbf_seconds=mtbf,
+        mtbf_is_observed=bool(failures),
+        is_main=run.world.is_main,
+    )
+
+
 class CheckpointSaver:
     """Saves in the background if `beside`; otherwise training waits for each save, and a failure ends it.
 
@@ -79,10 +96,15 @@ class CheckpointSaver:
         best_step: Callable[[], int | None],
         *,
         beside: bool,
+        schedule: SaveSchedule | None = None,
         limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
         self._checkpointer, self._recorder, self._state, self._best_step = checkpointer, recorder, state, best_step
         self._saver = BackgroundSaver(checkpointer, world, limit_seconds=limit_seconds) if beside else None
+        self.schedule = schedule or SaveSchedule(1)
+        self._held = HeldState(checkpointer)  # where saves wait; otherwise the background saver has one
+        self._told_seconds: float | None = None  # the interval between saves that was recorded last
+        self._has_said_interval = False
         self._best_at: dict[int, int | None] = {}  # which step was the best when one was saved
         self._pins: set[int] = set()
         self._num_problems_told = 0
@@ -104,7 +126,10 @@ class CheckpointSaver:
     def prepare(self) -> None:
         """Refuse a state that cannot be saved, and allocate memory for copies. Called after a step."""
         shards, meta = self._state()
-        if sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor)) >= LARGE_BYTES:
+        num_bytes = sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor))
+        self.schedule.expect(num_bytes)
+        self._tell_interval()
+        if num_bytes >= LARGE_BYTES:
             self._aside.begin()
         if self._saver is not None:
             self._saver.prepare(shards, meta)
@@ -122,7 +147,32 @@ class CheckpointSaver:
         self._recorder.flush()
         shards, meta = self._state()
         self._best_at[step] = self._pin_best()
+        self.save_held(self._checkpointer, unless=step)
         self._checkpointer.save(step, shards, meta)
+        self.schedule.begun(step)
+        seconds = time.monotonic() - began
+        self.schedule.learn(seconds, 0.0)
+        self._tell(step, None, {"seconds": seconds})
+
+    def hold(self, step: int) -> None:
+        """Copy the state of a step that was judged, the best so far; the next save writes it, too."""
+        with self._blocking():
+            self._recorder.flush()
+            shards, meta = self._state()
+            self._best_at[step] = self._pin_best()
+            if self._saver is not None:
+                self._saver.hold(step, shards, meta)
+            else:
+                self._held.take(step, shards, meta)
+
+    def save_held(self, checkpointer: Checkpointer, unless: int) -> None:
+        """Save what is held, now, unless that is the state of a step that is being saved anyway."""
+        held = self._held if self._saver is None else self._saver.held
+        if held.step is None or held.step == unless:
+            held.drop()
+            return
+        step, began = held.step, time.monotonic()
+        held.save(checkpointer)
         self._tell(step, None, {"seconds": time.monotonic() - began})
 
     def report(self) -> None:
@@ -137,6 +187,8 @@ class CheckpointSaver:
             }
             if outcome.waited_seconds > NOTABLE_WAIT_SECONDS:
                 self._recorder.event("waited for a save", step=outcome.step, seconds=outcome.waited_seconds)
+            if outcome.stalled_seconds:  # what was held is written with another one
+                self.schedule.learn(outcome.stalled_seconds, outcome.write_seconds)
             self._tell(outcome.step, outcome.error, seconds)
 
     def finish(self) -> None:
@@ -184,6 +236,7 @@ class CheckpointSaver:
         shards, meta = self._state()
         self._best_at[step] = self._pin_best()
         saver.begin(step, shards, meta, may_wait=may_wait)
+        self.schedule.begun(step)
         if self.when_begun is not None:
             self.when_begun(step)
 
@@ -209,6 +262,19 @@ class CheckpointSaver:
             self._recorder.event(news.event, **news.facts)
             self._recorder.say(news.text)
         self._tell_problems()
+        self._tell_interval()
+
+    def _tell_interval(self) -> None:
+        """Record how often is saved, and why; again where that has changed by half, and once on the terminal."""
+        seconds = self.schedule.interval_seconds if self.schedule.by_time else 0.0
+        if self._told_seconds is not None and abs(seconds - self._told_seconds) <= 0.5 * self._told_seconds:
+            return
+        words = self.schedule.in_words()
+        self._recorder.event("checkpoint interval", seconds=seconds, words=words)
+        if self.schedule.by_time and self.schedule.is_measured and not self._has_said_interval:
+            self._has_said_interval = True
+            self._recorder.say(f"  checkpoints  {words}")
+        self._told_seconds = seconds
 
     def _tell_problems(self) -> None:
         problems = self._checkpointer.problems[self._num_problems_told :]

@@ -315,10 +315,11 @@ class Strategy(Protocol):
 
     def backward(self, objective: Tensor) -> None: ...
 
-    def step(self, stop: bool) -> StepOutcome:
+    def step(self, stop: float) -> StepOutcome:
         """Reduce, rescale by the actual count, clip, step the optimizer, clear the gradients.
 
-        `stop` is this rank's wish; this outcome or the next one says, on all ranks alike, whether any has it.
+        `stop` is this rank's wish, as a number: 1 to stop, a fraction for other wishes. This outcome or the next one
+        has the sum over all ranks, on all alike.
         """
 
     def save(self) -> tuple[list[Shard], dict[str, Any]]:

@@ -452,7 +452,7 @@ class Sums:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.stop = False  # this rank's wish, which travels with the next sums
+        self.stop = 0.0  # this rank's wish, which travels with the next sums
         self._sums: Tensor | None = None
         self._on_its_way: dist.Work | None = None
 

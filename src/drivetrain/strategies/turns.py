@@ -165,13 +165,13 @@ class TurnsStrategy:
         return [number for number, turn in enumerate(self.turns) if turn.is_due(step)]
 
     @contextmanager
-    def taking(self, number: int, stop: bool = False) -> Iterator[None]:
+    def taking(self, number: int, stop: float = 0.0) -> Iterator[None]:
         """Take a turn: run its forwards and backwards inside the context. Its optimizers step at the end of it."""
         with self.training(number):
             yield
             self.end_turn(stop)
 
-    def end_turn(self, stop: bool) -> None:
+    def end_turn(self, stop: float) -> None:
         """Step the optimizers of the turn that trains now."""
         self._outcomes[self._now] = self._strategies[self._now].step(stop)
 
@@ -181,7 +181,7 @@ class TurnsStrategy:
     def backward(self, objective: Tensor) -> None:
         self._strategies[self._now].backward(objective)
 
-    def step(self, stop: bool) -> StepOutcome:
+    def step(self, stop: float) -> StepOutcome:
         """End the step, after its turns were taken."""
         outcome = self.move()
         self.follow()

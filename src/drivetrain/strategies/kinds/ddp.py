@@ -39,7 +39,7 @@ class _CarryingObjective(Objective):
         super().__init__(parts, scale=float(world.size))  # DDP averages over ranks; a step is a sum
         # float64: counts stay exact, and sums are as good as the losses they are made of.
         self.carrier = nn.Parameter(torch.zeros(3, dtype=torch.float64, device=world.device))
-        self.stop = False
+        self.stop = 0.0
 
     def forward(self, batch: Any, num_samples: int, step_samples: int, weight: int) -> Tensor:
         objective = super().forward(batch, num_samples, step_samples, weight)
@@ -107,7 +107,7 @@ class DdpStrategy:
     def backward(self, objective: Tensor) -> None:
         torch.autograd.backward(self._parts.scaler.scale(objective))
 
-    def step(self, stop: bool) -> StepOutcome:
+    def step(self, stop: float) -> StepOutcome:
         carried = cast(Tensor, self._objective.carrier.grad) * self._world.size  # a copy: the bucket is used again
         if self._parts.scaler.is_enabled():
             carried = carried / self._parts.scale()

@@ -227,7 +227,7 @@ class DeepSpeedStrategy:
             objective = self._scaler.scale(objective)
         self._engine.backward(objective, scale_wrt_gas=False)
 
-    def step(self, stop: bool) -> StepOutcome:
+    def step(self, stop: float) -> StepOutcome:
         self._refuse_other_use()
         total, count, stopping = self._sums.take()
         if self._objective.counts_items:

@@ -44,7 +44,7 @@ class ExpertParallelStrategy(DdpStrategy):
         assert self._experts is not None, "prepare comes first"
         return self._experts
 
-    def step(self, stop: bool) -> Any:
+    def step(self, stop: float) -> Any:
         self.experts.complete_gradients(self.gradient_factor)
         return super().step(stop)
 

@@ -197,7 +197,7 @@ class FsdpStrategy:
             self._sums.send(*self._objective.take_tallies())
         torch.autograd.backward(self._parts.scaler.scale(objective))
 
-    def step(self, stop: bool) -> StepOutcome:
+    def step(self, stop: float) -> StepOutcome:
         self._hand_over_gradients()
         total, count, stopping = self._sums.take()
         if self._objective.counts_items:

@@ -57,7 +57,7 @@ class SingleStrategy:
             objective = self._scaler.scale(objective)
         torch.autograd.backward(objective)
 
-    def step(self, stop: bool) -> StepOutcome:
+    def step(self, stop: float) -> StepOutcome:
         outcome = self.move(float(stop))
         self.follow()
         return outcome
