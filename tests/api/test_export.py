@@ -56,7 +56,7 @@ def test_with_a_moving_average_it_is_the_average(tmp_path: Path) -> None:
 
 def sharded_exports(folder: str) -> list[str]:
     """The notes of a run whose processes hold parts, exported between two checkpoints and after one."""
-    run = drive(folder, parallel_strategy="fsdp", async_save=False)
+    run = drive(folder, parallel_strategy="fsdp", async_save=False, checkpoint_every="epoch")
     notes: list[str] = []
     run._driven._note = notes.append
     for batch in run:

@@ -105,7 +105,7 @@ class NanAt:
 
 def run_into_nan(folder: str, variant: Variant, at_call: int) -> str:
     try:
-        run(folder, variant, loss=NanAt(at_call))
+        run(folder, variant, loss=NanAt(at_call), settings={"bad_steps": "stop"})
     except DrivetrainError as error:
         return error.message
     return ""
