@@ -53,7 +53,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_how_runs_end(tmp_path: Path) -> None:
-    stop = '{"event": "stop", "step": 10}\n'
+    stop = '{"event": "stop", "step": 10}\n{"event": "end"}\n'
     made(tmp_path / "stopped", events_jsonl=stop).close()
     finished = made(tmp_path / "finished", steps=100)
     finished.finish({"steps": 100})
@@ -66,6 +66,7 @@ def test_how_runs_end(tmp_path: Path) -> None:
     failed = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "ValueError: boom"}\n'
     made(tmp_path / "failed", events_jsonl=failed).close()
     at_once = '{"event": "start", "step": 0}\n{"event": "stopped by an error", "error": "KeyboardInterrupt: "}\n'
+    at_once += '{"event": "end"}\n'
     made(tmp_path / "at once", events_jsonl=at_once).close()
     made(tmp_path / "failed before", events_jsonl=failed + '{"event": "resume", "step": 0}\n').close()
     found = {Path(one.folder).name: one for one in runs_in(tmp_path)}

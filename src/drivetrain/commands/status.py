@@ -121,7 +121,8 @@ def _how_it_stands(folder: Path, events: list[dict[str, Any]]) -> tuple[State, s
     if is_finished(folder):
         because = str(ends[-1].get("because", "")) if ends else ""
         return "finished", "; ".join(filter(None, [because, _missing_report(folder)]))
-    last = events[-1] if events else {}
+    told = [row for row in events if row.get("event") not in ("time", "end")]  # these are of the account of its time
+    last = told[-1] if told else {}
     if last.get("event") == "refused":
         return "refused", f"{last.get('error', '')}; remedy: {last.get('remedy', '')}"
     if last.get("event") == "stopped by an error" and str(last.get("error", "")).startswith("KeyboardInterrupt"):
