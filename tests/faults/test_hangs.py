@@ -30,7 +30,7 @@ def run_with(
 ) -> Ended:
     words = ("--inject", inject) if inject else ()
     words += ("--hang-seconds", str(hang), *flags, str(SCRIPT), str(folder), str(steps))
-    return launch(folder, *words, num_processes=world, forks=True, **more)
+    return launch(folder, *words, num_processes=world, forks=True, timeout=240 + 4 * steps, **more)
 
 
 def reported(done: Ended) -> tuple[int, float, str]:
