@@ -6,12 +6,21 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.api.jobs import read
+import drivetrain as dt
+from drivetrain.core.launchers import supervision
+from drivetrain.core.progress import PHASES
+from drivetrain.loop.validation import Validator
+from drivetrain.run import CheckpointSaver
+from drivetrain.run.out_of_memory import StepRetry
+from drivetrain.strategies import RunningMean
+from tests.api.jobs import Variant, Vectors, read, run
 from tests.launch.jobs import Ended, launch, launching
+from tests.run.test_memory import Hungry
 from tests.warm_python import WarmProcess
 
 SCRIPT = Path(__file__).parent / "stepping_script.py"
@@ -117,6 +126,42 @@ os.environ["DRIVETRAIN_INJECT"] = "gil@40"
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+def test_what_is_no_step_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves, which may wait for the one before, hooks, validations, and the pass over the data at the end of SWA."""
+    seen: dict[str, set[str]] = {}
+
+    def noting(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*arguments: Any, **more: Any) -> Any:
+            seen.setdefault(name, set()).add(PHASES[supervision._phase])
+            return original(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(CheckpointSaver, "_snapshot")
+    noting(CheckpointSaver, "save")
+    noting(Validator, "measure")
+    noting(RunningMean, "finish")
+    noting(StepRetry, "may_repeat")
+
+    def hook(context: dt.StepContext) -> None:
+        seen.setdefault("hook", set()).add(PHASES[supervision._phase])
+
+    variant = Variant(steps=10, save_every=2)
+    changes = {"valid": Vectors(variant), "valid_every": 5, "hooks": [dt.every(3, hook)], "swa": dt.SWA(start=0.5)}
+    assert run(str(tmp_path), variant, loss=Hungry(16, 200), **changes) is not None
+    assert seen == {
+        "_snapshot": {"save"},
+        "save": {"save"},
+        "measure": {"validation"},
+        "finish": {"hooks"},
+        "may_repeat": {"step"},
+        "hook": {"hooks"},
+    }
+    assert PHASES[supervision._phase] == "end"
 
 
 @pytest.mark.soak

@@ -295,7 +295,8 @@ class Trainer:
         if save_due or hooks_due or self.is_over:
             clock.look()
         if save_due and not ends and not hooks_due and self._snapshot is not None:
-            self._commit = self._snapshot(done)
+            with supervision.in_phase("save"):  # it may wait for the save before
+                self._commit = self._snapshot(done)
             clock.lap(CHECKPOINT)
             clock.next_step()
             return
@@ -309,7 +310,8 @@ class Trainer:
             if verdict.keep and not (save_due or self.is_over or self._is_in_doubt):
                 self._saver.hold(done)
         if self._average is not None and (is_last or self.ended_by_hook):
-            self._average.finish()
+            with supervision.in_phase("hooks"):  # it may go over the data once more
+                self._average.finish()
         if (save_due and not self._is_in_doubt) or ends or self.is_over:
             with supervision.in_phase("save"):
                 self._saver.save(done)
