@@ -384,12 +384,13 @@ def value_problem(setting: Setting, given: Given, why: str) -> Problem:
     example = setting.choices[0] if setting.choices else setting.default
     if meant:
         remedy = f"did you mean `{meant}`?"
-    elif setting.is_bool or setting.choices or example is None:
+    elif setting.is_bool or setting.choices or example in (None, ""):
         remedy = f"write one of the allowed, or leave {given.spelled} out"
     else:
         shown = ",".join(map(str, example)) if isinstance(example, tuple) else example
         remedy = f"for example {given.spelled}{_sign(given)}{shown}"
-    message = f"got {value!r}" + ("" if setting.choices or setting.is_bool else f": {_lower_first(why)}")
+    reason = _lower_first(why.removeprefix("Value error, "))
+    message = f"got {value!r}" + ("" if setting.choices or setting.is_bool else f": {reason}")
     return Problem(given.spelled, message, value, given.source, setting.allowed, remedy)
 
 

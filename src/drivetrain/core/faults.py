@@ -63,7 +63,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
         match = _FORM.fullmatch(word)
         if match is None or match[1] not in KINDS:
             what = "has the wrong form" if match is None else "is of no known kind"
-            raise ValueError(f"{word!r} {what}; allowed: {ALLOWED}")
+            raise ValueError(f"{word!r} {what}")
         found.append(Fault(match[1], int(match[2]), None if match[3] is None else int(match[3])))
     return tuple(found)
 
