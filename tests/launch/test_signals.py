@@ -6,6 +6,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.stopping import StopWish
 from tests.commands.test_train_integration import diary, wait_for_step
+from tests.launch.hosts import two_hosts
 from tests.launch.jobs import Launching, are_gone, environment, launch, script, wait_for, words_of
 from tests.warm_python import WarmProcess
 
@@ -187,3 +189,24 @@ def test_the_second_ctrl_c_and_nothing_else_is_impatient() -> None:
     assert (wish.name, wish.exit_code, wish.at_once) == ("SIGUSR1", 138, False)
     wish.hear(signal.SIGINT)
     assert wish.at_once
+
+
+def test_a_signal_to_every_process_of_two_hosts(tmp_path: Path) -> None:
+    """One after the other, more than a moment apart: the second host's is not an impatient second one."""
+    with two_hosts(tmp_path) as hosts:
+        words = (str(SCRIPT), str(tmp_path), STEPS)
+        both = [hosts.launch(host, *words, forks=True, num_processes=1) for host in (0, 1)]
+        for rank in (0, 1):
+            wait_for_step(tmp_path, 3, rank=rank)
+        for process in both:
+            below = psutil.Process(process.pid).children(recursive=True)
+            for pid in (*(one.pid for one in below), process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        ends = [hosts.end(host, process) for host, process in enumerate(both)]
+    step = steps_saved(tmp_path)
+    assert [diary(tmp_path, rank)[-1][0] for rank in (0, 1)] == [step, step]
+    for ended in ends:
+        assert ended.code == 128 + signal.SIGUSR1, ended.err
+        assert f"stopped by SIGUSR1; the checkpoint of step {step} is saved" in ended.last_lines[-1]
