@@ -1,5 +1,6 @@
 """The loader: the same samples in the same order for every world and number of workers; randomness keyed by sample."""
 
+import ctypes
 import gc
 import os
 import random
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from drivetrain.data.division import Division
 from drivetrain.data.keyed_items import KeyedItems
 from drivetrain.data.loader import Loader
+from tests import warm_python
 
 
 class Numbers(Dataset[Any]):
@@ -168,6 +170,34 @@ def test_closing_ends_the_workers_at_once() -> None:
     assert len(workers) >= 2
     source.close()
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+
+
+class Stuck(Numbers):
+    """One item never comes, in native code that holds Python's lock: no handler and no thread runs in that process."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 11:
+            Path("stuck").touch()
+            ctypes.PyDLL(None).sleep(1000)
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_no_worker_that_is_stuck_is_waited_for(tmp_path: Path, closes: bool) -> None:
+    """Neither when the loader is closed nor, if it never is, when the process ends."""
+    code = (
+        "import sys, torch, pathlib; from tests.data.test_loader import Stuck, loader\n"
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2\n"
+        "source = loader(Stuck(16), 4, 4, num_workers=1, shuffle=False)\n"
+        "batches = source.batches(0, 4)\n"
+        "step, parts = next(batches)\n"
+        "list(parts)\n"
+        "while not pathlib.Path('stuck').exists(): pass\n"
+        f"{'source.close()' if closes else ''}\n"
+        "print('over')\n"
+    )
+    done = warm_python.run(["-c", code], cwd=tmp_path, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
 
 
 class Remains:

@@ -236,6 +236,9 @@ def outlive_signals(worker: int = 0) -> None:
         worker: the number of the loader's worker, as torch gives it to a `worker_init_fn`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if not hasattr(signal, "sigwaitinfo"):  # on macOS nothing says who sent a signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        return
     parent = multiprocessing.parent_process()
     pid = os.getppid() if parent is None else parent.pid
 

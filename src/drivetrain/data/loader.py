@@ -5,8 +5,10 @@ starts at a step's number, so resuming it needs no state and no replay. Every st
 exception.
 """
 
+import atexit
 import multiprocessing
 import pickle
+import signal
 import sys
 import warnings
 from collections import deque
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -379,6 +382,7 @@ class Loader:
             except (AttributeError, TypeError, OSError, RuntimeError, ImportError, pickle.PicklingError) as error:
                 reason = str(error)
             else:
+                _started.update(getattr(self._workers, "_workers", ()))
                 return _in_own_words(self._workers)
         if not self._may_do_without_workers:
             raise DrivetrainError(
@@ -417,6 +421,26 @@ class Loader:
         end_workers = getattr(workers, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
+        _kill_stuck(getattr(workers, "_workers", ()))
+
+
+_started: WeakSet[Any] = WeakSet()  # worker processes
+
+
+def _kill_stuck(processes: Iterable[Any]) -> None:
+    """Kill workers that did not end when torch asked: native code may keep them from hearing it. Python would wait."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+
+
+def _kill_at_exit() -> None:
+    if any(process.is_alive() for process in _started):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+        _kill_stuck(list(_started))
+
+
+atexit.register(_kill_at_exit)  # runs after torch's own of each worker, and before Python waits for them
 
 
 def _begin_worker(wanted: Callable[[int], Any] | None, worker: int) -> None:
