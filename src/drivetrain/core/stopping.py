@@ -288,6 +288,7 @@ class StopWish:
 
 @contextmanager
 def hearing() -> Iterator[StopWish]:
+    """Yield what the stop signals of this process say. After one came the process ends, and others are ignored."""
     wish = StopWish()
     before = {
         number: signal.signal(number, wish.hear)
@@ -298,4 +299,5 @@ def hearing() -> Iterator[StopWish]:
         yield wish
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # The same signal, late, must not become the exit code.
+            signal.signal(number, signal.SIG_IGN if wish.has_come() else handler)

@@ -136,6 +136,8 @@ class Follower:
         told = False
         while True:
             for message in channel.poll():
+                if message.get("do") == "stop":  # the signal may still come here as well
+                    wish.share(int(str(message["signal"])))
                 code = self._obey(message, channel, guard)
                 if code is not None:
                     return code
