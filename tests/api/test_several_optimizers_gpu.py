@@ -71,8 +71,9 @@ def gan_job(**changes: Any) -> dt.Job:
 def trained(folder: Path, job: dt.Job, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor], str]:
     given = {"precision": "fp32", "monitor_gpu": False, "auto_optimize": False, "report": False, "resident": "off"}
     result = dt.train(job, dt.configure(output_dir=folder, gpu_mode="single_gpu", **(given | settings)), quiet=True)
-    last = json.loads((result.folder / "events.jsonl").read_text().splitlines()[-1])
-    return records_of(result.folder), state_of(result.folder), str(last.get("capture", ""))
+    events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
+    captured = [event["capture"] for event in events if "capture" in event]
+    return records_of(result.folder), state_of(result.folder), str(captured[-1])
 
 
 @pytest.mark.parametrize("resident", ["off", "on"])

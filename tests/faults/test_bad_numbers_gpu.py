@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import drivetrain as dt
 from drivetrain.data.division import SampleStream
 from tests.api.jobs import Variant, Vectors, run
 from tests.faults.events import events
@@ -67,3 +68,27 @@ def test_the_host_does_not_wait_for_the_gate(tmp_path: Path, monkeypatch: pytest
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     )
     assert calls
+
+
+@pytest.mark.parametrize("capture", ["off", "on"])
+def test_all_of_several_optimizers_skip(tmp_path: Path, capture: str) -> None:
+    """Two that follow one loss, against one for all: the same weights, though one batch is bad."""
+
+    def fused(groups: Any) -> Any:
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+    both = {"first": dt.Optim(fused, params="layers.0.*"), "rest": dt.Optim(fused)}
+    found = {}
+    for name, optimizer in {"one": fused, "two": both}.items():
+        found[name] = run(
+            str(tmp_path / name),
+            VARIANT,
+            gpu_mode="auto",
+            settings={**SETTINGS, "capture": capture, "resident": "off"},
+            data=poisoned(),
+            optimizer=optimizer,
+            clip_norm=None,
+        )
+        assert [row["step"] for row in found[name].rows if row["skipped"]] == [BAD]
+    for name, value in found["one"].weights.items():
+        np.testing.assert_allclose(found["two"].weights[name], value, rtol=1e-4, atol=1e-6)

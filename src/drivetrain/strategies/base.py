@@ -21,7 +21,7 @@ from drivetrain.core.hook import StepSettlement, settlement_of
 from drivetrain.core.isolation import uncounted
 from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
-from drivetrain.core.optimizers import closure_error
+from drivetrain.core.optimizers import JointOptimizer, closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.state import Shard, TensorSource
@@ -84,7 +84,8 @@ class BadStepGate:
         """
         if not self.is_on or not values:
             return False
-        if values[0].is_cpu:
+        device = optimizer.param_groups[0]["params"][0].device  # shards may be kept on the host
+        if device.type == "cpu":
             return any(not math.isfinite(value) for value in [value.item() for value in values])
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
@@ -239,17 +240,19 @@ class StrategyParts:
         bad = self.gate.closes(self.optimizer, values)
         if bad is True:
             return 1.0
+        whole: Any = self.optimizer
+        own = list(whole.members.values()) if isinstance(whole, JointOptimizer) else [whole]
         try:
-            if isinstance(bad, Tensor):
-                self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            for optimizer in own if isinstance(bad, Tensor) else ():
+                optimizer.found_inf = bad
             self.optimizer.step()
         except (TypeError, AssertionError, RuntimeError, ValueError) as error:
             if "closure" in str(error):  # reported in our own words
                 raise closure_error(self.optimizer) from error
             raise
         finally:
-            if isinstance(bad, Tensor):
-                vars(self.optimizer).pop("found_inf", None)
+            for optimizer in own:
+                vars(optimizer).pop("found_inf", None)
         return bad if isinstance(bad, Tensor) else 0.0
 
     def _clip_each(self, together: "Together | None") -> Tensor:
