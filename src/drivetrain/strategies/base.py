@@ -241,7 +241,7 @@ class StrategyParts:
         if bad is True:
             return 1.0
         whole: Any = self.optimizer
-        own = list(whole.members.values()) if isinstance(whole, JointOptimizer) else [whole]
+        own: list[Any] = list(whole.members.values()) if isinstance(whole, JointOptimizer) else [whole]
         try:
             for optimizer in own if isinstance(bad, Tensor) else ():
                 optimizer.found_inf = bad
