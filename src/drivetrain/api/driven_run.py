@@ -27,6 +27,7 @@ from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.loader import Loader
 from drivetrain.job import LossFunction
+from drivetrain.loop.bad_numbers import refuse_unmoved
 from drivetrain.loop.trainer import Begun, Trainer
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.monitor.sampler import watch_memory
@@ -181,7 +182,7 @@ class DrivenRun:
         is_done = self._loader.position.is_over(job.max_steps, job.epochs)
         finished = is_done or bool(self.stopped_because) or self.trainer.ended_by_hook
         if finished:
-            self.trainer.refuse_unmoved(self.steps)
+            refuse_unmoved(self.steps, has_moved=self.trainer.has_moved)
         self.recorder.finish(finished, self.steps, self.stopped_because, compilation=self._session.compilation())
         note_end(finished)
         return finished

@@ -32,7 +32,7 @@ from drivetrain.data.loader import Loader, MicroBatch, SamplesAgain
 from drivetrain.job import Job
 from drivetrain.job_checks import check_aims
 from drivetrain.loop import Stepper
-from drivetrain.loop.bad_numbers import BadNumbers, RollBackError, SpikeWatch
+from drivetrain.loop.bad_numbers import BadNumbers, RollBackError, SpikeWatch, refuse_unmoved
 from drivetrain.loop.trainer import Trainer
 from drivetrain.monitor.phases import DATA, NoClock, make_clock
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
@@ -442,7 +442,7 @@ class _Loop:
         is_done = self._loader.position.is_over(job.max_steps, job.epochs)
         self.finished = is_done or bool(self.stopped_because) or trainer.ended_by_hook
         if self.finished:
-            trainer.refuse_unmoved(self.steps)
+            refuse_unmoved(self.steps, has_moved=trainer.has_moved)
 
     def test(self) -> None:
         """Measure the test sets once the job is done: with the best weights, or the last ones without validation."""

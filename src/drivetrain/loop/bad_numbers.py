@@ -16,6 +16,7 @@ from drivetrain.core.records import PartLoss, StepRecord
 from drivetrain.core.world import World
 from drivetrain.data.division import Place
 from drivetrain.data.loader import Loader
+from drivetrain.loop.read_back import ReadStep
 from drivetrain.loop.stepper import Stepper
 
 MOST_IN_A_ROW = 3
@@ -91,20 +92,38 @@ class BadNumbers:
         self.skips, self._first_step, self._scales_loss = skips, first_step, scales_loss
         self.in_a_row = 0  # bad steps up to the last one that was judged
 
-    def leave_out(self, step: int) -> None:
-        """Count a step that is left out."""
-        self.in_a_row = self.in_a_row + 1 if step in self.skips.single else 0
+    def judge(
+        self, step: int, read: ReadStep, loss: float, parts: Mapping[str, PartLoss] | None, *, has_moved: bool
+    ) -> bool:
+        """Judge a step and return whether anything was learned; raise if the run cannot simply go on.
 
-    def is_bad(self, loss: float, norm: float | None) -> bool:
+        All ranks call it together, for the steps that are left out, too.
+
+        Args:
+            step: Its number, from 1.
+            read: Its values, read back from the device.
+            loss: Its loss.
+            parts: The parts of its loss, if it has some.
+            has_moved: Whether any step of the run moved the weights.
+        """
+        if step in self.skips:
+            self.in_a_row = self.in_a_row + 1 if step in self.skips.single else 0
+            return False
+        norm = read.values.grad_norm
+        if not self._is_bad(loss, norm):
+            self.in_a_row = 0
+            return True
+        place = read.enqueued.place if read.enqueued.num_steps == 1 else self._loader.division.place(step - 1)
+        self._report(step, place, loss, norm, parts, skipped=read.values.skipped >= 1, has_moved=has_moved)
+        return False
+
+    def _is_bad(self, loss: float, norm: float | None) -> bool:
         """Return whether a step is bad. A scaler's steps are only by their loss: it overflows to find its scale."""
         if not math.isfinite(loss):
             return True
         return norm is not None and not math.isfinite(norm) and not self._scales_loss
 
-    def good(self) -> None:
-        self.in_a_row = 0
-
-    def bad(
+    def _report(
         self,
         step: int,
         place: Place,
@@ -115,17 +134,7 @@ class BadNumbers:
         skipped: bool,
         has_moved: bool,
     ) -> None:
-        """Report a bad step, and raise if the run cannot simply go on. All ranks call it together.
-
-        Args:
-            step: Its number, from 1.
-            place: Its place in the data.
-            loss: Its loss.
-            norm: The norm of its gradients, if it was computed.
-            parts: The parts of its loss, if it has some.
-            skipped: Whether the weights stayed as they were.
-            has_moved: Whether any step of the run moved them.
-        """
+        """Report a bad step; raise if there were too many in a row, or if it was not skipped."""
         self.in_a_row += 1
         ranks = [rank for rank, bad in enumerate(self._world.gather(self._stepper.own_loss_is_bad(place.step))) if bad]
         what = _what_is_bad(step, place.epoch, loss, norm, parts)
@@ -200,6 +209,17 @@ def not_finite(
             resumed_from=first_step,
         )
     return DrivetrainError(f"{where}; the run stops before it is saved, so the last checkpoint is good", remedy=_REMEDY)
+
+
+def refuse_unmoved(steps: int, *, has_moved: bool) -> None:
+    """Raise for a job that ended without a single step that moved the weights: nothing was trained."""
+    if steps and not has_moved:
+        raise DrivetrainError(
+            f"all {steps} steps were skipped, since their gradients were not finite: nothing was trained, and the "
+            "weights are those that the run began with",
+            remedy="use --precision bf16 or fp32 (fp16 overflows); look for infinite values in the data, and for "
+            "sqrt, log or a division by zero in the loss; then train under another --name",
+        )
 
 
 def _what_is_bad(step: int, epoch: int, loss: float, norm: float | None, parts: Mapping[str, PartLoss] | None) -> str:

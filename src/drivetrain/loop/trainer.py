@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import Hook, Rehearsal
 from drivetrain.core.launchers import supervision
 from drivetrain.core.records import StepOutcome, StepRecord
@@ -61,7 +60,6 @@ class Begun(NamedTuple):
 
 # How long to wait, after an error, for the record of a step whose state was copied: the device may hang.
 LAST_WAIT_SECONDS = 10.0
-# In so many steps after a resume a bad loss is put down to the checkpoint: bad moments show in the second one.
 
 
 class Saver(Protocol):
@@ -428,14 +426,8 @@ class Trainer:
         if self._bad is None:
             if not math.isfinite(loss):
                 raise not_finite(step, place.epoch, loss, parts, self._first_step)
-        elif step in self._skips:
-            self._bad.leave_out(step)
-        elif self._bad.is_bad(loss, norm):
-            here = place if enqueued.num_steps == 1 else self._loader.division.place(step - 1)
-            self._bad.bad(step, here, loss, norm, parts, skipped=skipped >= 1, has_moved=self.has_moved)
-            loss, count, parts = math.nan, 0.0, None  # nothing was learned
-        else:
-            self._bad.good()
+        elif not self._bad.judge(step, read, loss, parts, has_moved=self.has_moved):
+            loss, count, parts = math.nan, 0.0, None
         self._last_loss = loss if count else math.nan
         if skipped < 1:  # of several turns, some may be skipped
             self.has_moved = True
@@ -444,16 +436,6 @@ class Trainer:
             logged = {**(logged or {}), **other_rates}
         samples = place.num_samples
         return StepRecord(step, place.epoch, samples, loss, count, lr, norm, seconds, skipped > 0, parts, logged)
-
-    def refuse_unmoved(self, steps: int) -> None:
-        """Raise for a job that ended without a single step that moved the weights: nothing was trained."""
-        if steps and not self.has_moved:
-            raise DrivetrainError(
-                f"all {steps} steps were skipped, since their gradients were not finite: nothing was trained, and the "
-                "weights are those that the run began with",
-                remedy="use --precision bf16 or fp32 (fp16 overflows); look for infinite values in the data, and for "
-                "sqrt, log or a division by zero in the loss; then train under another --name",
-            )
 
 
 def _is_due(every: int | Literal["epoch"], place: Place) -> bool:
