@@ -4,6 +4,7 @@ Starting ranks costs seconds per test (each imports torch); joining the ranks th
 A function sees a default process group of exactly the size that was asked for, as it would in a real run.
 """
 
+import contextlib
 import datetime
 import faulthandler
 import importlib
@@ -158,7 +159,8 @@ class GlooPool:
         if process.pid is not None and process.is_alive():
             for number in range(600):
                 if number % 50 == 0:  # again: a thread that is not Python's may have got it, and has nothing to say
-                    os.kill(process.pid, signal.SIGUSR1)
+                    with contextlib.suppress(ProcessLookupError):  # it ended just now
+                        os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.02)
                 if traces.stat().st_size:
                     break

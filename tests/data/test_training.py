@@ -230,7 +230,7 @@ def test_epochs_end_where_the_data_does(tmp_path: Path, kind: str) -> None:
         def load_state_dict(self, state: Any) -> None: ...
 
     ends = Ends()
-    changes = {"max_steps": None, "epochs": 2, "schedule": Constant(), "checkpoint_every": None, "hooks": [ends]}
+    changes = {"max_steps": None, "epochs": 2, "schedule": Constant(), "checkpoint_every": "epoch", "hooks": [ends]}
     if kind == "batch sampler":
         changes["global_batch"] = None
     job = make_job(VARIANT, data=make_data(kind), **changes)

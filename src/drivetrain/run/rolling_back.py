@@ -49,6 +49,8 @@ def _kept(run: Session, error: RollBackError) -> bool:
     job, saved = run.job, [int(path.parent.name[5:]) for path in (run.path / CHECKPOINTS).glob("step-*/manifest.json")]
     if not job.source.is_keyed or (not saved and (isinstance(job.model, nn.Module) or job.hooks)):
         return False  # the data cannot be read again, or there is no state to go back to
+    if not saved and not error.single:
+        return False  # to leave out all that there was would learn nothing: the settings are to blame
     before = _read(run) or facts_of(NO_SKIPS)
     step = max((each for each in saved if each < error.last), default=0)
     kind, most = ("single", MOST_SINGLE) if error.single else ("past", MOST_ROLLBACKS)
