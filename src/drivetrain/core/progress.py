@@ -68,15 +68,16 @@ class StepWatchdog:
     """Reports where a process without a supervisor hangs, while it is in its steps. It ends nothing.
 
     The stacks are dumped by `faulthandler`'s own thread, which needs no GIL; the words before them come from a thread
-    of Python, if that can run. Both begin once a run has lasted a second.
+    of Python, if that can run. Both begin with the second step.
     """
 
-    EVERY_SECONDS = 1.0  # between two looks: arming takes a tenth of a millisecond
+    EVERY_SECONDS = 1.0  # between two looks
+    LEAST_SECONDS_BETWEEN = 0.02  # where something is done between steps: arming takes a tenth of a millisecond
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=64)  # seconds per step
         self._at, self._step, self._next_look = 0.0, 0, 0.0
-        self._limit, self._told = 0.0, False
+        self._limit, self._told, self._is_paused = 0.0, False, True
         self._thread: threading.Thread | None = None
 
     def beat(self, step: int) -> None:
@@ -84,20 +85,23 @@ class StepWatchdog:
         now = time.monotonic()
         if now < self._next_look:
             return
-        if self._next_look:
+        if not self._is_paused:
             self._rates.append((now - self._at) / max(1, step - self._step))
+        self._at, self._step, self._told, self._is_paused = now, step, False, False
+        if self._rates:
             self._limit = max(LEAST_SECONDS, FACTOR * statistics.median(self._rates))
             faulthandler.dump_traceback_later(self._limit + self.EVERY_SECONDS, file=2)
+            self._next_look = now + self.EVERY_SECONDS
             self._watch()
-        self._at, self._step, self._told, self._next_look = now, step, False, now + self.EVERY_SECONDS
 
     def pause(self) -> None:
         """Stop watching until the next step has ended: something else is done, or the run is over."""
-        if self._next_look:
-            self._next_look = 0.0
-            if self._limit:
-                self._limit = 0.0
-                faulthandler.cancel_dump_traceback_later()
+        if self._is_paused:
+            return
+        self._is_paused = True
+        if self._limit:
+            self._limit, self._next_look = 0.0, self._at + self.LEAST_SECONDS_BETWEEN
+            faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         if self._thread is None or not self._thread.is_alive():
