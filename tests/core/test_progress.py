@@ -1,5 +1,8 @@
 """The watchdog of a process without a supervisor, on a clock that is moved by hand."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -56,6 +59,26 @@ def test_a_save_after_every_fourth_step_leaves_the_others_watched(faults: Faults
 def test_short_steps_between_hooks_cost_little(faults: Faults) -> None:
     run(faults, 10_000, 1e-4, lambda watchdog, step: watchdog.pause() if step % 2 else None)
     assert faults.num_armed <= 1.0 / StepWatchdog.LEAST_SECONDS_BETWEEN + 1
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    """With the real `faulthandler`: in a forked process, to cancel what its parent armed would never end."""
+    watchdog = StepWatchdog()
+    for step in (1, 2):
+        watchdog.beat(step)
+    child = os.fork()
+    if not child:
+        watchdog.pause()
+        watchdog.beat(3)
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watchdog.pause()
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 def test_the_limit_is_five_steps_and_at_least_ten_seconds(faults: Faults) -> None:

@@ -79,11 +79,12 @@ class StepWatchdog:
         self._at, self._step, self._next_look = 0.0, 0, 0.0
         self._limit, self._told, self._is_paused = 0.0, False, True
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     def beat(self, step: int) -> None:
         """Note that a step has ended."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_look or self._is_forked:
             return
         if not self._is_paused:
             self._rates.append((now - self._at) / max(1, step - self._step))
@@ -96,12 +97,17 @@ class StepWatchdog:
 
     def pause(self) -> None:
         """Stop watching until the next step has ended: something else is done, or the run is over."""
-        if self._is_paused:
+        if self._is_paused or self._is_forked:
             return
         self._is_paused = True
         if self._limit:
             self._limit, self._next_look = 0.0, self._at + self.LEAST_SECONDS_BETWEEN
             faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a copy in a forked process: the thread that would dump is not there, and would be awaited."""
+        return os.getpid() != self._process
 
     def _watch(self) -> None:
         if self._thread is None or not self._thread.is_alive():
