@@ -79,7 +79,7 @@ class StepWatchdog:
         self._at, self._step, self._next_look = 0.0, 0, 0.0
         self._limit, self._told, self._is_paused = 0.0, False, True
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._armed_by = 0  # the process whose thread would dump; 0: none
 
     def beat(self, step: int) -> None:
         """Note that a step has ended."""
@@ -92,6 +92,7 @@ class StepWatchdog:
         if self._rates:
             self._limit = max(LEAST_SECONDS, FACTOR * statistics.median(self._rates))
             faulthandler.dump_traceback_later(self._limit + self.EVERY_SECONDS, file=2)
+            self._armed_by = os.getpid()
             self._next_look = now + self.EVERY_SECONDS
             self._watch()
 
@@ -103,11 +104,12 @@ class StepWatchdog:
         if self._limit:
             self._limit, self._next_look = 0.0, self._at + self.LEAST_SECONDS_BETWEEN
             faulthandler.cancel_dump_traceback_later()
+            self._armed_by = 0
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this is a copy in a forked process: the thread that would dump is not there, and would be awaited."""
-        return os.getpid() != self._process
+        """Whether a parent armed this, and was forked then: its thread is not here, and would be awaited for ever."""
+        return self._armed_by not in (0, os.getpid())
 
     def _watch(self) -> None:
         if self._thread is None or not self._thread.is_alive():
