@@ -113,18 +113,10 @@ class World:
         text = json.dumps(value).encode()
         if self.group is None:
             return [json.loads(text)]
-        length = torch.tensor([len(text)], device=self.collective_device)
-        lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, self.group)
-        longest = max(int(entry.item()) for entry in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.collective_device)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = [torch.zeros_like(padded) for _ in range(self.size)]
+        padded, sizes = self._padded(text)
+        texts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(texts, padded, self.group)
-        return [
-            json.loads(bytes(entry[: int(size.item())].cpu().numpy()))
-            for entry, size in zip(texts, lengths, strict=True)
-        ]
+        return [_value_in(own[:size]) for own, size in zip(texts, sizes, strict=True)]
 
     def gather_to_main(self, value: Any) -> list[Any]:
         """Return every rank's value on rank 0, in rank order; nothing on the others. The value must survive JSON.
@@ -134,14 +126,20 @@ class World:
         text = json.dumps(value).encode()
         if self.group is None:
             return [json.loads(text)]
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.collective_device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)], device=self.collective_device), self.group)
+        padded, sizes = self._padded(text)
+        texts = [torch.empty_like(padded) for _ in sizes] if self.is_main else None
+        dist.gather(padded, texts, group=self.group, group_dst=0)
+        return [] if texts is None else [_value_in(own[:size]) for own, size in zip(texts, sizes, strict=True)]
+
+    def _padded(self, text: bytes) -> tuple[Tensor, list[int]]:
+        """Return this rank's text as a tensor that is as long as the longest rank's, and the lengths of all."""
+        length = torch.tensor([len(text)], device=self.collective_device)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, self.group)
         sizes = [int(entry.item()) for entry in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.collective_device)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = [torch.empty_like(padded) for _ in sizes] if self.is_main else None
-        dist.gather(padded, texts, group=self.group, group_dst=0)
-        return [json.loads(bytes(own[:size].cpu().numpy())) for own, size in zip(texts or (), sizes, strict=False)]
+        return padded, sizes
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's value on every rank. The value must survive JSON."""
@@ -154,7 +152,7 @@ class World:
         if self.is_main:
             sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(sent, group=self.group, group_src=0)
-        return json.loads(bytes(sent.cpu().numpy()))
+        return _value_in(sent)
 
     def main_does(self, work: Callable[[], T]) -> T:
         """Have rank 0 do something; return its result, which has to be JSON, or raise its error, on every rank."""
@@ -213,6 +211,11 @@ class World:
     def collective_device(self) -> torch.device:
         """The device for tensors of collectives: gloo takes CPU tensors with any device."""
         return torch.device("cpu") if dist.get_backend(self.group) == "gloo" else self.device
+
+
+def _value_in(text: Tensor) -> Any:
+    """Return the value that was sent as JSON."""
+    return json.loads(bytes(text.cpu().numpy()))
 
 
 def choose_backend(place: ProcessPlace, devices: Sequence[torch.device]) -> str:
