@@ -167,18 +167,9 @@ class BadNumbers:
     def _too_many(self, step: int, what: str, *, has_moved: bool) -> DrivetrainError:
         words = f"{what}, as the two before it"
         if not has_moved:
-            return DrivetrainError(
-                f"{words}: before anything was learned, so the data or the first weights are to blame",
-                remedy="look for nan or infinite values in the first batches, and for a log or a division by zero in "
-                "the loss; --precision fp32 rules out an overflow",
-            )
+            return _nothing_learned(words, "first batches")
         if self._first_step and step <= self._first_step + FIRST_STEPS:
-            return BadResumeError(
-                f"{words}, right after the run went on from step {self._first_step}",
-                remedy="a lower learning rate, or clip_norm, or repaired data of that step; then run again under the "
-                "same name",
-                resumed_from=self._first_step,
-            )
+            return _bad_resume(words, self._first_step)
         return RollBackError(words, remedy=_REMEDY, last=step, single=False)
 
 
@@ -196,19 +187,26 @@ def not_finite(
     """
     where = _what_is_bad(step, epoch, loss, None, parts)
     if step == 1:
-        return DrivetrainError(
-            f"{where}: before anything was learned, so the data or the first weights are to blame",
-            remedy="look for nan or infinite values in the first batch, and for a log or a division by zero in the "
-            "loss; --precision fp32 rules out an overflow",
-        )
+        return _nothing_learned(where, "first batch")
     if first_step and step <= first_step + FIRST_STEPS:
-        return BadResumeError(
-            f"{where}, right after the run went on from step {first_step}",
-            remedy="a lower learning rate, or clip_norm, or repaired data of that step; then run again under the "
-            "same name",
-            resumed_from=first_step,
-        )
+        return _bad_resume(where, first_step)
     return DrivetrainError(f"{where}; the run stops before it is saved, so the last checkpoint is good", remedy=_REMEDY)
+
+
+def _nothing_learned(what: str, batches: str) -> DrivetrainError:
+    return DrivetrainError(
+        f"{what}: before anything was learned, so the data or the first weights are to blame",
+        remedy=f"look for nan or infinite values in the {batches}, and for a log or a division by zero in the loss; "
+        "--precision fp32 rules out an overflow",
+    )
+
+
+def _bad_resume(what: str, first_step: int) -> BadResumeError:
+    return BadResumeError(
+        f"{what}, right after the run went on from step {first_step}",
+        remedy="a lower learning rate, or clip_norm, or repaired data of that step; then run again under the same name",
+        resumed_from=first_step,
+    )
 
 
 def refuse_unmoved(steps: int, *, has_moved: bool) -> None:
