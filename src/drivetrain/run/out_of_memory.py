@@ -267,14 +267,22 @@ def keep_cap(run: Session, step: int, size: int, ran_out: int) -> None:
 
 def can_go_on_here(run: Session) -> bool:
     """Return whether this process can start over: every changed state is in a checkpoint, or can be made again."""
+    return run.world.size == 1 and can_begin_again(run)
+
+
+def can_begin_again(run: Session) -> bool:
+    """Return whether the data can be read again, and there is a state to go back to: a checkpoint, or the first one."""
     job = run.job
-    if run.world.size > 1 or not job.source.is_keyed:
-        return False
-    return has_checkpoint(run) or not (isinstance(job.model, nn.Module) or job.hooks)
+    return job.source.is_keyed and (has_checkpoint(run) or not (isinstance(job.model, nn.Module) or job.hooks))
 
 
 def has_checkpoint(run: Session) -> bool:
-    return any((run.path / CHECKPOINTS).glob("step-*/manifest.json"))
+    return bool(saved_steps(run))
+
+
+def saved_steps(run: Session) -> list[int]:
+    """Return the steps of the run's checkpoints; they are not verified."""
+    return [int(path.parent.name[5:]) for path in (run.path / CHECKPOINTS).glob("step-*/manifest.json")]
 
 
 def give_memory_back() -> None:

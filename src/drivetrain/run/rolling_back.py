@@ -6,13 +6,11 @@ They are kept in the run's folder, so that a run that is killed and resumed leav
 import json
 from typing import Any
 
-from torch import nn
-
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.log import notice
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.loop.bad_numbers import NO_SKIPS, RollBackError, Skips, facts_of
-from drivetrain.run.saver import CHECKPOINTS
+from drivetrain.run.out_of_memory import can_begin_again, saved_steps
 from drivetrain.run.session import Session
 
 SKIPS_FILE = "bad_steps.json"
@@ -46,9 +44,9 @@ def rolls_back(run: Session, error: RollBackError) -> bool:
 
 
 def _kept(run: Session, error: RollBackError) -> bool:
-    job, saved = run.job, [int(path.parent.name[5:]) for path in (run.path / CHECKPOINTS).glob("step-*/manifest.json")]
-    if not job.source.is_keyed or (not saved and (isinstance(job.model, nn.Module) or job.hooks)):
-        return False  # the data cannot be read again, or there is no state to go back to
+    if not can_begin_again(run):
+        return False
+    saved = saved_steps(run)
     if not saved and not error.single:
         return False  # to leave out all that there was would learn nothing: the settings are to blame
     before = _read(run) or facts_of(NO_SKIPS)
