@@ -5,18 +5,16 @@ that is evicted gets SIGTERM and saves; whichever pod is lost, all start again, 
 """
 
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
+from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import RESTART_OF_JOBSET
 from drivetrain.core.run_folder import yaml_text
-from drivetrain.launch.slurm import SlurmOptions, cores_of, gpus_of, launch_flags
+from drivetrain.launch.slurm import SlurmOptions, cores_of, gpus_of, launch_flags, submitted
 
 JOB = "node"  # of a JobSet, and its container, as the runtimes of Kubeflow call them
 RUNTIME = "torch-distributed"
@@ -168,15 +166,11 @@ def write_manifests(options: KubernetesOptions, script: Path, arguments: Sequenc
     if not options.submit:
         print(f"start it with: kubectl apply -f {paths[0]}")
         return 0
-    if shutil.which("kubectl") is None:
-        raise DrivetrainError("there is no kubectl here", remedy=f"where there is one: kubectl apply -f {paths[0]}")
-    try:
-        done = subprocess.run(
-            ["kubectl", "apply", "-f", str(paths[0])], capture_output=True, text=True, timeout=60, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise DrivetrainError("kubectl did not answer within 60 s", remedy="`kubectl cluster-info`") from None
-    if done.returncode != 0:
-        raise DrivetrainError(f"kubectl refused {paths[0]}: {done.stderr.strip()}", remedy="fix what it names")
-    print(f"{done.stdout.strip()}; its output: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name}")
+    answer = submitted(
+        ["kubectl", "apply", "-f", str(paths[0])],
+        elsewhere=f"where there is one: kubectl apply -f {paths[0]}",
+        if_silent="`kubectl cluster-info`",
+        if_refused="fix what it names",
+    )
+    print(f"{answer}; its output: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name}")
     return 0

@@ -116,24 +116,38 @@ def write_and_submit(options: SlurmOptions, script: Path, arguments: Sequence[st
     if not options.submit:
         print(f"submit it with: sbatch {path}")
         return 0
-    if shutil.which("sbatch") is None:
-        raise DrivetrainError("there is no sbatch here", remedy=f"on a machine of the cluster: sbatch {path}")
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=60, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise DrivetrainError("sbatch did not answer within 60 s", remedy="`sinfo` says if SLURM is up") from None
-    if done.returncode != 0:
-        raise DrivetrainError(
-            f"sbatch refused {path}: {done.stderr.strip()}",
-            remedy="fix what it names, or edit the script and submit it",
-        )
-    job = done.stdout.strip().partition(";")[0]
+    answer = submitted(
+        ["sbatch", "--parsable", str(path)],
+        elsewhere=f"on a machine of the cluster: sbatch {path}",
+        if_silent="`sinfo` says if SLURM is up",
+        if_refused="fix what it names, or edit the script and submit it",
+    )
+    job = answer.partition(";")[0]
     output = f"{output_dir}/slurm-{job}.log"
     write_down(output_dir, job, name, path, output)
     print(f"submitted as job {job}; its output: {output}; `drivetrain status --slurm` shows it")
     return 0
+
+
+def submitted(words: Sequence[str], *, elsewhere: str, if_silent: str, if_refused: str) -> str:
+    """Hand a file to a scheduler's own command, and return what that answers.
+
+    Args:
+        words: The command. The file is its last word.
+        elsewhere: The remedy where there is no such command.
+        if_silent: The remedy if it does not answer.
+        if_refused: The remedy if it refuses the file.
+    """
+    tool = words[0]
+    if shutil.which(tool) is None:
+        raise DrivetrainError(f"there is no {tool} here", remedy=elsewhere)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        raise DrivetrainError(f"{tool} did not answer within 60 s", remedy=if_silent) from None
+    if done.returncode != 0:
+        raise DrivetrainError(f"{tool} refused {words[-1]}: {done.stderr.strip()}", remedy=if_refused)
+    return done.stdout.strip()
 
 
 def _activation(folder: Path) -> Path:
