@@ -7,12 +7,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from drivetrain.core.aims import Aim
-from drivetrain.report.run_data import Row, RunData
+from drivetrain.report.run_data import Row, RunData, best_index
 
 MOST_POINTS = 1500  # of a curve: more than there are pixels
 TELEMETRY = {
@@ -70,20 +68,13 @@ def thinned(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POIN
     kept = {0, len(x) - 1}
     for number in range(num_stretches):
         begin, end = number * len(x) // num_stretches, (number + 1) * len(x) // num_stretches
-        finite = [index for index in range(begin, end) if _finite(y[index]) is not None]
+        finite = [(value, index) for index in range(begin, end) if (value := _finite(y[index])) is not None]
         if finite:
-            value = partial(_number, y)
-            kept |= {min(finite, key=value), max(finite, key=value)}
+            kept |= {min(finite)[1], max(finite)[1]}
         if len(finite) < end - begin:
             kept.add(next(index for index in range(begin, end) if _finite(y[index]) is None))
     chosen = sorted(kept)
     return [x[index] for index in chosen], [_finite(y[index]) for index in chosen]
-
-
-def _number(values: Sequence[float | None], index: int) -> float:
-    value = values[index]
-    assert value is not None
-    return value
 
 
 def _finite(value: Any) -> float | None:
@@ -104,10 +95,8 @@ def _line(name: str, rows: Sequence[Row], key: str, **more: Any) -> Line:
 
 def _with_best(line: Line, metric: str) -> Line:
     """Mark the best point of a validation metric."""
-    finite = [index for index, value in enumerate(line["y"]) if value is not None]
-    if finite:
-        better = max if Aim(metric).wants_more else min
-        line["best"] = better(finite, key=lambda index: line["y"][index])
+    if line["y"]:
+        line["best"] = best_index(metric, line["y"])
     return line
 
 

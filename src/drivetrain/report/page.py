@@ -15,35 +15,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from drivetrain.core.aims import Aim
 from drivetrain.core.value import format_duration
 from drivetrain.report.charts import axes, charts, telemetry
-from drivetrain.report.run_data import Row, RunData
+from drivetrain.report.run_data import Row, RunData, best_index
 from drivetrain.report.summary import device_in_words, median
 
 ASSETS = Path(__file__).parent / "assets"
 MOST_MEDIA, MOST_MEDIA_BYTES = 12, 200_000  # pictures that hooks logged, and of each
 
-# Events that a reader looks for, with what to show of each: a field of the event, or nothing.
-TOLD = {
-    "start": "way",
-    "resume": "",
-    "extended": "",
-    "job changed": "",
-    "out of memory": "words",
-    "micro-batch capped": "words",
-    "bad step": "words",
-    "loss spike": "words",
-    "replicas differ": "words",
-    "checkpoint problem": "text",
-    "save failed": "error",
-    "save given up": "",
-    "step not captured": "words",
-    "stopped by an error": "error",
-    "stop": "because",
-    "finish": "because",
-    "note": "text",
-}
+# Events that a reader looks for, and the fields that say what happened.
+TOLD = (
+    "start", "resume", "extended", "job changed", "out of memory", "micro-batch capped", "bad step", "loss spike",
+    "replicas differ", "checkpoint problem", "save failed", "save given up", "step not captured", "stopped by an error",
+    "stop", "finish", "note",
+)  # fmt: skip
+_WORDS = ("words", "text", "error", "because", "way")
 
 
 def page(data: RunData, summary: str, pictures: Mapping[str, str]) -> str:
@@ -112,7 +98,7 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
     """Yield the figures that matter most: a name, a value and a remark."""
     for name in data.metric_names[:3]:
         steps, values = data.metric(name)
-        best = (max if Aim(name).wants_more else min)(range(len(values)), key=values.__getitem__)
+        best = best_index(name, values)
         label = name.removeprefix("valid_").replace("_", " ")
         yield f"best validation {label}", f"{values[best]:.4g}", f"step {steps[best]:,.0f}; {values[-1]:.4g} at the end"
     if not data.metric_names and data.epochs:
@@ -130,7 +116,7 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
     mfu = median(row["mfu"] for row in data.speed if "mfu" in row)
     if mfu is not None:
         yield "MFU", f"{mfu:.1%}", "of the device's peak rate"
-    peak = max((row["memory_peak_gib"] for row in data.devices if "memory_peak_gib" in row), default=None)
+    peak = data.peak_memory_gib
     if peak is not None:
         yield "peak memory", f"{peak:.2f} GiB", "allocated on the device"
     findings = data.event("verdict").get("findings") or []
@@ -186,7 +172,7 @@ def _forecasts(data: RunData) -> Iterator[tuple[object, ...]]:
     step = median(row["seconds"] for row in data.steps)
     if forecast.get("step_seconds") and step is not None:
         yield "seconds per step", f"{forecast['step_seconds']:.4g}", f"{step:.4g} (median)"
-    peak = max((row["memory_peak_gib"] for row in data.devices if "memory_peak_gib" in row), default=None)
+    peak = data.peak_memory_gib
     expected = forecast.get("run_peak_bytes") or forecast.get("peak_bytes")
     if expected and peak is not None:
         yield "peak memory (GiB)", f"{expected / 2**30:.2f}", f"{peak:.2f}"
@@ -197,7 +183,7 @@ def _timeline(data: RunData) -> str:
     for row in data.events:
         kind = str(row.get("event"))
         if kind in TOLD:
-            words = row.get(TOLD[kind]) or row.get("words") or row.get("text") or ""
+            words = next((row[name] for name in _WORDS if row.get(name)), "")
             when = str(row.get("time", ""))[:19].replace("T", " ")
             rows.append((when, row.get("step", ""), kind, words))
     return _table(("time (UTC)", "step", "event", ""), rows)
@@ -247,7 +233,7 @@ def _again(data: RunData) -> str:
     target, arguments = source.get("target"), [str(each) for each in source.get("arguments") or ()]
     command = " ".join(["drivetrain train", str(target), *(["--", *arguments] if arguments else [])]) if target else ""
     told = f"<pre>{_text(command)} --plan plan.yaml</pre>" if command else ""
-    versions = data.event("start").get("versions") or data.hardware.get("software") or {}
+    versions = data.hardware.get("software") or {}
     known = "; ".join(f"{name} {value}" for name, value in versions.items() if isinstance(value, str))
     told += f"<p>{_text(known)}</p>" if known else ""
     config = _read(data.folder / "config.yaml")

@@ -1,5 +1,7 @@
 """Reads a run folder into plain rows. Files that are missing are empty; an incomplete last line is left out."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -8,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from drivetrain.core.aims import Aim
 from drivetrain.core.goodput import Account, read_account
 from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows, read_yaml
@@ -102,6 +105,11 @@ class RunData:
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     @property
+    def peak_memory_gib(self) -> float | None:
+        """The most that was allocated on a device; None where that was not measured."""
+        return max((row["memory_peak_gib"] for row in self.devices if "memory_peak_gib" in row), default=None)
+
+    @property
     def set_losses(self) -> list[str]:
         """The losses over validation sets that have names, and other metrics called a loss: `valid_NAME_loss`."""
         found = [name for name in self.metric_names if name.startswith("valid_") and name.endswith("_loss")]
@@ -159,6 +167,16 @@ class RunData:
     def event(self, *kinds: str) -> Row:
         """Return the last event of these kinds."""
         return next((row for row in reversed(self.events) if row.get("event") in kinds), {})
+
+
+def best_index(metric: str, values: Sequence[float | None]) -> int:
+    """Return the place of the best value of a metric; any number is better than none."""
+    aim, best = Aim(metric), 0
+    numbers = [math.nan if value is None else value for value in values]
+    for index, value in enumerate(numbers):
+        if aim.is_better(value, than=numbers[best]):
+            best = index
+    return best
 
 
 def _epoch(number: int, rows: list[Row], aside_seconds: float) -> Epoch:

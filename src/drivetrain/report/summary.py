@@ -3,10 +3,9 @@
 import statistics
 from collections.abc import Iterable, Iterator
 
-from drivetrain.core.aims import Aim
 from drivetrain.core.goodput import NAMES
 from drivetrain.core.safe_text import printable
-from drivetrain.report.run_data import TESTED, Row, RunData
+from drivetrain.report.run_data import TESTED, Row, RunData, best_index
 
 _FIGURES = {
     "utilisation_percent": "busy (%)",
@@ -72,7 +71,7 @@ def _result(data: RunData) -> Iterator[str]:
                 yield _line(f"  {name.removeprefix('loss_').replace('_', ' ')}", f"{loss:.4f}")
     for name in data.metric_names:
         _, values = data.metric(name)
-        best = (max if Aim(name).wants_more else min)(values)
+        best = values[best_index(name, values)]
         yield _line(name.replace("_", " "), f"{values[-1]:.4f} at the end, {best:.4f} at best")
     for name, value in data.tests[-1].items() if data.tests else ():
         if name.startswith("test_") and value is not None:
