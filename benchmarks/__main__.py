@@ -41,7 +41,7 @@ from benchmarks import (
     watching,
     zoo,
 )
-from benchmarks.contest import Book, run_contest, summary
+from benchmarks.contest import Book, label, run_contest, summary
 from drivetrain.hardware import Hardware, detect
 
 RESULTS = Path(__file__).parent / "results"
@@ -256,13 +256,6 @@ def machine(hardware: Hardware) -> dict[str, Any]:
         "driver": software.driver,
         "drivetrain": drivetrain.__version__,
     }
-
-
-def label(hardware: Hardware) -> str:
-    """A short name for the kind of machine, for the file."""
-    device = hardware.gpus[0].name if hardware.gpus else hardware.cpu.model
-    words = "".join(letter.lower() if letter.isalnum() else "-" for letter in device)
-    return "-".join(part for part in words.split("-") if part and part != "nvidia")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from drivetrain.hardware import Hardware
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -368,3 +370,10 @@ def _short(value: float) -> float:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def label(hardware: Hardware) -> str:
+    """A short name for the kind of machine, for the file."""
+    device = hardware.gpus[0].name if hardware.gpus else hardware.cpu.model
+    words = "".join(letter.lower() if letter.isalnum() else "-" for letter in device)
+    return "-".join(part for part in words.split("-") if part and part != "nvidia")

@@ -39,6 +39,7 @@ from tests.launch.hosts import ADDRESSES, Hosts, some_hosts
 from torch.distributed import checkpoint as dcp
 
 import drivetrain
+from benchmarks.contest import label
 from benchmarks.kills_job import GLOBAL_BATCH, NUM_SAMPLES, loss_of, make_data, make_model
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.goodput import read_account
@@ -246,7 +247,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="drivetrain-kills-") as folder:
             found[name] = {"minutes": arguments.minutes, **run(WAYS[name], Path(folder), arguments)}
         print(name, json.dumps(found[name]), flush=True)
-    path = arguments.out / f"kills-{_slug(hardware.cpu.model)}.json"
+    path = arguments.out / f"kills-{label(hardware)}.json"
     if arguments.only and path.exists():  # the others stay as they were
         found = json.loads(path.read_text())["ways"] | found
     document = {
@@ -267,10 +268,6 @@ def main() -> None:
 def _seconds(text: str) -> tuple[float, float]:
     first, _, last = text.partition(":")
     return float(first), float(last or first)
-
-
-def _slug(name: str) -> str:
-    return "-".join("".join(letter.lower() if letter.isalnum() else " " for letter in name).split())
 
 
 if __name__ == "__main__":

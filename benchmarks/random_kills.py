@@ -35,9 +35,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import drivetrain as dt
+from benchmarks.contest import label
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.hardware import detect
 
+REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 TARGETS = ("worker", "all", "launcher", "writer", "loader")
 WORLDS = (1, 2, 4)
@@ -95,7 +97,8 @@ class Run:
     def _start(self) -> None:
         words = ["launch", "--num-processes", str(self._world), "--max-restarts", "1000", *_device()]
         command = [sys.executable, "-m", "drivetrain", *words, __file__, "train", str(self.folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with (self.folder / "log.txt").open("a") as log:
             self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
@@ -223,7 +226,6 @@ def main() -> None:
         runs += 1
         print(f"{runs} runs, {dict(book)}, differences: {differences}", flush=True)
     hardware = detect()
-    label = "h200" if hardware.gpus else hardware.cpu.model.lower().replace(" ", "-")
     document = {
         "benchmark": "random-kills",
         "command": "python -m " + " ".join(["benchmarks.random_kills", *sys.argv[1:]]),
@@ -236,7 +238,7 @@ def main() -> None:
         "by": dict(book),
         "differences": differences,
     }  # fmt: skip
-    path = RESULTS / f"random-kills-{label}.json"
+    path = RESULTS / f"random-kills-{label(hardware)}.json"
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     print(f"kept in {path}")
 
