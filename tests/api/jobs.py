@@ -3,6 +3,7 @@
 import functools
 import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,11 @@ def read(folder: Path, resumed_from: int = 0) -> Trained:
 
 
 @functools.cache
-def plain_loop(variant: Variant) -> tuple[list[float], dict[str, Any]]:
-    """The same job as anybody would write it: whole batches, one device, nothing of the trainer."""
+def plain_loop(variant: Variant, left_out: Collection[int] = frozenset()) -> tuple[list[float], dict[str, Any]]:
+    """The same job as anybody would write it: whole batches, one device, nothing of the trainer.
+
+    The updates of some steps, from 1, may be left out; their losses are nan.
+    """
     data: Any = Vectors(variant) if variant.kind == "mlp" else Sentences(variant)
     torch.manual_seed(variant.seed)
     model = make_model(variant)
@@ -205,6 +209,9 @@ def plain_loop(variant: Variant) -> tuple[list[float], dict[str, Any]]:
             step = len(losses)
             if step == variant.steps:
                 break
+            if step + 1 in left_out:
+                losses.append(math.nan)
+                continue
             items = [data[index] for index in order[start : start + variant.global_batch]]
             first, second = (torch.stack(column) for column in zip(*items, strict=True))
             optimizer.zero_grad()

@@ -1,6 +1,5 @@
 """Numbers that are not finite: the step is skipped by all ranks, three in a row roll back, spikes are reported."""
 
-import functools
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -9,51 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from drivetrain import DrivetrainError, StepContext, every
 from drivetrain.core.records import StepRecord
 from drivetrain.data.division import SampleStream
 from drivetrain.loop.bad_numbers import RollBackError, Skips, SpikeWatch
 from drivetrain.strategies.base import BadStepGate
-from tests.api.jobs import Variant, Vectors, make_model, run, vector_loss
+from tests.api.jobs import Variant, plain_loop, run, vector_loss
 from tests.faults.events import events
 from tests.gloo_pool import GlooPool
 
 VARIANT = Variant(steps=14, save_every=4)
-
-
-@functools.cache
-def plain_loop_without(left_out: Collection[int], variant: Variant = VARIANT) -> tuple[list[float], dict[str, Any]]:
-    """A plain loop in float64 that leaves out the updates of some steps, from 1, and nothing else."""
-    data = Vectors(variant)
-    torch.manual_seed(variant.seed)
-    model = make_model(variant)
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer, losses, epoch = torch.optim.AdamW(groups, lr=1e-2), list[float](), 0
-    while len(losses) < variant.steps:
-        order = SampleStream(variant.num_samples, variant.seed).samples(epoch, 0, variant.num_samples).tolist()
-        for start in range(0, variant.num_samples, variant.global_batch):
-            step = len(losses)
-            if step == variant.steps:
-                break
-            if step + 1 in left_out:
-                losses.append(math.nan)
-                continue
-            chosen = order[start : start + variant.global_batch]
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(data.inputs[chosen]), data.labels[chosen])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 5) / (variant.steps - 5)))
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 * ((step + 1) / 5 if step < 5 else cosine)
-            optimizer.step()
-            losses.append(loss.item())
-        epoch += 1
-    return losses, {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}
 
 
 def trained(folder: str, inject: str, strategy: str = "auto", **settings: Any) -> Any:
@@ -62,7 +27,7 @@ def trained(folder: str, inject: str, strategy: str = "auto", **settings: Any) -
 
 
 def assert_without(found: Any, left_out: Collection[int]) -> None:
-    losses, weights = plain_loop_without(frozenset(left_out))
+    losses, weights = plain_loop(VARIANT, frozenset(left_out))
     assert [row["step"] for row in found.rows] == list(range(1, VARIANT.steps + 1))
     assert {row["step"] for row in found.rows if row["skipped"]} == set(left_out)
     np.testing.assert_allclose(found.losses, losses, rtol=0, atol=1e-12)
