@@ -166,6 +166,7 @@ def test_delays_of_a_real_run_land_in_their_buckets(tmp_path: Path, simulated_cl
     assert seconds["step_lost"] == 0.0
 
 
+@pytest.mark.alone  # of a run of seconds, a hundredth is little: other processes take that long
 def test_a_real_run_that_is_killed_accounts_for_all_of_its_time(tmp_path: Path) -> None:
     began = time.time()
     with launching(tmp_path, str(SCRIPT), str(tmp_path), "40", forks=True, PAUSE="0.05") as process:
@@ -180,12 +181,11 @@ def test_a_real_run_that_is_killed_accounts_for_all_of_its_time(tmp_path: Path) 
     account = read_account(folder)
     assert account is not None
     assert account.interruptions == {"signal": 1}
-    assert account.lost_steps[0] < 9  # a checkpoint every 2 steps; the last ones may still be in flight
+    assert account.lost_steps[0] in (0, 1, 2)  # checkpoints are every 2 steps
     assert 0 < account.wall_seconds <= took
     assert account.wall_seconds > diary(tmp_path)[-1][1] - diary(tmp_path)[0][1]
     assert account.seconds["step"] >= 40 * 0.05
-    # A hundredth, where the machine does nothing else. Of a run of seconds, on a busy one, logging takes more.
-    assert account.seconds["other"] <= 0.1 * account.wall_seconds
+    assert account.seconds["other"] <= 0.01 * account.wall_seconds
     assert 0 < account.seconds["recovery"] < took
     assert running.state == "running"
     assert running.goodput is not None
