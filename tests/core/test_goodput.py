@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drivetrain.commands.status import in_words, state_of
 from drivetrain.core.goodput import BUCKETS, Account, read_account
+from drivetrain.loop.save_schedule import SaveSchedule
 from drivetrain.report.run_data import RunData
 from drivetrain.report.summary import summary
 from tests.api.jobs import Variant, make_job, run, vector_loss
@@ -131,9 +132,15 @@ def test_a_fallback_to_an_older_checkpoint_loses_steps_of_earlier_starts(tmp_pat
     assert account.lost_steps == (0, 16)
 
 
-def test_delays_of_a_real_run_land_in_their_buckets(tmp_path: Path, simulated_clock: SimulatedClock) -> None:  # noqa: F811
+def test_delays_of_a_real_run_land_in_their_buckets(
+    tmp_path: Path,
+    simulated_clock: SimulatedClock,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every part of a run takes a time of its own: no two sums agree by accident."""
     spend, calls = simulated_clock.spend, {"loss": 0, "valid": 0}
+    # Behind the first step, the saver looks at what it will have to save.
+    monkeypatch.setattr(SaveSchedule, "expect", lambda schedule, num_bytes: spend(7.0))
 
     class Slow(torch.utils.data.Dataset[Any]):
         data: Any = make_job(SMALL).data
@@ -161,6 +168,7 @@ def test_delays_of_a_real_run_land_in_their_buckets(tmp_path: Path, simulated_cl
     assert seconds["step"] == pytest.approx(20 * 1.0, rel=0.02)
     assert seconds["data_wait"] == pytest.approx(20 * 8 * 0.05, rel=0.02)
     assert seconds["eval"] == pytest.approx(3.0 * (calls["valid"] - 1), rel=0.02)
+    assert seconds["ckpt_block"] == pytest.approx(7.0, rel=0.02)
     assert seconds["init"] >= 3.0  # a batch of the validation set is tried beforehand
     assert seconds["other"] <= 0.01 * account.wall_seconds
     assert seconds["step_lost"] == 0.0

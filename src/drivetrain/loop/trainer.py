@@ -276,7 +276,9 @@ class Trainer:
         in_flight.enqueue_step(place, begun.lr, begun.began, outcome)
         done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
         if done == self._first_step + 1:
+            clock.look()
             self._saver.prepare()
+            clock.lap(CHECKPOINT)
         if self._average is not None:
             self._average.after_step(done, ends_epoch=place.ends_epoch)
         save_due = is_last or self._schedule.is_due(place)

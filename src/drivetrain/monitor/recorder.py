@@ -152,11 +152,17 @@ class _LoopTime:
         self.spent = {"eval": 0.0, "ckpt_block": 0.0, "data_wait": 0.0, "other": 0.0}
         self._began = self.noted_at
         self._first: list[float] = []
+        self._within_first = 0.0  # of the first step's seconds: already in another bucket
+
+    def spend(self, bucket: str, seconds: float) -> None:
+        self.spent[bucket] += seconds
+        if not self._first:
+            self._within_first += seconds
 
     def saw(self, record: StepRecord) -> None:
         self.step = record.step
         if len(self._first) < self.NUM_FIRST:
-            self._first.append(record.seconds)
+            self._first.append(record.seconds - (0.0 if self._first else self._within_first))
 
     def saw_laps(self, laps: Laps) -> None:
         self.spent["data_wait"] += laps.seconds[DATA]
@@ -495,7 +501,7 @@ class RunRecorder(NoRunRecorder):
                 tracker.log_media(_tag(name), value, step)
 
     def spend(self, bucket: str, seconds: float) -> None:
-        self._time.spent[bucket] += seconds
+        self._time.spend(bucket, seconds)
 
     def _take_laps(self) -> None:
         """Read the clock, for the account of the time and for the next row of speed.jsonl."""

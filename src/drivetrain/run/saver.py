@@ -125,14 +125,15 @@ class CheckpointSaver:
 
     def prepare(self) -> None:
         """Refuse a state that cannot be saved, and allocate memory for copies. Called after a step."""
-        shards, meta = self._state()
-        num_bytes = sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor))
-        self.schedule.expect(num_bytes)
-        self._tell_interval()
-        if num_bytes >= LARGE_BYTES:
-            self._aside.begin()
-        if self._saver is not None:
-            self._saver.prepare(shards, meta)
+        with self._blocking():
+            shards, meta = self._state()
+            num_bytes = sum(shard.tensor.nbytes for shard in shards if isinstance(shard.tensor, Tensor))
+            self.schedule.expect(num_bytes)
+            self._tell_interval()
+            if num_bytes >= LARGE_BYTES:
+                self._aside.begin()
+            if self._saver is not None:
+                self._saver.prepare(shards, meta)
 
     def save(self, step: int) -> None:
         """Save the state of a step that was judged."""
