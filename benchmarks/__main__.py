@@ -35,6 +35,7 @@ from benchmarks import (
     recipes,
     repeat,
     resident,
+    revisions,
     saving,
     startup,
     table,
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
     "launch": launch.measure,
     "overhead": overhead.measure,
+    "revisions": revisions.measure,
     "logged-values": logged_values.measure,
     "gpt2": gpt2.measure,
     "fsdp": fsdp.measure,
@@ -98,7 +100,8 @@ SEVERAL = {
     for short in ("plan", "whole-job", "cpu", "zoo")
 }
 VERDICTS = "prove-trainers"  # what `drivetrain prove` says of other trainers
-ONLY_BY_NAME = {  # long
+ONLY_BY_NAME = {  # long, or in need of more than this folder
+    "revisions",
     *continual.MEASURES,
     "growing-mnist",
     "prove-planted",

@@ -1,0 +1,125 @@
+"""The speed of the loop in this revision against an earlier one: the same jobs, two processes, rounds interleaved.
+
+The earlier revision is a folder with its `src`, named by `DRIVETRAIN_BEFORE`:
+
+    mkdir before && git archive REVISION src | tar -x -C before
+    DRIVETRAIN_BEFORE=before python -m benchmarks revisions
+
+Measured are small steps on a CPU and, where there is a GPU, the steps of `benchmarks.capture`, replayed and not.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import drivetrain as dt
+from benchmarks import capture
+
+ROUNDS = 9
+CPU_STEPS = 1200
+PLAIN_STEPS = 1500
+BEFORE, AFTER = "before", "after"
+
+
+def measure() -> dict[str, list[float]]:
+    folder = Path(os.environ.get("DRIVETRAIN_BEFORE", ""))
+    if not (folder / "src" / "drivetrain").is_dir():
+        raise SystemExit("set DRIVETRAIN_BEFORE to a folder that has the earlier revision's src/drivetrain")
+    root = Path(__file__).parent.parent
+    children = {BEFORE: _Child(folder / "src", root), AFTER: _Child(root / "src", root)}
+    samples: dict[str, list[float]] = {}
+    try:
+        for number in range(ROUNDS + 1):
+            names = (BEFORE, AFTER) if number % 2 else (AFTER, BEFORE)
+            found = {name: children[name].round() for name in names}
+            if number == 0:  # the first one warms up
+                continue
+            for what, value in found[AFTER].items():
+                for name in (BEFORE, AFTER):
+                    samples.setdefault(f"{name}: {what}", []).append(found[name][what])
+                samples.setdefault(f"after / before: {what.partition(' (')[0]} (ratio)", []).append(
+                    value / found[BEFORE][what]
+                )
+    finally:
+        for child in children.values():
+            child.close()
+    return samples
+
+
+class _Child:
+    """A process that has imported one of the two revisions."""
+
+    def __init__(self, source: Path, root: Path) -> None:
+        path = os.pathsep.join([str(source.absolute()), str(root), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.revisions", str(source.absolute())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+
+    def round(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        found: dict[str, float] = json.loads(self._process.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _serve(source: Path) -> None:
+    """Answer each line of standard input with the measurements of one round."""
+    if not Path(dt.__file__).is_relative_to(source):
+        raise SystemExit(f"{dt.__file__} was imported, not the revision in {source}")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    images = TensorDataset(torch.rand(capture.NUM_SAMPLES, 784), torch.randint(0, 10, (capture.NUM_SAMPLES,)))
+    for _ in sys.stdin:
+        found = {"a step on the CPU (µs)": 1e6 * _on_cpu(images)}
+        if torch.cuda.is_available():
+            found["captured steps (per second)"] = capture.by_drivetrain(images, capture.STEPS, "on")
+            found["steps that are not captured (per second)"] = capture.by_drivetrain(images, PLAIN_STEPS, "off")
+        print(json.dumps(found), flush=True)
+
+
+def _on_cpu(images: TensorDataset) -> float:
+    """Return the median seconds of a step, from the beginning of one loss to that of the next."""
+    begun: list[float] = []
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        begun.append(time.perf_counter())
+        return functional.cross_entropy(network(batch[0][:, :64]), batch[1])
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = dt.Job(
+            name="revisions",
+            model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+            data=images,
+            loss=loss,
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+            global_batch=32,
+            max_steps=CPU_STEPS,
+            checkpoint_every=CPU_STEPS,
+        )
+        settings = dt.configure(output_dir=folder, gpu_mode="cpu", report=False, auto_optimize=False)
+        dt.train(job, settings, quiet=True)
+    return statistics.median(b - a for a, b in pairwise(begun[CPU_STEPS // 4 :]))
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
