@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from benchmarks.contest import Competitor, Measured
 from drivetrain import Job, Verdict, configure, train
@@ -52,13 +52,18 @@ class Workload:
     job_steps: int = 20_000  # how long the job says it is: what a plan may spend depends on it
     loader: Mapping[str, Any] = field(default_factory=dict)  # how a user would call DataLoader
     compiler: str = "inductor"  # a tiny size, to try all of it out on a CPU, takes a quick one
+    # Makes a batch of a list of rows, of which each is a tuple of a row of every column, where batches differ in shape.
+    collate: Callable[[list[tuple[Tensor, ...]]], list[Tensor]] | None = None
 
     def optimizer(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, **options)
 
     def compiled_loss(self) -> Any:
-        """The loss with the model inside: a large vocabulary makes the loss alone worth compiling."""
-        return torch.compile(self.loss, backend=self.compiler)
+        """The loss with the model inside: a large vocabulary makes the loss alone worth compiling.
+
+        Where batches differ in shape it is compiled once for all shapes.
+        """
+        return torch.compile(self.loss, backend=self.compiler, dynamic=True if self.collate else None)
 
     def paced(self, **changes: int) -> "Workload":
         return replace(self, pace=replace(self.pace, **changes))
@@ -142,7 +147,7 @@ def by_hand(
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    columns = [column.to(device) for column in workload.data()]
+    steps = micro_batches(workload, micro_batch, device)
     model = workload.model().to(device)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -150,11 +155,11 @@ def by_hand(
     loss_of = workload.compiled_loss() if compiled else workload.loss
     graphs = num_graphs()
     watch = Stopwatch(device, workload.pace)
-    for chosen in batches(len(columns[0]), workload.global_batch, device):
-        for part in chosen.split(micro_batch):
+    for step in steps:
+        for batch, weight in step:
             with autocast(device, precision):
-                loss = loss_of(model, [column[part] for column in columns])
-            (loss * (len(part) / len(chosen))).backward()
+                loss = loss_of(model, batch)
+            (loss * weight).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if watch.step():
@@ -165,6 +170,24 @@ def by_hand(
         if not facts["graphs"]:
             raise RuntimeError("nothing was compiled")
     return watch.measured(**facts)
+
+
+def micro_batches(
+    workload: Workload, micro_batch: int, device: torch.device
+) -> Iterator[Iterator[tuple[list[Tensor], float]]]:
+    """The micro-batches of each step, each with its part of the step: from columns that are on the device.
+
+    Batches that differ in shape come from loader workers instead, in one piece, by way of pinned memory.
+    """
+    if workload.collate is not None:
+        loader = loader_of(workload, workload.data(), workload.global_batch, None)
+        while True:
+            for batch in loader:
+                yield iter([([part.to(device, non_blocking=True) for part in batch], 1.0)])
+    columns = [column.to(device) for column in workload.data()]
+    for chosen in batches(len(columns[0]), workload.global_batch, device):
+        parts = chosen.split(micro_batch)
+        yield (([column[part] for column in columns], len(part) / len(chosen)) for part in parts)
 
 
 def num_graphs() -> int:
@@ -374,7 +397,7 @@ def loader_of(
     workload: Workload, columns: tuple[Tensor, ...], micro_batch: int, options: Mapping[str, Any] | None
 ) -> DataLoader[Any]:
     options = workload.loader if options is None else options
-    return DataLoader(TensorDataset(*columns), micro_batch, shuffle=True, **options)
+    return DataLoader(TensorDataset(*columns), micro_batch, shuffle=True, collate_fn=workload.collate, **options)
 
 
 class EndAfter:
@@ -399,6 +422,7 @@ def job_of(workload: Workload, *, max_steps: int, end_after: int | None = None) 
         model=workload.model,
         data=TensorDataset(*workload.data()),
         loss=workload.loss,
+        collate=workload.collate or default_collate,
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=workload.learning_rate),
         global_batch=workload.global_batch,
         max_steps=max_steps,

@@ -2,11 +2,13 @@
 
 A model is a file here with `WORDS`, which say what it is, and `workload(smoke)`. Adding one is adding its file: its
 contest is `python -m benchmarks zoo-NAME`, and `zoo` runs all of them. The goal of each is to be no slower than the
-faster of the two loops by hand.
+faster of the two loops by hand. A file may say more: `CHANNELS_LAST` for the loops by hand, which packages it `NEEDS`,
+and `ours(smoke)` where a user would not write `dt.Job` for it.
 """
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.contest import Aim, Competitor, Contest
@@ -18,12 +20,22 @@ NAMES = tuple(f"zoo-{module.name.replace('_', '-')}" for module in pkgutil.iter_
 def contest(name: str, smoke: bool = False) -> Contest:
     model = importlib.import_module(f"{__name__}.{name.removeprefix('zoo-').replace('-', '_')}")
     work: Workload = model.workload(smoke)
-    size = work.global_batch
+    if smoke:
+        work = replace(work, compiler="aot_eager")  # quick to compile
+    size, channels_last = work.global_batch, getattr(model, "CHANNELS_LAST", False)
+    fed = "batches from 4 loader workers, pinned" if work.collate else "data on the device"
+    laid_out = ", channels-last" if channels_last else ""
 
     def hand(name: str, words: str, cap_seconds: float, *, compiled: bool) -> Competitor:
-        measure = partial(by_hand, work, micro_batch=size, precision="bf16", compiled=compiled, cudnn_benchmark=True)
-        return Competitor(name, f"by hand: data on the device, fused AdamW, bf16, {words}", lambda _: measure(),
-                          cap_seconds=cap_seconds)  # fmt: skip
+        measure = partial(by_hand, work, micro_batch=size, precision="bf16", compiled=compiled, cudnn_benchmark=True,
+                          channels_last=channels_last)  # fmt: skip
+        return Competitor(
+            name,
+            f"by hand: {fed}, fused AdamW, bf16{laid_out}, {words}",
+            lambda _: measure(),
+            cap_seconds=cap_seconds,
+            needs=getattr(model, "NEEDS", ()),
+        )
 
     return Contest(
         name=name,
@@ -32,7 +44,7 @@ def contest(name: str, smoke: bool = False) -> Contest:
         unit="samples/s",
         units_per_step=size,
         competitors=(
-            with_no_flags(work, cap_seconds=180),
+            model.ours(smoke) if hasattr(model, "ours") else with_no_flags(work, cap_seconds=180),
             hand("eager", "eager", 60, compiled=False),
             hand("compiled", "the loss compiled with the model inside", 150, compiled=True),
         ),

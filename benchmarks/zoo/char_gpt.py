@@ -10,9 +10,9 @@ WORDS = "GPT of 6 layers, width 384, 6 heads, 256 characters"
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -20,7 +20,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         rows, length, width = hidden.shape
         parts = self.qkv(self.before(hidden)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        found = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        found = functional.scaled_dot_product_attention(*parts, is_causal=self.causal)
         hidden = hidden + self.out(found.transpose(1, 2).reshape(rows, length, width))
         more: Tensor = self.narrow(functional.gelu(self.wide(self.between(hidden))))
         return hidden + more

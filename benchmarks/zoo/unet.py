@@ -9,6 +9,7 @@ from torch.nn import functional
 from benchmarks.rivals import Pace, Workload
 
 WORDS = "U-Net of 4 levels from 32 channels, images of 128 x 128, 4 classes"
+CHANNELS_LAST = True
 
 
 def twice(inputs: int, outputs: int) -> nn.Sequential:

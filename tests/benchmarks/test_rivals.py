@@ -25,6 +25,11 @@ from benchmarks.rivals import (
     ours,
     plan_facts,
 )
+from benchmarks.zoo import gpt_large
+from benchmarks.zoo.bert import Bert, trimmed
+from benchmarks.zoo.convnext import ConvNext
+from benchmarks.zoo.efficientnet import EfficientNet
+from benchmarks.zoo.vit import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -99,6 +104,20 @@ def test_ours_does_the_same_steps() -> None:
     assert found.facts["whole_seconds"] >= found.facts["seconds_until_start"] >= 0
     # Training comes last; before it steps may be tried out on any samples.
     assert sorted(torch.cat(counted.samples)[-56:][:20].tolist()) == list(range(20))
+
+
+def test_batches_of_different_shapes_are_the_same_samples() -> None:
+    counted = Counted()
+    columns = torch.arange(20.0)[:, None].expand(20, 4), torch.arange(20) % 4 + 1
+    work = replace(
+        counted.work, model=lambda: nn.Linear(1, 2), data=lambda: columns, collate=trimmed,
+        loss=lambda model, batch: counted.loss(model, [batch[0][:, :1], batch[1] % 2]),
+    )  # fmt: skip
+    by_hand(work, micro_batch=8, precision="fp32")
+    assert sorted(torch.cat(counted.samples)[:20].tolist()) == list(range(20))
+    assert [len(part) for part in counted.samples] == [8, 8, 4, 8, 8, 4, 8, 8]
+    row, length = columns[0][2], columns[1][2]
+    assert trimmed([(row, length), (row, length - 1)])[0].tolist() == [[2.0] * 3] * 2
 
 
 def weights_after(loop: Callable[[Workload], Measured], num_steps: int) -> list[Tensor]:
@@ -193,6 +212,12 @@ def test_models_are_of_the_size_they_are_said_to_be() -> None:
     with torch.device("meta"):
         assert sum(p.numel() for p in ResNet50().parameters()) == 25_557_032  # as the paper's, with biases in the head
         assert sum(p.numel() for p in Gpt2().parameters()) == 124_475_904  # vocabulary padded to 50304
+        # As published: with the class token, and of BERT the head that guesses masked tokens.
+        assert sum(p.numel() for p in VisionTransformer().parameters()) == 86_567_656
+        assert sum(p.numel() for p in ConvNext().parameters()) == 28_589_128
+        assert sum(p.numel() for p in EfficientNet().parameters()) == 5_288_548
+        assert sum(p.numel() for p in Bert().parameters()) == 109_514_298
+        assert sum(p.numel() for p in gpt_large.build().parameters()) == pytest.approx(1.4e9, rel=0.02)
         network = ResNet50()
         assert network(torch.zeros(2, 3, 224, 224, dtype=torch.uint8)).shape == (2, 1000)
     hidden = ResNet50((1, 1, 1, 1), 8, 10).stages(torch.zeros(1, 8, 56, 56))
@@ -235,6 +260,10 @@ def test_contests_name_competitors_that_they_have(module: Any, name: str, smoke:
         (cpu, "cpu-cnn", "hand-channels-last"),
         (cpu, "cpu-transformer", "hand-one-thread"),
         (cpu, "cpu-mlp", "hand-workers"),
+        (zoo, "zoo-bert", "eager"),
+        (zoo, "zoo-bert", "ours"),
+        (zoo, "zoo-convnext", "ours"),
+        (zoo, "zoo-vit", "eager"),
     ],
 )
 def test_tiny_sizes_run(module: Any, name: str, competitor: str) -> None:
