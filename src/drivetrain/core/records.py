@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import isfinite
 from typing import NamedTuple, Protocol
 
 import torch
@@ -123,11 +124,11 @@ class StepRecord(NamedTuple):
         if self.parts is not None:
             line = f"{line[:-1]}{self._parts_json(self.parts)}}}"
         if self.logged is not None:
-            values = "".join(
-                f", {_quoted(name)}: {'null' if math.isnan(value) else _json(value)}"
+            values = [
+                f"{_quoted(name)}: {value!r}" if isfinite(value) else f"{_quoted(name)}: {_json_or_null(value)}"
                 for name, value in self.logged.items()
-            )
-            line = f"{line[:-1]}{values}}}"
+            ]
+            line = f"{line[:-1]}, {', '.join(values)}}}" if values else line
         return line
 
     def _parts_json(self, parts: Mapping[str, PartLoss]) -> str:
@@ -148,4 +149,8 @@ _quoted = cache(json.dumps)  # of names, which are the same in every step
 
 
 def _json(number: float) -> str:
-    return repr(number) if math.isfinite(number) else json.dumps(number)
+    return repr(number) if isfinite(number) else json.dumps(number)
+
+
+def _json_or_null(number: float) -> str:
+    return "null" if math.isnan(number) else json.dumps(number)

@@ -55,7 +55,8 @@ class StepLog:
         if self._is_on_host and tuple(values) == self.names:
             numbers = _as_numbers(values)
             if numbers is not None:
-                self._terms.append(_Term(numbers, float(num_samples), [float(num_samples)] * len(numbers)))
+                count = float(num_samples)
+                self._terms.append(_Term(numbers, count, [count] * len(numbers)))
                 return
         new = [name for name in values if name not in self.names]
         if new:
@@ -151,10 +152,8 @@ class StepLog:
 
 def _as_numbers(values: LoggedValues) -> list[float] | None:
     """Return logged means as numbers, where each was logged once and is a scalar on the host; else None."""
-    numbers = []
-    for logged in values.values():
-        value = logged[0]
-        if len(logged) != 1 or not isinstance(value, Tensor) or value.dim() or value.is_complex():
-            return None
-        numbers.append(value.item())
-    return numbers
+    try:
+        numbers = [value.item() for (value,) in values.values()]  # type: ignore[union-attr]
+    except (ValueError, AttributeError, RuntimeError):  # several values, or none that is one number
+        return None
+    return None if complex in map(type, numbers) else numbers
