@@ -120,8 +120,9 @@ def by_drivetrain(data: TensorDataset, steps: int, capture: str) -> float:
         }
         result = train(job, configure(output_dir=folder, gpu_mode="single_gpu", **settings), quiet=True)
         rows = [json.loads(line) for line in (Path(result.folder) / "steps.jsonl").read_text().splitlines()]
-        last = json.loads((Path(result.folder) / "events.jsonl").read_text().splitlines()[-1])
-    if capture == "on" and "replayed" not in last.get("capture", ""):
-        raise SystemExit(f"nothing was captured: {last.get('capture')}")
+        events = [json.loads(line) for line in (Path(result.folder) / "events.jsonl").read_text().splitlines()]
+    (finish,) = [event for event in events if event["event"] == "finish"]
+    if capture == "on" and "replayed" not in finish["capture"]:
+        raise SystemExit(f"nothing was captured: {finish['capture']}")
     kept = rows[steps // 3 :]
     return len(kept) / sum(row["seconds"] for row in kept)
