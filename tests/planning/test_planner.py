@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -431,3 +432,29 @@ def test_probes_run_with_the_kernels_of_the_run(
     decide(monkeypatch, StepWay(micro_batch=20, repeat="strict" if is_strict else "off"))
     run(tmp_path, make_job(VARIANT, loss=watched), loss_weighting="samples", **settings)
     assert set(seen) == {(is_strict, settings.get("cudnn_benchmark", not is_strict))}
+
+
+class Convolutions(nn.Module):
+    """A block whose shapes change with its width, as in most convolutional networks."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scopes"),
+    [
+        ([(4, 4, 1)] * 6, ["blocks", "loss"]),
+        ([(4, 4, 1)] * 3 + [(8, 8, 1)] * 3, ["blocks", "loss"]),
+        ([(4, 8, 2), (8, 16, 2), (16, 16, 1), (16, 16, 2), (16, 32, 2), (32, 32, 1)], ["loss"]),
+    ],
+    ids=["alike", "two kinds", "nearly all differ"],
+)
+def test_blocks_are_compiled_one_by_one_only_where_they_are_alike(
+    blocks: list[tuple[int, int, int]], scopes: list[str]
+) -> None:
+    model = nn.Sequential(*(Convolutions(*sizes) for sizes in blocks), nn.Conv2d(4, 4, 1))
+    for asked, expected in (("auto", scopes), ("blocks", ["blocks"]), ("loss", ["loss"])):
+        run: Any = SimpleNamespace(config=SimpleNamespace(compile=SimpleNamespace(scope=asked)), shards=False)
+        assert list(planner._compile_costs(run, model)) == expected

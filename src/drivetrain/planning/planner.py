@@ -47,7 +47,7 @@ from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled
-from drivetrain.strategies.layers import repeated_blocks
+from drivetrain.strategies.layers import one_of_each_kind, repeated_blocks
 
 OnProbe = Callable[[StepWay, Measurement], None]
 
@@ -465,11 +465,13 @@ def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int,
 def _compile_costs(run: Session, model: nn.Module) -> dict[CompileScope, float]:
     """Return what compiling may take, by what is compiled as one, in the order in which that is tried."""
     asked, blocks = run.config.compile.scope, repeated_blocks(model)
-    kinds = {type(block): block for block in blocks.values()}
+    kinds = one_of_each_kind(blocks.values())
     num_repeated, num_modules = sum(map(_num_leaves, blocks.values())), _num_leaves(model)
     num_modules_of: dict[CompileScope, int] = {}
-    if asked != "loss" and num_repeated >= LEAST_REPEATED * num_modules and not run.shards:
-        num_modules_of["blocks"] = sum(map(_num_leaves, kinds.values()))
+    # Of a class, the compiler keeps a few kinds, and leaves the others eager: such blocks do not pay.
+    pays = num_repeated >= LEAST_REPEATED * num_modules and 2 * len(kinds) <= len(blocks)
+    if asked != "loss" and (pays or asked == "blocks") and blocks and not run.shards:
+        num_modules_of["blocks"] = sum(map(_num_leaves, kinds))
     if asked != "blocks":
         num_modules_of["loss"] = num_modules
     return {scope: COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * number for scope, number in num_modules_of.items()}

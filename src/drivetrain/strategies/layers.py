@@ -8,7 +8,7 @@ device, which cannot be captured. Layer by layer with `F.dropout` between them t
 torch's generator.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,15 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         prefix = f"{name}." if name else ""
         found |= {prefix + key: child for key, child in blocks.items() if kinds.count(type(child)) > 1}
     return found
+
+
+def one_of_each_kind(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return one block of each kind: compiled code fits all blocks of the same class, parts and shapes."""
+    found: dict[tuple[Any, ...], nn.Module] = {}
+    for block in blocks:
+        shapes = tuple((name, tensor.shape) for name, tensor in block.state_dict().items())
+        found.setdefault((type(block), repr(block), shapes), block)
+    return list(found.values())
 
 
 def _is_inside(name: str, blocks: dict[str, nn.Module]) -> bool:
