@@ -46,6 +46,7 @@ def measure() -> dict[str, list[float]]:
             found = {name: children[name].round() for name in names}
             if number == 0:  # the first one warms up
                 continue
+            print(f"round {number} of {ROUNDS}: {found}", file=sys.stderr, flush=True)
             for what, value in found[AFTER].items():
                 for name in (BEFORE, AFTER):
                     samples.setdefault(f"{name}: {what}", []).append(found[name][what])
