@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from drivetrain.launch.python_api import launch_distributed_training as launch_distributed_training
     from drivetrain.launch.python_api import setup_distributed_environment as setup_distributed_environment
     from drivetrain.proving.prove import prove as prove
+    from drivetrain.report.compare import compare as compare
     from drivetrain.run import Result as Result
 
 _HOME = {
@@ -103,6 +104,7 @@ _HOME = {
     "Drive": "drivetrain.api.driving",
     "export": "drivetrain.api.training",
     "prove": "drivetrain.proving.prove",
+    "compare": "drivetrain.report.compare",
 }
 
 _PACKAGES = ("hf",)  # reached as `dt.hf`; not in `__all__`, since a star import would load it

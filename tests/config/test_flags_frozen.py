@@ -130,6 +130,7 @@ OBEYED = {
     "verify": PLACE,
     "status": ["run.output_dir"],
     "report": ["run.output_dir"],
+    "compare": ["run.output_dir"],
     "train": list(FLAGS),
     "launch": ["run.output_dir", "distributed.skip_preflight", "watch.inject"],
     "plan": [
@@ -187,6 +188,7 @@ OWN_FLAGS = {
     "config": ["--json"],
     "status": ["--json", "--slurm"],
     "report": [],
+    "compare": ["--common", "--confidence", "--json", "--metric", "--mode", "--out", "--over", "--which"],
     "train": LAUNCH_FLAGS,
     "launch": [
         *LAUNCH_FLAGS,

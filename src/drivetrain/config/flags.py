@@ -108,7 +108,8 @@ class FlagParser:
         self._known: dict[str, Setting | None] = {"config": None, "help": None}
         self._known |= {name: setting for setting in settings for name in (*setting.names, *setting.switches)}
         self._known |= {normal(setting.flag): setting for setting in self._options if not setting.is_positional}
-        positionals = [option.field.upper() for option in self._options if option.is_positional]
+        positionals = [_positional_in_usage(option) for option in self._options if option.is_positional]
+        self._several = next((option for option in self._options if option.is_positional and option.is_list), None)
         self._parser = _Parser(
             prog=prog,
             usage=" ".join(
@@ -163,12 +164,15 @@ class FlagParser:
         except ConfigError as error:
             parsed.problems += error.problems
             return parsed
-        for word in rest:
+        more = [] if self._several is None else [word for word in rest if word != "--"]
+        for word in () if more else rest:
             remedy = f"{self._parser.prog} --help"
             if self._script is not None:
                 remedy = f"words for the script stand after --: {self._parser.prog} {self._script} -- {word}"
             parsed.problems.append(Problem(word, "nothing takes this word", word, COMMAND_LINE, remedy=remedy))
         self._sort_out(namespace.record, parsed)
+        if self._several is not None and self._several.field in parsed.options:
+            parsed.options[self._several.field] = (parsed.options[self._several.field], *more)
         return parsed
 
     def _without_those_of_script(self, argv: Sequence[str], parsed: ParsedFlags) -> Sequence[str]:
@@ -292,6 +296,8 @@ class FlagParser:
                 )
             elif setting is None:
                 parsed.config_file = Path(value)
+            elif setting is self._several:
+                parsed.options[setting.field] = value  # a word: it may have a comma in it
             elif setting.section:
                 parsed.given.append(Given(setting.name, value, spelled, COMMAND_LINE))
             else:
@@ -349,6 +355,10 @@ class FlagParser:
             for setting in self._options
             if setting.is_positional and setting.info.is_required() and setting.field not in parsed.options
         ]
+
+
+def _positional_in_usage(option: Setting) -> str:
+    return f"{option.field.upper()} …" if option.is_list else option.field.upper()
 
 
 class _WithExamples(_Help, argparse.RawDescriptionHelpFormatter):

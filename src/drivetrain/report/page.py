@@ -9,7 +9,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,12 @@ _WORDS = ("words", "text", "error", "because", "way")
 
 def page(data: RunData, summary: str, pictures: Mapping[str, str]) -> str:
     """Return the page. `pictures`: the names of those in the folder, with what they show."""
-    title = html.escape(data.name)
+    return document(data.name, _figures(data), "\n".join(_header(data)), "\n".join(_sections(data, summary, pictures)))
+
+
+def document(name: str, figures: Mapping[str, Any], above: str, below: str) -> str:
+    """Return a page: curves, and what stands above and below them, as HTML."""
+    title = html.escape(name)
     styles = _asset("uPlot.min.css") + _asset("page.css")
     scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
@@ -44,13 +49,13 @@ def page(data: RunData, summary: str, pictures: Mapping[str, str]) -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{styles}</style>"
     )
-    figures = json.dumps(_figures(data), allow_nan=False).replace("<", "\\u003c")
+    drawn = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
     body = "\n".join(
         [
-            *_header(data),
+            above,
             '<main id="curves" aria-label="Curves"></main>',
-            *_sections(data, summary, pictures),
-            f'<script type="application/json" id="figures">{figures}</script>',
+            below,
+            f'<script type="application/json" id="figures">{drawn}</script>',
             *(f"<script>{script}</script>" for script in scripts),
         ]
     )
@@ -86,12 +91,17 @@ def _header(data: RunData) -> Iterator[str]:
     about = f"{how} after {steps:,} steps{why}"
     if data.plan:
         about += f", on {device_in_words(data)}"
-    yield f'<header><h1>{_text(data.name)}</h1><p class="about">{_text(about)}</p>'
-    cards = "".join(
-        f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd>{f'<dd class=note>{_text(note)}</dd>' * bool(note)}</div>"
-        for label, value, note in _headline(data)
+    yield f'<header><h1>{text(data.name)}</h1><p class="about">{text(about)}</p>'
+    yield f"{cards(_headline(data))}</header>"
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return figures that matter most, each a name, a value and a remark."""
+    told = "".join(
+        f"<div><dt>{text(label)}</dt><dd>{text(value)}</dd>{f'<dd class=note>{text(note)}</dd>' * bool(note)}</div>"
+        for label, value, note in figures
     )
-    yield f'<dl class="cards">{cards}</dl></header>'
+    return f'<dl class="cards">{told}</dl>'
 
 
 def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
@@ -128,31 +138,33 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
 
 
 def _sections(data: RunData, summary: str, pictures: Mapping[str, str]) -> Iterator[str]:
-    yield from _section("Plan", _plan(data))
-    yield from _section("What happened", _timeline(data))
-    yield from _section("What happened to the experts", _experts(data))
-    yield from _section("Logged pictures", _media(data))
+    yield from section("Plan", _plan(data))
+    yield from section("What happened", _timeline(data))
+    yield from section("What happened to the experts", _experts(data))
+    yield from section("Logged pictures", _media(data))
     for name, about in pictures.items():
         source = _as_data(data.folder / name)
         if source and name == "training_metrics.png":
-            yield f'<noscript><h2>{_text(about)}</h2><img src="{source}" alt="{_text(about)}"></noscript>'
+            yield f'<noscript><h2>{text(about)}</h2><img src="{source}" alt="{text(about)}"></noscript>'
         elif source:
-            yield from _section(about, f'<img src="{source}" alt="{_text(about)}" loading="lazy">')
-    yield from _section("In words", f"<pre>{_text(summary)}</pre>")
-    yield from _section("To run it again", _again(data))
-    yield from _section("Files", _files(data))
+            yield from section(about, f'<img src="{source}" alt="{text(about)}" loading="lazy">')
+    yield from section("In words", f"<pre>{text(summary)}</pre>")
+    yield from section("To run it again", _again(data))
+    yield from section("Files", _files(data))
 
 
-def _section(title: str, body: str) -> Iterator[str]:
+def section(title: str, body: str) -> Iterator[str]:
+    """Yield a part of a page with its title, if it has a body, which is HTML."""
     if body:
-        yield f"<section><h2>{_text(title)}</h2>{body}</section>"
+        yield f"<section><h2>{text(title)}</h2>{body}</section>"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table of texts; nothing where it has no rows."""
     if not rows:
         return ""
-    cells = "".join(f"<th scope=col>{_text(each)}</th>" for each in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{_text(each)}</td>' for each in row)}</tr>" for row in rows)
+    cells = "".join(f"<th scope=col>{text(each)}</th>" for each in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{text(each)}</td>' for each in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
@@ -163,8 +175,8 @@ def _plan(data: RunData) -> str:
         for name, choice in choices.items()
         if isinstance(choice, dict)
     ]
-    told = _table(("setting", "value", "why", "else"), rows)
-    return told + _table(("forecast", "expected", "measured"), list(_forecasts(data))) if told else ""
+    told = table(("setting", "value", "why", "else"), rows)
+    return told + table(("forecast", "expected", "measured"), list(_forecasts(data))) if told else ""
 
 
 def _forecasts(data: RunData) -> Iterator[tuple[object, ...]]:
@@ -186,14 +198,14 @@ def _timeline(data: RunData) -> str:
             words = next((row[name] for name in _WORDS if row.get(name)), "")
             when = str(row.get("time", ""))[:19].replace("T", " ")
             rows.append((when, row.get("step", ""), kind, words))
-    return _table(("time (UTC)", "step", "event", ""), rows)
+    return table(("time (UTC)", "step", "event", ""), rows)
 
 
 def _experts(data: RunData) -> str:
     """Return the table of what became of experts, and of each sleep."""
     rows = [*data.told("expert"), *data.told("sleep")]
     words = [(f"{row['step']:,}", *_in_words(row)) for row in sorted(rows, key=lambda row: row["step"])]
-    return _table(("step", "what", "why, and what came of it"), [each for each in words if each[1]])
+    return table(("step", "what", "why, and what came of it"), [each for each in words if each[1]])
 
 
 def _in_words(row: Row) -> tuple[str, str]:
@@ -221,8 +233,8 @@ def _media(data: RunData) -> str:
     paths = sorted((data.folder / "media").rglob("*.png"), key=lambda path: path.stat().st_mtime)[-MOST_MEDIA:]
     small = [path for path in paths if path.stat().st_size <= MOST_MEDIA_BYTES]
     figures = "".join(
-        f'<figure><img src="{_as_data(path)}" alt="{_text(path.stem)}">'
-        f"<figcaption>{_text(path.relative_to(data.folder / 'media'))}</figcaption></figure>"
+        f'<figure><img src="{_as_data(path)}" alt="{text(path.stem)}">'
+        f"<figcaption>{text(path.relative_to(data.folder / 'media'))}</figcaption></figure>"
         for path in small
     )
     return f'<div class="media">{figures}</div>' if figures else ""
@@ -232,17 +244,17 @@ def _again(data: RunData) -> str:
     source = data.source
     target, arguments = source.get("target"), [str(each) for each in source.get("arguments") or ()]
     command = " ".join(["drivetrain train", str(target), *(["--", *arguments] if arguments else [])]) if target else ""
-    told = f"<pre>{_text(command)} --plan plan.yaml</pre>" if command else ""
+    told = f"<pre>{text(command)} --plan plan.yaml</pre>" if command else ""
     versions = data.hardware.get("software") or {}
     known = "; ".join(f"{name} {value}" for name, value in versions.items() if isinstance(value, str))
-    told += f"<p>{_text(known)}</p>" if known else ""
+    told += f"<p>{text(known)}</p>" if known else ""
     config = _read(data.folder / "config.yaml")
-    return told + (f"<details><summary>Configuration</summary><pre>{_text(config)}</pre></details>" if config else "")
+    return told + (f"<details><summary>Configuration</summary><pre>{text(config)}</pre></details>" if config else "")
 
 
 def _files(data: RunData) -> str:
     names = sorted(path.name for path in data.folder.iterdir() if not path.name.startswith("."))
-    links = "".join(f'<li><a href="./{quote(name)}">{_text(name)}</a></li>' for name in names)
+    links = "".join(f'<li><a href="./{quote(name)}">{text(name)}</a></li>' for name in names)
     return f'<ul class="files">{links}</ul>' if links else ""
 
 
@@ -260,5 +272,6 @@ def _as_data(path: Path) -> str:
         return ""
 
 
-def _text(words: object) -> str:
+def text(words: object) -> str:
+    """Return any text as HTML that shows it."""
     return html.escape(str(words))

@@ -16,9 +16,11 @@
     return made;
   };
 
-  // Steps as samples, tokens or seconds, by the line between the two steps that are known.
-  const place = (step) => {
-    const from = figures.axes.steps, to = figures.axes[state.axis];
+  // Steps as samples, tokens or seconds, by the line between the two steps that are known. Runs that are compared have
+  // their own, and their lines name them by number.
+  const place = (step, run) => {
+    const axes = run === undefined ? figures.axes : figures.runs[run].axes;
+    const from = axes.steps, to = axes[state.axis];
     if (state.axis === "steps" || !from.length) return step;
     let low = 0, high = from.length - 1;
     if (step <= from[0]) return from[0] ? to[0] * step / from[0] : to[0];
@@ -42,15 +44,16 @@
   };
 
   const joined = (lines) => {
-    const steps = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
-    const at = new Map(steps.map((step, index) => [step, index]));
-    const rows = lines.map((line) => {
-      const row = new Array(steps.length).fill(undefined);
+    const placed = lines.map((line) => line.x.map((step) => place(step, line.run)));
+    const x = [...new Set(placed.flat())].sort((a, b) => a - b);
+    const at = new Map(x.map((value, index) => [value, index]));
+    const rows = lines.map((line, number) => {
+      const row = new Array(x.length).fill(undefined);
       const values = line.smooth && state.smoothing ? smoothed(line.y, state.smoothing) : line.y;
-      line.x.forEach((step, index) => { row[at.get(step)] = values[index]; });
+      placed[number].forEach((value, index) => { row[at.get(value)] = values[index]; });
       return row;
     });
-    return [steps, rows];
+    return [x, rows];
   };
 
   const colors = () => {
@@ -82,12 +85,12 @@
     context.setLineDash([]);
     lines.forEach((line, index) => {
       if (line.best === undefined || !u.series[index + offset].show) return;
-      const x = u.valToPos(place(line.x[line.best]), "x", true), y = u.valToPos(line.y[line.best], "y", true);
+      const x = u.valToPos(place(line.x[line.best], line.run), "x", true), y = u.valToPos(line.y[line.best], "y", true);
       if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
       context.beginPath();
       context.arc(x, y, 5 * devicePixelRatio, 0, 2 * Math.PI);
       context.lineWidth = 2 * devicePixelRatio;
-      context.strokeStyle = color(index);
+      context.strokeStyle = color(line.color ?? index);
       context.stroke();
     });
     context.restore();
@@ -96,18 +99,18 @@
   const build = (entry) => {
     const { chart, box } = entry;
     if (entry.plot) entry.plot.destroy();
-    const [steps, rows] = joined(chart.lines);
-    const x = steps.map(place);
+    const [x, rows] = joined(chart.lines);
     let drawn = rows;
     if (chart.stacked) {
-      const sums = new Array(steps.length).fill(0);
+      const sums = new Array(x.length).fill(0);
       drawn = rows.map((row) => row.map((value, index) => (sums[index] += value || 0))).reverse();
     }
     const order = chart.lines.map((_, index) => chart.stacked ? chart.lines.length - 1 - index : index);
     const few = x.length < 60;
     const series = order.map((index) => ({
       label: chart.lines[index].name,
-      stroke: color(index),
+      stroke: color(chart.lines[index].color ?? index),
+      dash: chart.lines[index].dash,
       fill: chart.stacked ? color(index) + "b0" : undefined,
       width: 1.6,
       spanGaps: true,
@@ -124,7 +127,7 @@
     const isLog = entry.log && drawn.every((row) => row.every((value) => value === null || value === undefined || value > 0));
     entry.plot = new uPlot({
       width: Math.max(220, box.clientWidth),
-      height: chart.title === "Loss" ? 320 : 220,
+      height: chart.tall || chart.title === "Loss" ? 320 : 220,
       cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, sync: { key: "run" } },
       scales: {
         x: { time: false },
