@@ -19,8 +19,9 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.hardware import Rate
 from drivetrain.loop.trainer import Trainer
-from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed, Symptom, diagnose
+from drivetrain.monitor.doctor import WAITS_LITTLE, Checkups, Diagnosis, Observed, Symptom, diagnose
 from drivetrain.monitor.phases import PHASES, Laps
+from drivetrain.plan.tune import LAUNCH_BOUND
 from tests.gloo_pool import GlooPool
 from tests.simulated_clock import SimulatedClock
 
@@ -99,17 +100,46 @@ def test_the_rate_says_what_it_is_compared_with() -> None:
 
 def test_what_the_plan_measured_or_ruled_out_is_not_advised() -> None:
     assert "--compile" in leading(HEALTHY).next_step
-    assert leading(HEALTHY, closed=("compile.enabled",)).next_step == ""
-    found = leading(HEALTHY, device="cuda", closed=("compile.enabled",)).next_step
+    compiling = {"compile.enabled": "it would be 1 % slower"}
+    assert leading(HEALTHY, settled=compiling).next_step == ""
+    found = leading(HEALTHY, device="cuda", settled=compiling).next_step
     assert "--precision bf16 may" in found
-    assert leading(HEALTHY, device="cuda", closed=("compile.enabled", "precision.dtype")).next_step == ""
-    idle = {"device": "cuda", "waited_seconds": 0.0, "busy": 0.3}
-    open_ones, closed = (
-        leading(HEALTHY, **idle, closed=names) for names in ((), ("compile.enabled", "kernels.capture"))
-    )
-    assert open_ones.kind == closed.kind == "launch-bound"
-    assert "--capture on; --compile" in open_ones.next_step
+    assert leading(HEALTHY, device="cuda", settled={**compiling, "precision.dtype": "as set"}).next_step == ""
+    idle = {"device": "cuda", "waited_seconds": 0.0, "busy": 0.3, "accumulation": 4, "micro_batch": 8}
+    settled = {**compiling, "kernels.capture": "captured would be +1%", "batch.size": "up to 8 fit"}
+    free, closed = (leading(HEALTHY, **idle, settled=names) for names in ({}, settled))
+    assert free.kind == closed.kind == "launch-bound"
+    assert "--batch-size 16" in free.next_step
+    assert "--capture on; --compile" in free.next_step
+    assert "settled by the plan" not in free.next_step
     assert "--" not in closed.next_step
+    assert closed.next_step.startswith("a larger global batch, if the job may have it: ")
+    assert "a larger micro-batch (up to 8 fit), capturing (captured would be +1%), compiling (it would" in (
+        closed.next_step
+    )
+
+
+def test_a_recurrent_network_is_not_told_to_do_what_the_plan_did_not_try() -> None:
+    """Its steps take 25 ms and the device idles: either the plan tried to capture them, or its reason is told."""
+    phases = {"forward": 0.009, "backward": 0.015, "optimizer": 0.001}
+    idle = {"device": "cuda", "waited_seconds": 0.0005, "busy": 0.62, "precision": "bf16"}
+    why = "not tried: the time for measuring was over"
+    found = leading(phases, **idle, settled={"kernels.capture": why, "compile.enabled": "as set"})
+    assert found.expected_gain == pytest.approx(1.6, abs=0.1)
+    assert f"capturing ({why})" in found.next_step
+    # What the doctor calls launch-bound is what the plan captures: the host launches for all but so much of the time.
+    assert 1 - WAITS_LITTLE >= LAUNCH_BOUND
+
+
+def test_workers_that_the_plan_chose_are_not_advised_against() -> None:
+    why = "a step's data takes 80 ms to read and 10 ms to compute: 8 workers would keep up, and there can be 4"
+    settled = {"data.num_workers": why}
+    found = leading({"data": 0.010, "forward": 0.010}, num_workers=4, settled=settled)
+    assert "--num-workers" not in found.next_step
+    assert found.next_step.startswith("make items cheaper")
+    assert why in found.next_step
+    copied = leading({"copy": 0.010, "forward": 0.010}, device="cuda", settled=settled)
+    assert "--num-workers" not in copied.next_step
 
 
 # ---- advice, against the model worked out by hand

@@ -19,7 +19,7 @@ from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.errors import ConfigError
 from drivetrain.monitor.doctor import Checkups
-from drivetrain.plan.knobs import StepWay
+from drivetrain.plan.knobs import REMEDIES, StepWay
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
 from drivetrain.planning.probe import StepProbe
@@ -27,6 +27,7 @@ from drivetrain.run import Session
 from tests.api.jobs import Variant, Vectors, make_job
 from tests.api.test_resume import CrashingLoss, PlantedError
 from tests.gloo_pool import GlooPool
+from tests.simulated_clock import SimulatedClock
 
 VARIANT = Variant(steps=9, num_samples=70, global_batch=20, save_every=3)
 
@@ -323,23 +324,56 @@ def test_a_plan_in_a_file_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("least", "settings", "closed"),
+    ("least", "settings", "open_ones"),
     [
-        (2, {}, ("precision.dtype", "compile.enabled", "kernels.capture")),  # measured
-        (2, {"compile": False}, ("precision.dtype", "kernels.capture")),  # fixed by the user, unseen
-        (40, {}, ("precision.dtype", "compile.enabled", "kernels.capture")),  # too short
-        (2, {"auto_optimize": False}, ()),  # nobody looked
+        (2, {}, set()),  # measured, or ruled out
+        (2, {"compile": False, "batch_size": 5}, {"compile.enabled", "batch.size"}),  # fixed by the user, unseen
+        (2, {"num_workers": 0, "resident": "off"}, {"data.num_workers"}),
+        (40, {}, set()),  # too short
+        # Nobody looked; but that a CPU captures nothing is known.
+        (2, {"auto_optimize": False}, {remedy.setting for remedy in REMEDIES} - {"kernels.capture"}),
     ],
 )
-def test_the_doctor_is_told_what_the_plan_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, settings: dict[str, Any], closed: tuple[str, ...]
+def test_the_doctor_is_told_what_the_plan_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, settings: dict[str, Any], open_ones: set[str]
 ) -> None:
     monkeypatch.setattr(planner, "LEAST_STEPS", least)
     told: list[Any] = []
     look = Checkups.__init__
-    monkeypatch.setattr(Checkups, "__init__", lambda self, known: (told.append(known.closed), look(self, known))[1])
-    run(tmp_path, make_job(VARIANT), **settings)
-    assert told == [closed]
+    monkeypatch.setattr(Checkups, "__init__", lambda self, known: (told.append(known.settled), look(self, known))[1])
+    run(tmp_path, make_job(VARIANT), **{"num_workers": -1, **settings})
+    assert {remedy.setting for remedy in REMEDIES} - set(told[0]) == open_ones
+    assert all(told[0].values())
+
+
+class SlowRows(Vectors):
+    """Takes far longer to read than to compute."""
+
+    def __init__(self, variant: Variant, clock: SimulatedClock) -> None:
+        super().__init__(variant)
+        self.clock = clock
+
+    def __getitem__(self, index: int) -> Any:
+        self.clock.spend(0.02)
+        return super().__getitem__(index)
+
+
+def test_reading_is_measured_where_it_takes_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated_clock: SimulatedClock
+) -> None:
+    """Steps that compute for seconds in all, and read for minutes: what they read is not left to the rule."""
+    looked: list[float] = []
+
+    def data_path(run: Any, micro_batch: int, step_seconds: float, steps_left: int, step_bytes: int) -> None:
+        looked.append(step_seconds * steps_left)
+
+    monkeypatch.setattr(planner, "measured_data_path", data_path)
+    monkeypatch.setattr(planner, "BUDGET_SHARE", 0.5)
+    run(tmp_path / "slow", make_job(VARIANT, data=SlowRows(VARIANT, simulated_clock)))
+    assert len(looked) == 1
+    assert looked[0] < 1.0
+    run(tmp_path / "quick", make_job(VARIANT))
+    assert len(looked) == 1
 
 
 class Normed(nn.Module):

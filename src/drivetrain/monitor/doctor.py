@@ -4,16 +4,20 @@ The diagnosis is a pure function: from what was observed to findings, the graves
 model that is written here in a line or two; the message says what it assumes, and it is left out where there is nothing
 to estimate it from. `Checkups` decides when the doctor looks, and at what: the last half minute during a run, all of it
 at the end.
+
+What the planner could do by itself is not advised: it does it, or has settled why not (`plan.knobs.REMEDIES` is the
+table of both). The reason is told instead.
 """
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil
 from typing import Any
 
 from drivetrain.monitor.phases import PHASES, Laps
+from drivetrain.plan.knobs import REMEDIES
 
 NOTABLE = 0.10  # of the time: less is not worth a line
 LEADS = 0.20  # of the time: a run is called after what takes this much and should not
@@ -54,7 +58,7 @@ class Observed:
     micro_batch: int = 1
     compiled: bool = False
     captured: bool = False  # whether steps are run as CUDA graphs, where they can be
-    closed: Collection[str] = ()  # settings of which the plan measured or ruled out the other way: no advice
+    settled: Mapping[str, str] = field(default_factory=dict)  # why the plan leaves a remedy, by its setting: no advice
     mfu: float | None = None
     peak_flops: float | None = None  # FLOP/s, of all devices
     peak_origin: str = ""
@@ -172,6 +176,8 @@ def _input(seen: Observed) -> Symptom:
     cheaper = "make items cheaper: decode beforehand, keep tensors in memory, do less per item or do it on the device"
     if not seen.may_add_workers:
         return Symptom("input-bound", seen.share("data"), words, f"this data is read in one pass; {cheaper}")
+    if "data.num_workers" in seen.settled:
+        return Symptom("input-bound", seen.share("data"), words, cheaper + _settled(seen, "input-bound"))
     candidates = range(now + 1, max(seen.num_cores, now) + 1)
     best = min((forecast(workers) for workers in candidates), default=whole)
     gain = whole / best if best else 1.0
@@ -204,7 +210,7 @@ def _copy(seen: Observed) -> Symptom:
         words += ", from memory that is not pinned"
         pinned = whole / max(whole - copying, copying, 1e-12)
         flags = "--pin-memory" if seen.num_workers else "--num-workers 1 --pin-memory"
-        if pinned >= WORTH_IT:
+        if pinned >= WORTH_IT and (seen.num_workers or "data.num_workers" not in seen.settled):
             next_step = f"{flags} gains about {pinned:.1f} ×, if copies hide behind the step before; or {next_step}"
             gain = max(gain, pinned)
     return Symptom("copy-bound", seen.share("copy"), words, next_step, gain)
@@ -281,17 +287,10 @@ def _launch(seen: Observed) -> Iterator[Symptom]:
         f"the host needs all of the {1e3 * seen.step_seconds:.2f} ms of a step to give the device its work and never "
         f"waits for it{busy}"
     )
-    ways = []
-    if seen.accumulation > 1:
-        ways.append(f"--batch-size {2 * seen.micro_batch} (half as many launches, the same global batch)")
-    if not seen.captured and "kernels.capture" not in seen.closed:
-        ways.append("--capture on")
-    if not seen.compiled and "compile.enabled" not in seen.closed:
-        ways.append("--compile")
-    ways.append("a larger global batch, if the job may have it")
+    ways = [*_advised(seen, "launch-bound"), "a larger global batch, if the job may have it"]
     gain = None if seen.busy is None or idle >= 1 else 1 / (1 - idle)
     at_most = "" if gain is None else f": {gain:.1f} × at most, which leaves no gap between kernels"
-    yield Symptom("launch-bound", idle, words, "; ".join(ways) + at_most, gain)
+    yield Symptom("launch-bound", idle, words, "; ".join(ways) + at_most + _settled(seen, "launch-bound"), gain)
 
 
 def _retries(seen: Observed) -> Iterator[Symptom]:
@@ -338,13 +337,37 @@ def _use(seen: Observed, *, is_led: bool) -> Iterator[Symptom]:
 
 
 def _faster(seen: Observed) -> str:
-    ways = []
-    if seen.device == "cuda" and seen.precision in ("fp32", "tf32") and "precision.dtype" not in seen.closed:
-        ways.append("--precision bf16")
-    if not seen.compiled and "compile.enabled" not in seen.closed:
-        ways.append("--compile")
-    tries = " and ".join(ways)
+    tries = " and ".join(_advised(seen, "compute-bound"))
     return f"what is left is the model: {tries} may make it faster; drivetrain plan --measure tries it" if tries else ""
+
+
+def _may_help(seen: Observed, setting: str) -> bool:
+    """Return whether a remedy would change anything in this run."""
+    return {
+        "batch.size": seen.accumulation > 1,
+        "kernels.capture": not seen.captured,
+        "precision.dtype": seen.device == "cuda" and seen.precision in ("fp32", "tf32"),
+        "compile.enabled": not seen.compiled,
+    }.get(setting, True)
+
+
+def _advised(seen: Observed, kind: str) -> Iterator[str]:
+    """Yield the flags of the remedies that are left to the user."""
+    details = {"batch.size": f" {2 * seen.micro_batch} (half as many launches, the same global batch)"}
+    for remedy in REMEDIES:
+        is_open = remedy.setting not in seen.settled and _may_help(seen, remedy.setting)
+        if kind in remedy.relieves and is_open:
+            yield remedy.flag + details.get(remedy.setting, "")
+
+
+def _settled(seen: Observed, kind: str) -> str:
+    """Return why the plan leaves what else might help, after a semicolon; empty if there is nothing of the kind."""
+    told = [
+        f"{remedy.words} ({seen.settled[remedy.setting]})"
+        for remedy in REMEDIES
+        if kind in remedy.relieves and remedy.setting in seen.settled and _may_help(seen, remedy.setting)
+    ]
+    return f"; settled by the plan: {', '.join(told)}" if told else ""
 
 
 def _of_time(seen: Observed, name: str) -> str:

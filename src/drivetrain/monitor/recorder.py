@@ -85,7 +85,7 @@ class RunFacts:
     pins_memory: bool = False
     compiled: bool = False
     captured: bool = False
-    closed: tuple[str, ...] = ()  # settings of which the plan measured or ruled out the other way
+    settled: Mapping[str, str] = field(default_factory=dict)  # why the plan leaves a remedy, by its setting
     first_set: str = ""  # the name of the first validation set; empty for a single one, which has none
     joined_at: float = 0.0  # when the ranks had met, on the monotonic clock
 
@@ -261,7 +261,7 @@ def _known(facts: RunFacts, peak_flops: float | None, peak_origin: str, *, saves
         micro_batch=plan.micro_batch,
         compiled=facts.compiled,
         captured=facts.captured,
-        closed=facts.closed,
+        settled=facts.settled,
         peak_flops=peak_flops,
         peak_origin=peak_origin,
         saves_beside=saves_beside,

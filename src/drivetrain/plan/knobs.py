@@ -160,7 +160,6 @@ class Knob:
     others: Callable[[KnobFacts], Others] = _nothing  # what to measure, where it is not pinned
     pinned_by: Callable[[Read], bool] | None = None  # None: where one of its settings is neither `auto` nor None
     told: tuple[PlanLine, ...] = ()  # its lines in plan.yaml; empty: on or off, under its setting
-    is_advised: bool = False  # whether the doctor may advise to set it
     changes_memory: bool = True
 
     def rule(self, asked: Asked) -> Any:
@@ -348,7 +347,6 @@ KNOBS: tuple[Knob, ...] = (
         stage="compare_short",
         others=_other_precisions,
         told=(PlanLine("precision.dtype", _tell_precision),),
-        is_advised=True,
     ),
     Knob(
         field="micro_batch",
@@ -370,7 +368,6 @@ KNOBS: tuple[Knob, ...] = (
         others=lambda facts: Others(values=("default",)),
         pinned_by=lambda read: read("compile.enabled") is not None,
         told=(PlanLine("compile.enabled", _tell_compiling), PlanLine("compile.mode", _tell_compile_mode)),
-        is_advised=True,
     ),
     Knob(
         field="compile_scope",
@@ -388,7 +385,6 @@ KNOBS: tuple[Knob, ...] = (
         in_words=lambda is_on: "captured" if is_on else "",
         stage="capture",
         others=_whether_to_capture,
-        is_advised=True,
     ),
     Knob(
         field="channels_last",
@@ -430,6 +426,50 @@ KNOBS: tuple[Knob, ...] = (
     ),
 )
 BY_FIELD = {knob.field: knob for knob in KNOBS}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A setting that may relieve what slows a run down.
+
+    The planner takes it by itself where that pays, or says why not (`Plan.settled`). Where it may not, since the user
+    fixed the setting or nothing is measured, the doctor advises it.
+    """
+
+    setting: str
+    flag: str  # as it is advised
+    relieves: tuple[str, ...]  # kinds of symptoms that the doctor finds
+    words: str
+
+
+# In the order in which they are advised.
+REMEDIES = (
+    Remedy("batch.size", "--batch-size", ("launch-bound",), "a larger micro-batch"),
+    Remedy("kernels.capture", "--capture on", ("launch-bound",), "capturing"),
+    Remedy("precision.dtype", "--precision bf16", ("compute-bound", "bandwidth-bound"), "another precision"),
+    Remedy("compile.enabled", "--compile", ("launch-bound", "compute-bound", "bandwidth-bound"), "compiling"),
+    Remedy("data.num_workers", "--num-workers", ("input-bound", "copy-bound"), "other loader workers"),
+)
+
+
+def settled_choices(outcome: PlanningOutcome, workers: Choice[Any] | None) -> dict[str, str]:
+    """Return why each remedy is not left to the user, by its setting: it was measured, or cannot be used here.
+
+    Args:
+        outcome: How planning went.
+        workers: How many loader workers there are, as the planner decided; None if it did not.
+    """
+    facts, found = outcome.facts, dict[str, str]()
+    for knob in KNOBS:
+        why_none = knob.others(facts).why_none
+        if why_none:
+            found[knob.settings[0]] = why_none
+        elif outcome.is_measured and knob.field not in facts.pinned:
+            found[knob.settings[0]] = outcome.reason(knob.field)
+    if outcome.is_measured and workers is not None and not workers.pinned:
+        found["data.num_workers"] = workers.reason
+    return {remedy.setting: found[remedy.setting] for remedy in REMEDIES if remedy.setting in found}
+
 
 # Choices that come after all others in a plan, in this order.
 _AT_THE_END = ("kernels.num_threads", "distributed.expert_rest", "compile.mode", "compile.scope")

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import Field
+
 from drivetrain.core.run_folder import write_atomically, yaml_text
 from drivetrain.core.value import Value
 from drivetrain.plan.data_path import DataPath
@@ -75,7 +77,7 @@ class Plan(Value):
     notes: tuple[str, ...] = ()
     loss: LossPlan | None = None
     repeatable: Repeatability = NOT_MEASURED  # whether steps repeat to the bit
-    closed: tuple[str, ...] = ()  # choices to which the other way was measured, or ruled out: not to be advised
+    settled: dict[str, str] = Field(default_factory=dict)  # why a remedy is not to be advised, by its setting
 
     def as_plain(self) -> dict[str, Any]:
         """Return the plan as it is written: values with their reasons, and each way that was tried in a line."""
@@ -110,7 +112,8 @@ class Plan(Value):
         if asked.value == "off":
             return self
         choice = asked.model_copy(update={"value": "off", "reason": f"{asked.reason}, but {why}"})
-        return self.model_copy(update={"choices": {**self.choices, name: choice}})
+        changes = {"choices": {**self.choices, name: choice}, "settled": {**self.settled, name: why}}
+        return self.model_copy(update=changes)
 
     def capped(self, micro_batch: int, accumulation: int, why: str) -> Self:
         """Return the same plan with smaller micro-batches, since larger ones ran out of memory."""
@@ -120,7 +123,8 @@ class Plan(Value):
             for name, value in values.items()
             if name in self.choices
         }
-        return self.model_copy(update={"choices": {**self.choices, **changed}})
+        settled = {**self.settled, "batch.size": why}
+        return self.model_copy(update={"choices": {**self.choices, **changed}, "settled": settled})
 
     def not_compiled(self, why: str) -> Self:
         """Return the same plan, where it turned out that nothing can be compiled here."""
@@ -131,7 +135,8 @@ class Plan(Value):
         choices["compile.enabled"] = asked.model_copy(
             update={"value": False, "reason": f"{asked.reason}, but nothing can be compiled here: {why}"}
         )
-        return self.model_copy(update={"choices": choices})
+        settled = {**self.settled, "compile.enabled": f"nothing can be compiled here: {why}"}
+        return self.model_copy(update={"choices": choices, "settled": settled})
 
     def _how(self) -> str:
         if self.machine:

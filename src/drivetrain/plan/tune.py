@@ -27,7 +27,6 @@ SHORT_STEP_SECONDS, LAUNCH_BOUND = 0.02, 0.75
 # a short job's time than other ways, which gain a few percent.
 LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
 STEPS_TO_COMPARE = 14  # two ways, each warmed up and timed
-NO_TIME = "the time for measuring was over"
 
 
 class Measurement(Value):
@@ -309,7 +308,7 @@ class _Search:
         label = BY_FIELD[field].in_words(getattr(other, field))
         before = self._try(way)
         if self._is_out_of_time(worth_seconds):
-            self._reasons[field] = f"{label} was not tried: {NO_TIME}"
+            self._reasons[field] = f"{label} was not tried: the time for measuring was over"
             return way
         after = self._try(other)
         if after.problem:

@@ -9,16 +9,11 @@ from drivetrain.checkpoint.staging import has_room
 from drivetrain.loop import why_not_here
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import KNOBS, KnobFacts, PlanningOutcome, StepWay, choices_of
+from drivetrain.plan.knobs import KNOBS, REMEDIES, KnobFacts, PlanningOutcome, StepWay, choices_of, settled_choices
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
 from drivetrain.plan.repeat import IN_WORDS
 from drivetrain.plan.simulate import num_bytes
-from drivetrain.plan.tune import (
-    NO_TIME,
-    Measurement,
-    Tuned,
-    plainest,
-)
+from drivetrain.plan.tune import Measurement, Tuned, plainest
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.sharding import forecast_local, layout_of
@@ -80,6 +75,7 @@ def described(
             **({} if run.experts is None else {"distributed.expert_rest": sharded_rest}),
         },
     )
+    workers: Choice[Any] | None = choices.get("data.num_workers") if data is None else data
     plan = Plan(
         job=run.name,
         global_batch=job.global_batch or 0,
@@ -91,7 +87,7 @@ def described(
         notes=() if tuned else (why,),
         loss=_loss(run),
         repeatable=planned.repeatability,
-        closed=_closed(facts, tuned, is_closed=is_closed),
+        settled={each.setting: why for each in REMEDIES} if is_closed else settled_choices(outcome, workers),
     )
     is_in_vain = planned.way.capture and facts.why_not_captured
     return plan.not_captured(facts.why_not_captured) if is_in_vain else plan
@@ -120,26 +116,6 @@ def _loss(run: Session) -> LossPlan | None:
     if not found.reason:
         return None
     return LossPlan(weighting=str(found), why=found.reason, division_is_kept_because=found.holds_division)
-
-
-def _closed(facts: KnobFacts, tuned: Tuned | None, *, is_closed: bool) -> tuple[str, ...]:
-    """Return the settings that the doctor is not to advise any more.
-
-    Measuring has settled what is neither pinned by the user nor was skipped for lack of time.
-    """
-    return tuple(
-        knob.settings[0]
-        for knob in KNOBS
-        if knob.is_advised
-        and (
-            is_closed
-            or (
-                tuned is not None
-                and knob.field not in facts.pinned
-                and not tuned.reasons.get(knob.field, "").endswith(NO_TIME)
-            )
-        )
-    )
 
 
 def _repeat_costs(planned: PlannedRun) -> tuple[str, ...]:

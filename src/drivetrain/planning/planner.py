@@ -233,7 +233,7 @@ def measured(
     way, repeatability = _repeatable(run, model, tuned, steps_done, search.cache, is_short_of_time=is_short_of_time)
     if way != tuned.way:
         tuned = _followed_instead(tuned, way, repeatability.cost or 0.0)
-    data = _data_path(run, tuned, steps_done, is_short_of_time=is_short_of_time)
+    data = _data_path(run, tuned, steps_done, search.read_sample_seconds, is_short_of_time=is_short_of_time)
     planned = replace(
         planned, way=way, repeatability=repeatability, data_path=planned.data_path if data is None else data.value
     )
@@ -282,6 +282,10 @@ class _Search:
             f"left out: {tried.way}: {tried.measurement.problem}" for tried in tuned.tried if tried.measurement.problem
         ]
         return tuned, notes
+
+    @property
+    def read_sample_seconds(self) -> float:
+        return self._probe.read_sample_seconds
 
     def clock(self) -> float:
         """Return the seconds since the search began: ranks decide together, by one clock."""
@@ -403,14 +407,17 @@ def _followed_instead(tuned: Tuned, way: StepWay, cost: float) -> Tuned:
     return tuned.model_copy(update={"way": way, "tried": (*tuned.tried, Tried(way=way, measurement=measured))})
 
 
-def _data_path(run: Session, tuned: Tuned, steps_done: int, *, is_short_of_time: bool) -> Choice[DataPath] | None:
+def _data_path(
+    run: Session, tuned: Tuned, steps_done: int, read_sample_seconds: float, *, is_short_of_time: bool
+) -> Choice[DataPath] | None:
     """Measure the data path where reading matters; None leaves it as it is: in memory already, or by rule."""
     chosen = tuned.chosen
     if chosen is None or chosen.problem or run.residency.num_bytes or run.job.num_steps is None:
         return None
     steps_left = run.job.num_steps - steps_done
     step_seconds = chosen.sample_seconds * run.rank_samples
-    if is_short_of_time and step_seconds * steps_left * BUDGET_SHARE < READING_SECONDS:
+    with_reading = step_seconds + run.rank_samples * float(run.world.agree(read_sample_seconds))
+    if is_short_of_time and with_reading * steps_left * BUDGET_SHARE < READING_SECONDS:
         return None
     return measured_data_path(run, tuned.way.micro_batch, step_seconds, steps_left, chosen.peak_bytes)
 

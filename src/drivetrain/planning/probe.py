@@ -9,6 +9,7 @@ How long fetching takes is measured by really reading some batches; by that it i
 
 import copy
 import json
+import math
 import os
 import socket
 import statistics
@@ -84,6 +85,7 @@ class StepProbe:
         self._alone = World(device=world.device)
         self._longest: list[int | None] | None = None
         self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
+        self.read_sample_seconds = math.inf  # of the micro-batch that was read the quickest, collating included
 
     def __call__(self, way: StepWay, seconds: float) -> Measurement:
         if self._world.any(self._journal.crashed_in(way)):
@@ -232,8 +234,10 @@ class StepProbe:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
         job, device = self._job, self._world.device
         division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
-        first = self._make_loader(division).first(job.max_steps, job.epochs)
+        loader, began = self._make_loader(division), time.perf_counter()
+        first = loader.first(job.max_steps, job.epochs)
         batch, num_samples = first.batch, first.num_samples
+        self.read_sample_seconds = min(self.read_sample_seconds, (time.perf_counter() - began) / num_samples)
         if self._longest is None:
             self._longest = [_longest(job.source.dataset)]
         if self._longest[0] is not None:

@@ -74,7 +74,7 @@ def open_recorder(
         pins_memory=loader.pins_memory,
         compiled=run.way.compile_mode is not None,
         captured=run.way.capture,
-        closed=() if planned is None else planned.closed,
+        settled={} if planned is None else planned.settled,
         first_set=next(iter(job.valid_sets), ""),
         joined_at=run.began,
     )
