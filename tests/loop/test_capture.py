@@ -126,6 +126,54 @@ def test_the_same_as_without(captures: Captures, tmp_path: Path, variant: Varian
 RESIDENT = {"resident": "on"}
 
 
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        (BASE, {"ema": 0.9, "settings": {"resident": "off"}}),
+        (replace(BASE, kind="transformer", dropout=0.0), {}),
+        (BASE, {"settings": RESIDENT}),
+        (replace(BASE, num_samples=64), {"settings": RESIDENT, "clip_norm": None}),
+    ],
+    ids=["dropout and average", "counted items", "resident data", "one shape"],
+)
+def test_micro_batches_are_captured_one_by_one(
+    captures: Captures, tmp_path: Path, variant: Variant, changes: dict[str, Any]
+) -> None:
+    """Steps of 16 samples as 6, 6 and 4; of 12 at the end of an epoch as 6 and 6."""
+    seen = [Sets(5), Sets(5)]
+    is_vectors = variant.kind == "mlp"
+    runs = [
+        captures.run(tmp_path / capture, variant, capture, micro_batch=6, hooks=[sets] if is_vectors else [], **changes)
+        for capture, sets in zip(("off", "on"), seen, strict=True)
+    ]
+    assert_identical(runs[1], runs[0])
+    assert seen[1].seen == seen[0].seen, "hooks get the batch of the last micro-step"
+    tails = 0 if variant.num_samples == 64 else variant.steps // 4
+    whole = variant.steps - tails
+    # Of each shape, three steps are the warm-up; each that follows is a replay of as many graphs as it has parts.
+    recorder = captures.recorders[0]
+    assert recorder.num_replayed == 3 * (whole - 3) + 2 * max(0, tails - 3)
+    assert recorder.num_recorded == 3 + (2 if tails else 0)
+    told = next(event for event in events(tmp_path / "on") if event["event"] == "step captured")
+    assert "3 CUDA graphs, one for each micro-batch" in told["words"]
+
+
+def test_parts_with_counts_of_their_own_are_not_captured_in_micro_batches(captures: Captures, tmp_path: Path) -> None:
+    """Their counts are copied to the device before each step, to another place each time."""
+
+    def parts(model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        kept = labels != 0
+        return {"all": losses.mean(), "kept": LossSum((losses * kept).sum(), kept.sum())}
+
+    changes = {"loss": parts, "count": lambda batch: {"kept": (batch[1] != 0).sum()}, "micro_batch": 6}
+    variant = replace(BASE, steps=6)
+    captures.run(tmp_path, variant, **changes)
+    assert "'kept'" in captured_in_words(tmp_path)
+    assert not captures.steppers
+
+
 @pytest.mark.parametrize("together", [1, 3, 32])
 @pytest.mark.parametrize(
     "changes", [{"clip_norm": None}, {"ema": 0.9}, {"valid_every": 9}], ids=["a loss alone", "with a norm", "validated"]

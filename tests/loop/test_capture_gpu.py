@@ -17,7 +17,15 @@ from drivetrain import LossSum
 from drivetrain.core.precision import Precision
 from drivetrain.core.records import StepOutcome
 from drivetrain.core.world import World
-from drivetrain.loop import CapturedStep, CapturedStepper, CudaRecorder, capture, make_capturable, own_stream
+from drivetrain.loop import (
+    CapturedStep,
+    CapturedStepper,
+    CudaRecorder,
+    MicroInput,
+    capture,
+    make_capturable,
+    own_stream,
+)
 from drivetrain.loop.read_back import PinnedSlots, Reading
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.optimizer_state import put_rates_on_device
@@ -100,11 +108,17 @@ VALID = TensorDataset(torch.randn(23, 6), torch.randint(0, 4, (23,)))
         (replace(BASE, dropout=0.3), {"resident": "on"}, {"ema": 0.9}),
         (replace(BASE, dropout=0.3), {}, {"hooks": [Often(halve)]}),
         (replace(BASE, dropout=0.3), {}, {"hooks": [Often(less_dropout_once)]}),
+        (replace(BASE, dropout=0.3), {}, {"micro_batch": 10, "ema": 0.9}),
+        (replace(BASE, dropout=0.3), {"resident": "on"}, {"micro_batch": 10}),
+        (replace(BASE, dropout=0.1), {"precision": "bf16"}, {"micro_batch": 8, "loss": counted_loss}),
+        (BASE, {"precision": "fp16"}, {"micro_batch": 16, "model": counting_model, "loss": exploding_loss}),
+        (BASE, {}, {"micro_batch": 8, "model": normed_model, "clip_norm": None}),
     ],
     ids=[
         "clipped, decayed", "dropout", "bare", "bf16", "fp16 with skipped steps", "average", "counted items",
         "batch norm", "momentum", "two shapes", "saves and validation between", "resident data",
-        "weights changed between", "dropout changed between",
+        "weights changed between", "dropout changed between", "micro-batches", "resident micro-batches",
+        "counted micro-batches in bf16", "micro-batches in fp16", "batch norm of micro-batches",
     ],
 )  # fmt: skip
 def test_the_same_as_without(
@@ -248,7 +262,7 @@ def test_hooks_that_change_the_model_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "changes", "words"),
     [
-        ({}, {"micro_batch": 8}, "4 micro-batches"),
+        ({}, {"micro_batch": 1}, "32 micro-batches"),
         ({"activations": "offload"}, {}, "offload"),
         ({"device_assertions": True}, {}, "device assertions"),
         ({}, {"optimizer": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, foreach=True)}, "Adagrad"),
@@ -306,7 +320,9 @@ def test_a_probe_of_a_captured_step() -> None:
                 step()
             again: Callable[[], Any] = step
             if captures:
-                again = CapturedStep(CudaRecorder(device), strategy, objective, [inputs, labels], 32).replay
+                again = CapturedStep(
+                    CudaRecorder(device), strategy, objective, [MicroInput([inputs, labels], 32)]
+                ).replay
             for _ in range(20):
                 outcome = again()
             loss = Reading(outcome, device).values()[0]

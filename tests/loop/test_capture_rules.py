@@ -90,7 +90,7 @@ def hooked() -> torch.optim.Optimizer:
         ({"world": World(device=torch.device("cpu"))}, "this run is on cpu"),
         ({"world": World(size=2, device=GPU, group=cast(Any, object()))}, "2 processes share a step"),
         ({"strategy": "data_parallel"}, "data_parallel"),
-        ({"num_micro_steps": 4}, "4 micro-batches"),
+        ({"num_micro_steps": 40}, "40 micro-batches"),
         ({"activations": "offload"}, "activations: offload"),
         ({"activations": "recompute"}, "activations: recompute"),
         ({"compile_mode": "reduce-overhead"}, "reduce-overhead captures the model by itself"),

@@ -1,6 +1,14 @@
 """One optimizer step, enqueued on the device call by call, or captured once as a CUDA graph and replayed."""
 
-from drivetrain.loop.capture import CAPTURED, NOT_CAPTURED, CapturedStep, CapturedStepper, CudaRecorder, own_stream
+from drivetrain.loop.capture import (
+    CAPTURED,
+    NOT_CAPTURED,
+    CapturedStep,
+    CapturedStepper,
+    CudaRecorder,
+    MicroInput,
+    own_stream,
+)
 from drivetrain.loop.capture_rules import make_capturable, why_not_captured, why_not_here
 from drivetrain.loop.stepper import Stepper
 
@@ -10,6 +18,7 @@ __all__ = [
     "CapturedStep",
     "CapturedStepper",
     "CudaRecorder",
+    "MicroInput",
     "Stepper",
     "make_capturable",
     "own_stream",

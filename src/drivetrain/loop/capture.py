@@ -12,17 +12,18 @@ resident data, whose `Window` says which samples are next; the learning rate is 
 nothing but the replay: it writes its results into a table on the device, and the host copies many rows at once
 (`loop.read_back.DeviceResultTable`).
 
-A step with several turns is one graph for each turn: between two of them the generators are seeded for the next.
+A step with several turns is one graph for each turn, and one of several micro-batches is one graph for each of these:
+between two of them the generators are seeded for the next. Gradients add up in place, in the order of a step that is
+not captured.
 """
 
 import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -61,17 +62,25 @@ CAPTURED, NOT_CAPTURED = "step captured", "step not captured"  # events
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
+class MicroInput(NamedTuple):
+    """What one micro-step of a captured step is called with."""
+
+    batch: Any
+    num_samples: int
+    weight: int = 1
+
+
 class _Passage(NamedTuple):
     """A step that finds its samples in a window by itself. It keeps the tensors that the graph only reads."""
 
     resident: Resident
     window: Window
-    offsets: Tensor  # of its samples, from the window's place
+    offsets: Sequence[Tensor]  # of the samples of each micro-step, from the window's place
     results: DeviceResultTable
     num_samples: int
 
-    def gather(self) -> Any:
-        return self.resident.gather(self.window.chosen(self.offsets))
+    def gather(self, number: int) -> Any:
+        return self.resident.gather(self.window.chosen(self.offsets[number]))
 
     def keep(self, outcome: StepOutcome) -> None:
         """Write the outcome into the table, and go on to the samples of the next replay."""
@@ -90,21 +99,33 @@ class _Passage(NamedTuple):
         self.window.passed(count * self.num_samples)
 
 
-def _passage_of(batch: Any, num_other_values: int) -> _Passage | None:
-    if not isinstance(batch, Rows) or batch.window is None:
+def _passage_of(batches: Sequence[Any], num_other_values: int) -> _Passage | None:
+    first = batches[0]
+    if not isinstance(first, Rows) or first.window is None:
         return None
-    window, device = batch.window, batch.window.place.device
-    offsets = torch.arange(batch.count, device=device)
-    return _Passage(
-        batch.resident, window, offsets, DeviceResultTable(len(window.numbers), device, num_other_values), batch.count
-    )
+    window, device = first.window, first.window.place.device
+    begins = [batch.start - first.start for batch in batches]
+    offsets = [
+        torch.arange(start, start + batch.count, device=device) for start, batch in zip(begins, batches, strict=True)
+    ]
+    results = DeviceResultTable(len(window.numbers), device, num_other_values)
+    return _Passage(first.resident, window, offsets, results, sum(batch.count for batch in batches))
 
 
 class CapturedStep:
     """One captured step. Its inputs are tensors that are written over before each replay; so are its results.
 
     In a probe: inside `own_stream`, after `make_capturable` and `put_rates_on_device` and some ordinary steps,
-    `CapturedStep(CudaRecorder(device), strategy, objective, batch, samples)`; then `replay()`, as often as it takes.
+    `CapturedStep(CudaRecorder(device), strategy, objective, [MicroInput(batch, samples)])`; then `replay()`, as often
+    as it takes.
+
+    Args:
+        record: Records what it is given.
+        strategy: What the step is run by.
+        objective: The objective that its `prepare` returned.
+        inputs: What each micro-step of the step is called with.
+        step_samples: The samples of the step. Default: those of the inputs.
+        begin_part: Called between two graphs of a step with the number of the turn or micro-step that begins.
     """
 
     def __init__(
@@ -112,20 +133,20 @@ class CapturedStep:
         record: Record,
         strategy: CapturableStrategy,
         objective: ObjectiveCall,
-        batch: Any,
-        num_samples: int,
+        inputs: Sequence[MicroInput],
         step_samples: int | None = None,
-        weight: int = 1,
-        begin_turn: Callable[[int], None] = lambda turn: None,
+        begin_part: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._strategy = strategy
         self._outcome: StepOutcome | None = None
-        self._passage = passage = _passage_of(batch, strategy.num_values)
+        self._passage = passage = _passage_of([each.batch for each in inputs], strategy.num_values)
+        whole_samples = step_samples or sum(each.num_samples for each in inputs)
 
-        def learn() -> None:
-            rows = batch if isinstance(batch, Rows) else None
-            data = batch if rows is None else rows.gather() if passage is None else passage.gather()
-            strategy.backward(objective(data, num_samples, step_samples or num_samples, weight))
+        def learn(number: int = 0) -> None:
+            batch, num_samples, weight = inputs[number]
+            if isinstance(batch, Rows):
+                batch = batch.gather() if passage is None else passage.gather(number)
+            strategy.backward(objective(batch, num_samples, whole_samples, weight))
 
         def end() -> None:
             outcome = _on_device(strategy.move())
@@ -135,15 +156,17 @@ class CapturedStep:
                 passage.keep(outcome)
                 self._outcome = outcome
 
-        def whole() -> None:
-            learn()
-            end()
+        def micro_step(number: int) -> None:
+            learn(number)
+            if number == len(inputs) - 1:
+                end()
 
         try:
             if isinstance(strategy, TurnsStrategy):
-                self._replay = _in_turn(record, strategy, learn, end, begin_turn)
+                bodies = _turn_bodies(strategy, learn, end)
             else:
-                self._replay = record(whole)
+                bodies = [partial(micro_step, number) for number in range(len(inputs))]
+            self._replay = _one_after_the_other([record(body) for body in bodies], begin_part)
         except BaseException:
             strategy.abandon()
             raise
@@ -186,14 +209,10 @@ class CapturedStep:
             parameter.grad = gradient
 
 
-def _in_turn(
-    record: Record,
-    strategy: TurnsStrategy,
-    learn: Callable[[], None],
-    end: Callable[[], None],
-    begin_turn: Callable[[int], None],
-) -> Callable[[], None]:
-    """Record each turn of a step by itself, the end of the step with the last. Return what replays all of them."""
+def _turn_bodies(
+    strategy: TurnsStrategy, learn: Callable[[], None], end: Callable[[], None]
+) -> list[Callable[[], None]]:
+    """Return what to record of each turn of a step, the end of the step with the last."""
     last = len(strategy.turns) - 1
 
     def body(number: int) -> None:
@@ -202,12 +221,21 @@ def _in_turn(
         if number == last:
             end()
 
-    first, *others = [record(partial(body, number)) for number in range(last + 1)]
+    return [partial(body, number) for number in range(last + 1)]
+
+
+def _one_after_the_other(
+    replays: Sequence[Callable[[], None]], begin_part: Callable[[int], None]
+) -> Callable[[], None]:
+    """Return what replays all graphs of a step, with `begin_part` before each but the first."""
+    first, *others = replays
+    if not others:
+        return first
 
     def replay() -> None:
         first()
         for number, follower in enumerate(others, start=1):
-            begin_turn(number)
+            begin_part(number)
             follower()
 
     return replay
@@ -257,19 +285,39 @@ class CudaRecorder:
                 continue
 
 
-_Before = list[weakref.ref[Tensor]]  # the tensors of a batch, without keeping them
+_Before = list[weakref.ref[Tensor]]  # the tensors of a step's batches, without keeping them
+
+
+class _StepInput(NamedTuple):
+    """A step that is to be run: its micro-batches, and their data on the device or as rows of resident data."""
+
+    place: Place
+    micros: list[MicroBatch]
+    batches: list[Any]
+    stop: float
+
+    def key(self, leaves: list[Tensor]) -> Hashable:
+        """Return a value that is equal for steps that one capture fits. The tensors are appended to `leaves`."""
+        parts = [
+            (micro.num_samples, micro.weight, signature(batch, leaves))
+            for micro, batch in zip(self.micros, self.batches, strict=True)
+        ]
+        return self.place.num_samples, *parts
 
 
 class _Recorded:
     """A captured step for one shape, and the tensors that its batches are copied into."""
 
-    def __init__(self, make: Callable[[Any], CapturedStep], batch: Any, leaves: list[Tensor], before: "_Before"):
+    def __init__(
+        self, make: Callable[[list[Any]], CapturedStep], batches: list[Any], leaves: list[Tensor], before: "_Before"
+    ) -> None:
         # A tensor that came in the last step, too, is a buffer that its owner fills: it is read in place.
         self._is_fixed = [leaf is last() for leaf, last in zip(leaves, before, strict=True)]
         self._inputs = [
             leaf if is_fixed else leaf.clone() for leaf, is_fixed in zip(leaves, self._is_fixed, strict=True)
         ]
-        self.step = make(with_tensors(batch, iter(self._inputs)))
+        following = iter(self._inputs)
+        self.step = make([with_tensors(batch, following) for batch in batches])
 
     def take(self, leaves: list[Tensor]) -> bool:
         """Copy the batch into place; false if it does not fit there."""
@@ -356,33 +404,35 @@ class CapturedStepper(Stepper):
         self._num_steps += 1
         if self.why_not:
             return super().run(place, micro_batches, stop)
-        following = iter(micro_batches)
-        micro = next(following)
-        if not micro.is_last:
-            self._give_up("a step has several micro-batches, and a replay is one")
-            return super().run(place, chain((micro,), following), stop)
+        micros = list(micro_batches)
+        if len(micros) > 1 and self._turns is not None:
+            self._give_up("a step has several turns, each of several micro-batches")
+            return super().run(place, micros, stop)
         if self._looks_again:
             self._compare()
         self._step = place.step
-        batch = self.begin(place, micro)
-        batch = batch if isinstance(batch, Rows) else self._moved(batch)
-        leaves: list[Tensor] = []
+        self.begin(place, micros[0])
+        if self.keeps_batch:
+            self._last_batch = next((micro.batch for micro in reversed(micros) if micro.weight), None)
+        batches = [micro.batch if isinstance(micro.batch, Rows) else self._moved(micro.batch) for micro in micros]
+        step, leaves = _StepInput(place, micros, batches, stop), list[Tensor]()
         try:
-            key = micro.num_samples, place.num_samples, micro.weight, signature(batch, leaves)
+            key = step.key(leaves)
         except NotStaticError as reason:
             self._give_up(str(reason))
-            return self._run_here(batch, place, micro, stop)
+            return self._run_here(step)
         if self._norms.is_apart:
-            return self._run_here(batch, place, micro, stop)
+            return self._run_here(step)
         recorded = self._recorded.get(key)
         if recorded is None:
-            return self._warm_up(key, batch, leaves, place, micro, stop)
+            return self._warm_up(key, step, leaves)
         if not recorded.take(leaves):
-            return self._run_here(batch, place, micro, stop)
-        return self._replay(recorded, batch, stop)
+            return self._run_here(step)
+        return self._replay(recorded, step)
 
-    def _replay(self, recorded: _Recorded, batch: Any, stop: float) -> StepOutcome:
-        outcome = recorded.step.replay(float(stop), batch.start if type(batch) is Rows else 0)
+    def _replay(self, recorded: _Recorded, step: "_StepInput") -> StepOutcome:
+        first = step.batches[0]
+        outcome = recorded.step.replay(float(step.stop), first.start if type(first) is Rows else 0)
         if self._shown is not recorded:
             recorded.step.show_gradients()
             self._shown = recorded
@@ -417,23 +467,28 @@ class CapturedStepper(Stepper):
 
         return seeded()
 
-    def _run_here(self, batch: Any, place: Place, micro: MicroBatch, stop: float) -> StepOutcome:
+    def _run_here(self, step: "_StepInput") -> StepOutcome:
         self._shown = self._last = None
+        place, micros, batches, stop = step
         if self._turns is None:
-            self.learn(batch, place, micro)
+            for number, (batch, micro) in enumerate(zip(batches, micros, strict=True)):
+                if number:
+                    self._begin_part(number)
+                self.learn(batch, place, micro)
             return self.end(stop)
         for turn in self._turns.due(place.step):
             if turn:
-                self._begin_turn(turn)
+                self._begin_part(turn)
             with self._turns.taking(turn, stop):
-                self.learn(batch, place, micro)
+                self.learn(batches[0], place, micros[0])
         return self.end(stop)
 
-    def _begin_turn(self, turn: int) -> None:
-        """Set the generators for another turn of the step that runs."""
+    def _begin_part(self, number: int) -> None:
+        """Set the generators for another turn, or another micro-step, of the step that runs."""
         if self._seeds:
             self._look_at_draws()
-            self._seed_model(self._key_of(self._step, 0, turn))
+            micro_step, turn = (number, 0) if self._turns is None else (0, number)
+            self._seed_model(self._key_of(self._step, micro_step, turn))
             self._look_at_draws(begins=True)
 
     def _look_at_draws(self, *, begins: bool = False) -> None:
@@ -445,13 +500,11 @@ class CapturedStepper(Stepper):
             self._drawn += changes(self._generators, now)
         self._generators = now
 
-    def _warm_up(
-        self, key: Hashable, batch: Any, leaves: list[Tensor], place: Place, micro: MicroBatch, stop: float
-    ) -> StepOutcome:
+    def _warm_up(self, key: Hashable, step: "_StepInput", leaves: list[Tensor]) -> StepOutcome:
         elsewhere = next((leaf.device for leaf in leaves if leaf.device != self._device), None)
         if elsewhere is not None:
             self._give_up(f"a part of the batch is on {elsewhere}, and a replay reads {self._device}")
-            return self._run_here(batch, place, micro, stop)
+            return self._run_here(step)
         if len(self._seen) > MOST_SHAPES:
             self._seen.clear()
             self._before.clear()
@@ -459,21 +512,21 @@ class CapturedStepper(Stepper):
         before = self._before.get(key)
         self._before[key] = [weakref.ref(leaf) for leaf in leaves]
         if seen == 1 or before is None:
-            return self._run_here(batch, place, micro, stop)
+            return self._run_here(step)
         if seen <= WARM_STEPS:
-            return self._watched(batch, place, micro, stop)
+            return self._watched(step)
         is_rare = seen * RARE < self._num_steps
         if len(self._recorded) == MOST_GRAPHS or (is_rare and self._num_rare == MOST_RARE):
-            return self._run_here(batch, place, micro, stop)
+            return self._run_here(step)
         self._num_rare += is_rare
-        return self._capture(key, batch, leaves, before, place, micro, stop, is_rare=is_rare)
+        return self._capture(key, step, leaves, before, is_rare=is_rare)
 
-    def _watched(self, batch: Any, place: Place, micro: MicroBatch, stop: float) -> StepOutcome:
+    def _watched(self, step: "_StepInput") -> StepOutcome:
         """Run a step of the warm-up. An effect that a replay would not have ends the attempt; the step is done."""
         before, self._drawn = self._python_state(), []
         self._look_at_draws(begins=True)
         with noticed_waits(self._device) as waits:
-            outcome = self._run_here(batch, place, micro, stop)
+            outcome = self._run_here(step)
         self._look_at_draws()
         found, self._drawn = changes(before, self._python_state()) + self._drawn, None
         if waits:
@@ -483,16 +536,7 @@ class CapturedStepper(Stepper):
         return outcome
 
     def _capture(
-        self,
-        key: Hashable,
-        batch: Any,
-        leaves: list[Tensor],
-        before: _Before,
-        place: Place,
-        micro: MicroBatch,
-        stop: float,
-        *,
-        is_rare: bool,
+        self, key: Hashable, step: "_StepInput", leaves: list[Tensor], before: _Before, *, is_rare: bool
     ) -> StepOutcome:
         # A rare one may fail for want of memory, which the others have: it is recorded apart from them.
         is_apart = is_rare and bool(self._recorded)
@@ -500,25 +544,29 @@ class CapturedStepper(Stepper):
         record = record or self._make_recorder(self._device)
         if not is_apart:
             self._record = record
-        objective, samples = self._objective, (micro.num_samples, place.num_samples, micro.weight)
 
-        def make(inputs: Any) -> CapturedStep:
-            return CapturedStep(record, self._capturable, objective, inputs, *samples, begin_turn=self._begin_turn)
+        def make(batches: list[Any]) -> CapturedStep:
+            inputs = [
+                MicroInput(batch, micro.num_samples, micro.weight)
+                for batch, micro in zip(batches, step.micros, strict=True)
+            ]
+            num_samples = step.place.num_samples
+            return CapturedStep(record, self._capturable, self._objective, inputs, num_samples, self._begin_part)
 
         state = self._python_state()
         try:
-            recorded = _Recorded(make, batch, leaves, before)
+            recorded = _Recorded(make, step.batches, leaves, before)
         except Exception as error:  # noqa: BLE001  (whatever cannot be recorded can be run)
             if is_apart:
                 self._num_rare = MOST_RARE
             else:
                 self._give_up(f"recording the step failed: {_cause(error)}")
-            self._begin_again(place, micro)
-            return self._run_here(batch, place, micro, stop)
+            self._begin_again()
+            return self._run_here(step)
         found = changes(state, self._python_state())
         recorded.take(leaves)
-        self._begin_again(place, micro)
-        outcome = self._replay(recorded, batch, stop)
+        self._begin_again()
+        outcome = self._replay(recorded, step)
         if found and is_apart:
             self._num_rare = MOST_RARE
             self._not_used.append(recorded)
@@ -528,15 +576,17 @@ class CapturedStepper(Stepper):
             self._give_up(f"the step changes {found[0]} in Python, which a replay would not")
             return outcome
         if not self._recorded and self._num_starts == 1:
-            self.tell(CAPTURED, f"replayed as one CUDA graph from step {place.step + 1} on")
+            parts = len(step.micros)
+            graphs = "one CUDA graph" if parts == 1 else f"{parts} CUDA graphs, one for each micro-batch,"
+            self.tell(CAPTURED, f"replayed as {graphs} from step {step.place.step + 1} on")
         self._state = state if self._state is None else self._state
         self._recorded[key] = recorded
         return outcome
 
-    def _begin_again(self, place: Place, micro: MicroBatch) -> None:
+    def _begin_again(self) -> None:
         """Restore the generators to the beginning of the step."""
         if self._seeds:
-            self._seed_model(self._key_of(place.step, micro.number))
+            self._seed_model(self._key_of(self._step, 0))
 
     def _compare(self) -> None:
         """Check state after hooks ran. Changes made in place reach a replay; anything else needs a new capture."""

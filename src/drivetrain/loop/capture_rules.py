@@ -34,6 +34,7 @@ from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Draws
 from drivetrain.data.resident import Rows
 
+MOST_MICRO_STEPS = 16  # of a step that is captured: each is a graph of its own
 _PLAIN_INPUTS = (type(None), bool, int, float, str, bytes)
 MOST_ENTRIES = 100  # of a container that are looked at, from each of its ends
 MOST_DEPTH = 8
@@ -65,8 +66,8 @@ def why_not_captured(
         return here
     if not strategy_facts(strategy).captures:
         return f"the strategy {strategy} gives work to several devices"
-    if num_micro_steps > 1:
-        return f"a step has {num_micro_steps} micro-batches, and a replay is one"
+    if num_micro_steps > MOST_MICRO_STEPS:
+        return f"a step has {num_micro_steps} micro-batches, and at most {MOST_MICRO_STEPS} are captured"
     if activations != "keep":
         how = {"recompute": "saves the generators' state", "offload": "copies activations to its own memory"}
         return f"activations: {activations}, for which the host {how[activations]} in every step"

@@ -180,8 +180,6 @@ class _Search:
         capture = scope.others_of("capture")
         if not capture.values:
             self._reasons["capture"] = capture.why_none
-        elif best.micro_batch < scope.rank_samples:
-            self._reasons["capture"] = "a step of several micro-batches is not captured"
         elif not is_short and measured.launch_share < LAUNCH_BOUND:
             share = f": the host launches them in {measured.launch_share:.0%} of their time"
             busy = "not tried: steps are long enough to keep the device busy"

@@ -41,7 +41,7 @@ from drivetrain.data.loader import Loader
 from drivetrain.data.resident import num_bytes_in_memory
 from drivetrain.data.resident_copy import probed
 from drivetrain.job import Job
-from drivetrain.loop import CapturedStep, CudaRecorder, make_capturable, own_stream, why_not_captured
+from drivetrain.loop import CapturedStep, CudaRecorder, MicroInput, make_capturable, own_stream, why_not_captured
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path
 from drivetrain.plan.knobs import StepWay
@@ -131,7 +131,15 @@ class StepProbe:
             graphs = num_graphs() if way.compile_mode else 0  # to look for the compiler alone takes seconds
             optimizer = job.make_optimizer(model)
             if way.capture:
-                problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision)
+                problem = why_not_captured(
+                    self._alone,
+                    SingleStrategy.name,
+                    optimizer,
+                    precision,
+                    num_micro_steps=-(-share // way.micro_batch),
+                )
+                if not problem and job.turns and way.micro_batch < share:
+                    problem = "a step has several turns, each of several micro-batches"
                 if problem:
                     return Measurement(problem=problem)
                 make_capturable(optimizer)
@@ -139,11 +147,11 @@ class StepProbe:
             parts, strategy = self._parts(model, optimizer, precision, way)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
-            captured: CapturedStep | None = None
+            captured: dict[int, CapturedStep] = {}  # by their number of micro-steps
 
             def step(num_micro_steps: int) -> None:
-                if captured is not None:
-                    captured.replay()
+                if captured:
+                    captured[num_micro_steps].replay()
                     return
                 for turn in turns_in(strategy):
                     with turn:
@@ -156,7 +164,9 @@ class StepProbe:
             for _ in range(WARM_STEPS if seconds else 1):
                 step(at_once)
             if way.capture:
-                captured = CapturedStep(CudaRecorder(device), strategy, objective, batch, num_samples)
+                record, same = CudaRecorder(device), MicroInput(batch, num_samples)
+                for number in range(1, at_once + 1):
+                    captured[number] = CapturedStep(record, strategy, objective, [same] * number)
             synchronize(device)
             warm = time.perf_counter() - began
             if way.compile_mode and not self._was_compiled(way, model, graphs):

@@ -317,9 +317,19 @@ def _settle_capture(run: Session, given: StrategyParts, rates: Rates, draws: Dra
     found = device_reasons(run, given.optimizer, draws, division) or rates.why_not_captured
     if not found and any(turn.every > 1 for turn in run.job.turns):
         found = "not every step has the same turns"
+    if not found and division.micro_batch < division.global_batch:
+        found = _why_micro_steps_not_captured(run, given)
     if not found:
         make_capturable(given.optimizer)
     return found
+
+
+def _why_micro_steps_not_captured(run: Session, given: StrategyParts) -> str:
+    """Return why a step of several micro-batches cannot be captured, where one of a single one can."""
+    if run.job.turns:
+        return "a step has several turns, each of several micro-batches"
+    counted = given.loss_parts.counted
+    return f"the items of the part {counted[0]!r} of the loss are counted before each step" if counted else ""
 
 
 def device_reasons(run: Session, optimizer: Optimizer, draws: Draws, division: Division) -> str:
