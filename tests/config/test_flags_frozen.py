@@ -115,6 +115,7 @@ FLAGS = {
 }
 PLACE = ["run.output_dir", "device.mode", "device.device", "device.ids"]
 OBEYED = {
+    "cache": [],
     "check": [
         *PLACE,
         *(
@@ -189,6 +190,7 @@ OWN_FLAGS = {
     "status": ["--json", "--slurm"],
     "report": [],
     "compare": ["--common", "--confidence", "--json", "--metric", "--mode", "--out", "--over", "--which"],
+    "cache": [],
     "train": LAUNCH_FLAGS,
     "launch": [
         *LAUNCH_FLAGS,
@@ -212,7 +214,7 @@ def test_the_list_covers_every_command_of_ours() -> None:
 
 @pytest.mark.parametrize("command", OWN_FLAGS)
 def test_the_flags_of_each_command(command: str) -> None:
-    expected = {"--config", "--help", *OWN_FLAGS[command]}
+    expected = {"--help", *OWN_FLAGS[command], *(["--config"] if OBEYED[command] else [])}
     for name in OBEYED[command]:
         expected |= {f"--{name.replace('_', '-')}", *FLAGS[name]}
     assert set(flag_parser(command, COMMANDS[command].load()).flags) == expected
