@@ -9,7 +9,7 @@ from drivetrain.core.value import GIB
 from drivetrain.hardware import DeviceManager, Hardware, Software, cuda_driver
 from drivetrain.hardware.amd import find_amd
 from drivetrain.hardware.detection import survey
-from drivetrain.monitor.sampler import NvmlReader
+from drivetrain.hardware.telemetry import NvmlReader
 from drivetrain.plan.rules import choose_settings
 
 ROCM = Software(python="3.12", platform="Linux", torch="2.13.0+rocm7.1", torch_backend="rocm", torch_cuda="7.1")

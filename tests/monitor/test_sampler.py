@@ -15,7 +15,8 @@ import torch
 from drivetrain.core.run_folder import JsonLines
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu
-from drivetrain.monitor.sampler import NvmlReader, Sampler, torch_memory
+from drivetrain.hardware.telemetry import NvmlReader
+from drivetrain.monitor.sampler import Sampler, torch_memory
 from tests.api.jobs import Variant, run
 from tests.hardware.fake_nvml import FakeGpu, FakeNvml, gpus
 from tests.hardware_fixtures import load

@@ -10,7 +10,8 @@ import torch
 from drivetrain.core.value import GIB
 from drivetrain.hardware import Gpu, Hardware, detect
 from drivetrain.hardware.cuda_driver import load_nvml
-from drivetrain.monitor.sampler import HostReader, NvmlReader, label, torch_memory
+from drivetrain.hardware.telemetry import HostReader, NvmlReader, label
+from drivetrain.monitor.sampler import torch_memory
 
 # By the name in a summary: the name in a row of figures, and what one of its units is in those of the summary.
 _FIGURES = {
