@@ -15,6 +15,6 @@ def commands() -> str:
     """Return a section for each command: what it does, and what its `--help` prints."""
     sections = []
     for name, command in COMMANDS.items():
-        text = flag_parser(name, command.load()).format_help().rstrip()
+        text = flag_parser(name, command.load()).format_help_all().rstrip()
         sections.append(f"## drivetrain {name}\n\n{command.summary}\n\n```text\n{text}\n```\n")
     return "\n".join(sections)

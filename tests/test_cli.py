@@ -1,6 +1,7 @@
 """The command line as a user meets it: `main(argv)`, exit code, what is printed."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.cli import COMMANDS, flag_parser, main
+from drivetrain.commands.command import options_of
 from drivetrain.commands.launch import LaunchCommandOptions
 from drivetrain.config import Resolved, settings
 
@@ -145,7 +147,7 @@ def test_other_names_lead_to_flags_of_train(capsys, other: str) -> None:
 
 
 def test_help_names_trackers_of_your_own() -> None:
-    out = flag_parser("train", COMMANDS["train"].load()).format_help()
+    out = flag_parser("train", COMMANDS["train"].load()).format_help_all()
     assert "--trackers, --watch.trackers {csv,mlflow,tensorboard,wandb,MODULE:NAME}" in out
     assert "package.module:prepare" in out
 
@@ -199,6 +201,26 @@ def test_help_teaches(capsys, command: str) -> None:
     assert COMMANDS[command].summary.split()[0] in text
     assert "examples:" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_help_begins_with_ten_flags_and_names_the_way_to_the_others(capsys, command: str) -> None:
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        texts.append(capsys.readouterr().out)
+    flags = [set(re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)) for text in texts]
+    assert len(flags[0]) == 10
+    assert flags[0] < flags[1]
+    others = re.search(r"--help-all` shows the other (\d+) flags", texts[0])
+    assert others is not None
+    assert int(others[1]) == len(COMMANDS[command].settings) + len(settings_of_options(command)) + 1 - 10
+
+
+def settings_of_options(command: str) -> list[str]:
+    own = settings.settings_of(options_of(COMMANDS[command].load()))
+    return [each.name for each in own if not (each.is_positional or each.is_rest or each.is_after_dashes)]
 
 
 def test_a_command_line_reads_each_command_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,17 @@ def dispatch(words: list[str]) -> int:
     options = options_of(module)(**parsed.options)
     code = run(options, resolved)
     if code is None:
+        if not resolved.config.watch.quiet:
+            _say_loading(f"drivetrain {name}")
         inner = import_module(COMMANDS[name].here)
         code = int(inner.run(options, resolved))
     return code
+
+
+def _say_loading(command: str) -> None:
+    """Print a first line on a terminal, before PyTorch is loaded, which takes seconds. Logs need none."""
+    if sys.stderr.isatty():
+        print(f"{command}: loading PyTorch …", file=sys.stderr, flush=True)
 
 
 def flag_parser(name: str, module: ModuleType) -> FlagParser:
@@ -95,7 +103,9 @@ def flag_parser(name: str, module: ModuleType) -> FlagParser:
             used_by[setting.name].append(f"`drivetrain {other}`")
     command = commands[name]
     own = options_of(module)
-    return FlagParser(f"drivetrain {name}", command.summary, own, command.settings, used_by, module.EXAMPLES)
+    return FlagParser(
+        f"drivetrain {name}", command.summary, own, command.settings, used_by, module.EXAMPLES, command.first
+    )
 
 
 def overview() -> str:

@@ -26,6 +26,8 @@ class Command(Value):
         obeys: sections and fields of the configuration that it obeys; flags of others are refused by name.
         all_but: for a command that obeys everything but these, and what `obeys` names.
         here: the module whose `run` does the work in this process, where the command's own returns None.
+        first: the flags that `--help` shows: names of its options and of fields, and `config`. `--help-all` shows the
+            others as well. Empty: `--help` shows all.
         module: where it is; found, not written.
     """
 
@@ -33,6 +35,7 @@ class Command(Value):
     obeys: tuple[str, ...] = ()
     all_but: tuple[str, ...] | None = None
     here: str = ""
+    first: tuple[str, ...] = ()
     module: str = ""
 
     def load(self) -> ModuleType:

@@ -15,6 +15,18 @@ from drivetrain.launch.start import check_script, start
 COMMAND = Command(
     summary="Starts a script on every GPU here, or on several machines; watches it, and says why it failed.",
     obeys=("run.output_dir", "distributed.skip_preflight", "watch.inject"),
+    first=(
+        "num_gpus",
+        "gpu_ids",
+        "cpu",
+        "num_processes",
+        "nodes",
+        "node_rank",
+        "main_address",
+        "max_restarts",
+        "slurm",
+        "submit",
+    ),
 )
 EXAMPLES = (
     "drivetrain launch train.py --lr 0.1         every GPU; what follows the script is the script's",

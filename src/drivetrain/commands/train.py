@@ -20,6 +20,18 @@ COMMAND = Command(
     summary="Trains a recipe, a job or a script, on every GPU here.",
     all_but=(),
     here="drivetrain.commands.train_in_process",
+    first=(
+        "budget.epochs",
+        "budget.max_steps",
+        "batch.size",
+        "optimizer.learning_rate",
+        "run.seed",
+        "run.name",
+        "run.output_dir",
+        "num_gpus",
+        "cpu",
+        "config",
+    ),
 )
 EXAMPLES = (
     "drivetrain train digits                        handwritten digits, about ten seconds on a CPU",

@@ -6,7 +6,7 @@ a boolean (`--compile digits` leaves `digits` alone), and unknown flags are take
 
 import argparse
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,6 +68,18 @@ class _Record(argparse.Action):
         getattr(namespace, "record").append((self.dest, value, option_string or self.dest))  # noqa: B009
 
 
+class _ShowHelp(argparse.Action):
+    """Prints a text and ends the process, as argparse's own help does."""
+
+    def __init__(self, option_strings: list[str], dest: str, *, text: Callable[[], str], help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(self._text(), end="")
+        parser.exit()
+
+
 class _Help(argparse.HelpFormatter):
     """Formats help in two columns; all names of a flag, then the value once."""
 
@@ -87,7 +99,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 class FlagParser:
-    """Parses the flags of one command: its options, and those of the configuration's fields that it obeys."""
+    """Parses the flags of one command: its options, and those of the configuration's fields that it obeys.
+
+    Args:
+        prog: The words that start it, such as `drivetrain train`.
+        summary: What it does.
+        options: The model of its own flags.
+        settings: The fields of the configuration that it obeys.
+        used_elsewhere: The commands that obey each field, by its name.
+        examples: Lines for the end of its help.
+        first: The flags that `--help` shows, as names of options and fields; `--help-all` shows all. Empty: both do.
+    """
 
     def __init__(
         self,
@@ -97,50 +119,67 @@ class FlagParser:
         settings: Sequence[Setting],
         used_elsewhere: Mapping[str, Sequence[str]] | None = None,
         examples: Sequence[str] = (),
+        first: Sequence[str] = (),
     ) -> None:
         own = settings_of(options)
         self._options = tuple(setting for setting in own if not setting.is_rest and not setting.is_after_dashes)
         self._rest = next((setting for setting in own if setting.is_rest), None)
         self._after_dashes = next((setting for setting in own if setting.is_after_dashes), None)
+        self._settings, self._first = tuple(settings), tuple(first)
+        self._prog, self._summary, self._examples = prog, summary, tuple(examples)
         self._script: Path | None = None  # the target, once it was seen to be one
         self._used_elsewhere = used_elsewhere or {}
-        sections = dict.fromkeys(setting.section for setting in settings)
-        self._known: dict[str, Setting | None] = {"config": None, "help": None}
+        self._known: dict[str, Setting | None] = {"config": None, "help": None, "help-all": None}
         self._known |= {name: setting for setting in settings for name in (*setting.names, *setting.switches)}
         self._known |= {normal(setting.flag): setting for setting in self._options if not setting.is_positional}
-        positionals = [_positional_in_usage(option) for option in self._options if option.is_positional]
         self._several = next((option for option in self._options if option.is_positional and option.is_list), None)
-        self._parser = _Parser(
-            prog=prog,
-            usage=" ".join(
-                [prog, "[flags]", *positionals, f"[{self._rest.field.upper()}]"]
-                if self._rest is not None
-                else [prog, *positionals, "[flags]", *(["[-- FLAGS OF A SCRIPT]"] if self._after_dashes else [])]
-            ),
-            description=summary,
-            epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else None,
-            formatter_class=lambda prog: _WithExamples(prog),
-            allow_abbrev=False,
-            add_help=False,
-        )
-        for setting in self._options:
-            if setting.is_positional:
-                self._add_positional(setting)
-        group = self._parser.add_argument_group("options")
-        group.add_argument("-h", "--help", action="help", help="show this and exit")
-        if sections:
-            group.add_argument("--config", metavar="FILE", nargs="?", const=_MISSING, action=_Record, dest="config",
-                               help="YAML file with any of the keys below; flags win over it")  # fmt: skip
-        else:
+        if not settings:
             del self._known["config"]
+        self._parser = self._empty_parser()
+        group = self._parser.add_argument_group("options")
+        self._add_help(group)
+        self._add_config(group)
         for setting in self._options:
             if not setting.is_positional:
                 self._add(group, setting)
-        for section in sections:
+        for section in dict.fromkeys(setting.section for setting in settings):
             group = self._parser.add_argument_group(f"{section}: {SECTIONS[section].splitlines()[0].rstrip('.')}")
             for setting in settings:
                 if setting.section == section:
                     self._add(group, setting)
+
+    def _empty_parser(self, *more: str) -> _Parser:
+        """Return a parser of the positional words alone. `more` are lines above the examples."""
+        positionals = [option for option in self._options if option.is_positional]
+        names = [_positional_in_usage(option) for option in positionals]
+        lines = ["examples:", *(f"  {example}" for example in self._examples)] if self._examples else []
+        parser = _Parser(
+            prog=self._prog,
+            usage=" ".join(
+                [self._prog, "[flags]", *names, f"[{self._rest.field.upper()}]"]
+                if self._rest is not None
+                else [self._prog, *names, "[flags]", *(["[-- FLAGS OF A SCRIPT]"] if self._after_dashes else [])]
+            ),
+            description=self._summary,
+            epilog="\n".join([*more, *lines]) or None,
+            formatter_class=lambda prog: _WithExamples(prog),
+            allow_abbrev=False,
+            add_help=False,
+        )
+        for setting in positionals:
+            self._add_positional(parser, setting)
+        return parser
+
+    def _add_help(self, group: argparse._ArgumentGroup) -> None:
+        words = "show the flags most people need, and exit" if self._first else "show this and exit"
+        everything = "show every flag" if self._first else argparse.SUPPRESS
+        group.add_argument("-h", "--help", action=_ShowHelp, text=self.format_help, help=words)
+        group.add_argument("--help-all", action=_ShowHelp, text=self.format_help_all, help=everything)
+
+    def _add_config(self, group: argparse._ArgumentGroup) -> None:
+        if "config" in self._known:
+            group.add_argument("--config", metavar="FILE", nargs="?", const=_MISSING, action=_Record, dest="config",
+                               help="YAML file with any keys of `drivetrain config`; flags win over it")  # fmt: skip
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -148,6 +187,25 @@ class FlagParser:
         return tuple(sorted(f"--{name}" for name in self._known))
 
     def format_help(self) -> str:
+        """Return what `--help` shows: the flags most people need where these are given, else all."""
+        if not self._first:
+            return self._parser.format_help()
+        by_name = {setting.field: setting for setting in self._options} | {
+            setting.name: setting for setting in self._settings
+        }
+        flags = {name for name, setting in by_name.items() if not setting.is_positional} | {"config"} & {*self._known}
+        rest = len(flags - {*self._first})
+        parser = self._empty_parser(f"`{self._prog} --help-all` shows the other {rest} flags.", "")
+        group = parser.add_argument_group("the flags most people need")
+        for name in self._first:
+            if name == "config":
+                self._add_config(group)
+            else:
+                self._add(group, by_name[name], is_brief=True)
+        return parser.format_help()
+
+    def format_help_all(self) -> str:
+        """Return what `--help-all` shows: every flag."""
         return self._parser.format_help()
 
     def parse(self, argv: Sequence[str]) -> ParsedFlags:
@@ -197,13 +255,15 @@ class FlagParser:
             key = normal(name)
             setting = self._known.get(key)
             following = argv[place + 1].lower() if place + 1 < len(argv) else ""
-            is_switch = key in ("help", "h") or key.startswith("no-") or (setting is not None and setting.is_bool)
+            is_bool = setting is not None and setting.is_bool
+            is_switch = key in ("help", "help-all", "h") or key.startswith("no-") or is_bool
             takes_next = not equals and (following in _BOOLEAN_WORDS if is_switch else bool(following))
             place += 2 if takes_next else 1
         return place
 
-    def _add(self, group: argparse._ArgumentGroup, setting: Setting) -> None:
+    def _add(self, group: argparse._ArgumentGroup, setting: Setting, *, is_brief: bool = False) -> None:
         names = [setting.flag, *(f"--{name}" for name in setting.names if f"--{name}" != setting.flag)]
+        names = [name for name in names if not is_brief or name == setting.flag or "." not in name]
         says_default = setting.help.endswith(")") or not setting.section
         text = setting.help + ("" if says_default else f" (default: {_shown(setting.default)})")
         choices = [*setting.choices, *(["MODULE:NAME"] if setting.takes_own else [])]
@@ -224,8 +284,8 @@ class FlagParser:
             meaning = f"{setting.flag} {value}"
             group.add_argument(*switches, nargs="?", const="true", action=_Record, dest=switches[0][2:], help=meaning)
 
-    def _add_positional(self, setting: Setting) -> None:
-        self._parser.add_argument(
+    def _add_positional(self, parser: argparse.ArgumentParser, setting: Setting) -> None:
+        parser.add_argument(
             setting.field, metavar=setting.field.upper(), nargs="?", default=argparse.SUPPRESS, action=_Record,
             help=setting.help,
         )  # fmt: skip
