@@ -14,6 +14,7 @@ from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Resolved
 from drivetrain.hardware import detect
 from drivetrain.verify.checklist import (
+    PlainProgress,
     choose,
     chosen_gpus,
     console_for,
@@ -63,7 +64,7 @@ def run(options: VerifyOptions, resolved: Resolved) -> int:
     hardware = detect(config.run.output_dir)
     gpu_indices = chosen_gpus(hardware, config)
     stdout, stderr = console_for(sys.stdout), console_for(sys.stderr)
-    with progress(stderr, len(probes), only_live=options.json_output) as watcher:
+    with progress(stderr, len(probes), None if options.json_output else stdout) as watcher:
         results = run_probes(
             probes,
             hardware=hardware,
@@ -90,7 +91,8 @@ def run(options: VerifyOptions, resolved: Resolved) -> int:
     if options.json_output:
         print(report.to_json())
     else:
-        show_checklist(results, stdout)
+        if not isinstance(watcher, PlainProgress):  # it has printed each row
+            show_checklist(results, stdout)
         if options.save:
             show_saving(report, stdout)
         show_summary(report, stdout)

@@ -1,8 +1,8 @@
 """The checklist of `drivetrain verify`: its probes in their order, the choice among them, and its rows shown and saved.
 
-GPUs are chosen by numbers and without torch: `DeviceManager` would load it where none is needed. A progress line is
-shown while probes run, then the checklist: 80 columns, plain ASCII if necessary. `--save` makes of the rows the rates
-that Hardware keeps.
+GPUs are chosen by numbers and without torch: `DeviceManager` would load it where none is needed. On a terminal a
+progress line is shown while probes run, then the checklist: 80 columns, plain ASCII if necessary. Elsewhere its rows
+appear as probes end. `--save` makes of the rows the rates that Hardware keeps.
 """
 
 import difflib
@@ -135,7 +135,7 @@ class LiveProgress:
 
 
 class PlainProgress:
-    """Prints one line per probe that ended."""
+    """Prints the row of each probe when it has ended: the checklist is then printed already."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -144,9 +144,8 @@ class PlainProgress:
         pass
 
     def ended(self, result: ProbeResult) -> None:
-        word = "n/a" if result.status == "not applicable" else result.status
-        line = f"{word:<6}  {result.title:<18}  {result.seconds:5.1f} s"
-        self._console.print(plain(line, self._console), soft_wrap=True)
+        show_checklist([result], self._console)
+        self._console.file.flush()
 
 
 class Silence:
@@ -158,10 +157,18 @@ class Silence:
 
 
 @contextmanager
-def progress(console: Console, num_probes: int, *, only_live: bool) -> Iterator[LiveProgress | PlainProgress | Silence]:
-    """Show progress: redrawn on a terminal, line by line elsewhere; nothing elsewhere if `only_live`."""
+def progress(
+    console: Console, num_probes: int, rows: Console | None
+) -> Iterator[LiveProgress | PlainProgress | Silence]:
+    """Show progress: redrawn on a terminal; elsewhere the checklist itself, row by row.
+
+    Args:
+        console: Standard error.
+        num_probes: How many there are.
+        rows: Where the rows go if `console` is no terminal; None: nowhere.
+    """
     if not console.is_terminal:
-        yield Silence() if only_live else PlainProgress(console)
+        yield Silence() if rows is None else PlainProgress(rows)
         return
     live = LiveProgress(console, num_probes)
     with Live(live, console=console, refresh_per_second=8, transient=True):
