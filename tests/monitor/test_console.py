@@ -11,7 +11,8 @@ import pytest
 import drivetrain as dt
 from drivetrain.config import configure
 from drivetrain.core.records import StepRecord
-from drivetrain.monitor.console import RunConsole
+from drivetrain.core.stopping import request_stop
+from drivetrain.monitor.console import LEAST_BAR, RunConsole, bar_words
 from tests.api.jobs import Variant, make_job, vector_loss
 
 LINE = re.compile(r"epoch +(\d+) +step +(\d+) +loss ([\d.]+) +([\d,]+) samples/s")
@@ -48,6 +49,49 @@ def test_epochs_of_unknown_length(capsys: Any) -> None:
         for step, epoch in ((1, 0), (2, 0), (3, 1)):
             console.show(record(step, epoch, float(step)))
     assert [line[:3] for line in lines(capsys.readouterr().out)] == [(1, 2, 1.5), (2, 3, 3.0)]
+
+
+PARTS = {
+    "epoch": "epoch 2 of 400",
+    "steps": "step 40 of 9,200",
+    "loss": "loss 0.3720",
+    "metric": "accuracy 0.7972",
+    "rate": "2,033 samples/s",
+    "eta": "ETA 4:41",
+    "warning": "data-bound: waits for data 40% of the time",
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (200, {*PARTS}),
+        (100, {"epoch", "loss", "metric", "rate", "eta"}),
+        (80, {"epoch", "loss", "metric", "rate", "eta"}),
+        (60, {"epoch", "loss", "rate", "eta"}),
+        (40, {"loss", "eta"}),
+    ],
+)
+def test_a_bar_shows_what_a_terminal_has_room_for(width: int, shown: set[str]) -> None:
+    before, after = bar_words(PARTS, width)
+    assert {name for name, text in PARTS.items() if text in f"{before}  {after}"} == shown
+    assert len(before) + LEAST_BAR + len(after) + 2 <= width
+    assert before in ("epoch 2 of 400", "epoch 2/400")
+
+
+def test_the_bar_on_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epoch k of n, loss, metric, samples per second and the time left, each with its label."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(RunConsole, "BAR_SECONDS", 0.0)
+    with RunConsole(40, 10, 0) as console:
+        console.validated({"valid_loss": 0.7, "valid_top_1": 0.8125})
+        for step in range(1, 16):
+            console.show(record(step, (step - 1) // 10, 1 / step))
+            time.sleep(0.002)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    last = plain.rstrip().splitlines()[-1]
+    assert re.search(r"epoch 2 of 4 .*step 15 of 40  loss 0\.0667  top 1 0\.8125  33 samples/s  ETA 0:0\d", last), last
 
 
 class Stop:
@@ -90,3 +134,20 @@ def test_after_a_resume_the_mean_is_of_the_whole_epoch(tmp_path: Path, capsys: A
     metrics = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     epochs = {row["step"]: row["epoch"] for row in rows}
     assert [(row["step"], row["epoch"]) for row in metrics] == [(step, epochs[step]) for step in (5, 10)]
+
+
+def test_nothing_stands_below_the_last_words(tmp_path: Path, capsys: Any) -> None:
+    """A run that is asked to stop says so after its summary and report."""
+
+    def stop(context: dt.StepContext) -> None:
+        if context.step == 4:
+            request_stop()
+
+    variant = Variant(steps=10, global_batch=8, num_samples=40)
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", num_workers=0, batch_size=8)
+    result = dt.train(make_job(variant, hooks=[dt.every(1, stop)]), config)
+    assert not result.finished
+    shown = capsys.readouterr().out.rstrip().splitlines()
+    assert shown[-1] == f"stopped at step {result.steps} of 10; the same command goes on from there"
+    assert any("report.html" in line for line in shown)
+    assert sum("the same command goes on" in line for line in shown) == 1

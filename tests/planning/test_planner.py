@@ -1,7 +1,9 @@
 """What planning may do to a run, and what it may not: the guard of the job's meaning, the cache, resuming."""
 
+import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +25,7 @@ from drivetrain.monitor.doctor import Checkups
 from drivetrain.plan.knobs import REMEDIES, StepWay
 from drivetrain.plan.tune import Measurement, Tried, Tuned
 from drivetrain.planning import planner
+from drivetrain.planning.planner import PlanningProgress
 from drivetrain.planning.probe import StepProbe
 from drivetrain.run import Session
 from tests.api.jobs import Variant, Vectors, make_job
@@ -492,3 +496,25 @@ def test_blocks_are_compiled_one_by_one_only_where_they_are_alike(
     for asked, expected in (("auto", scopes), ("blocks", ["blocks"]), ("loss", ["loss"])):
         run: Any = SimpleNamespace(config=SimpleNamespace(compile=SimpleNamespace(scope=asked)), shards=False)
         assert list(planner._compile_costs(run, model)) == expected
+
+
+def test_planning_shows_a_bar_with_the_time_left() -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, width=80, force_terminal=True, highlight=False)
+    with PlanningProgress(quiet=False, after_seconds=0, console=console) as progress:
+        progress.begins("trying eager", None)
+        progress.begins("trying compiled", 30.0)
+        progress(StepWay(micro_batch=4), Measurement(sample_seconds=0.5))
+        progress._bar.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert re.search(r"planning .* about (29|30) s left +trying compiled", text)
+    assert "micro-batch 4, eager: 2 samples/s" in text
+    assert shown.getvalue().rstrip("\n").endswith("\x1b[2K"), "nothing of the bar stays"
+
+
+def test_planning_shows_no_bar_in_a_log() -> None:
+    shown = io.StringIO()
+    with PlanningProgress(quiet=False, after_seconds=0, console=Console(file=shown, width=80)) as progress:
+        progress.begins("trying eager", 3.0)
+        progress(StepWay(micro_batch=4), Measurement(sample_seconds=0.5))
+    assert [line.strip() for line in shown.getvalue().splitlines()][1:] == ["fp32, micro-batch 4, eager: 2 samples/s"]

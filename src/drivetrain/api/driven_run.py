@@ -184,6 +184,7 @@ class DrivenRun:
         if finished:
             refuse_unmoved(self.steps, has_moved=self.trainer.has_moved)
         self.recorder.finish(finished, self.steps, self.stopped_because, compilation=self._session.compilation())
+        self.recorder.last_words(finished, self.steps, self.stopped_because)
         note_end(finished)
         return finished
 
@@ -280,6 +281,7 @@ class DrivenRun:
             alone.save(self.steps, *self._state())
             self.recorder.event("checkpoint", step=self.steps)
         self.recorder.finish(False, self.steps)
+        self.recorder.last_words(False, self.steps)
 
 
 def open_run(session: Session, stack: ExitStack) -> Opened:

@@ -204,7 +204,8 @@ class _Run(Session):
             changes = changes_since_start(self, model, folder, checkpoint.step if checkpoint else None)
             refuse_before_planning(self, model, checkpoint)
             settle_weighting(self, model, checkpoint)
-            self.follow(make_plan(self, model, checkpoint, PlanningProgress(quiet=self.quiet)))
+            with PlanningProgress(quiet=self.quiet) as progress:
+                self.follow(make_plan(self, model, checkpoint, progress))
             with self.numerics(), self.stream():
                 return self._train(_Start(folder, checkpointer, checkpoint, model, changes, faults, caps))
         except BaseException as error:
@@ -290,6 +291,7 @@ class _Run(Session):
         start.checkpointer.close()
         result = loop.result(resumed_from)
         tell_end(self, result.steps, result.best, result.last, recorder)
+        recorder.last_words(loop.finished, loop.steps, loop.stopped_because)
         return result
 
     def _data(self, start: _Start) -> tuple[Loader, MicroBatch]:

@@ -11,10 +11,9 @@ from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
 from drivetrain.hardware import detect
 from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
-from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.plan import Plan
-from drivetrain.plan.tune import Measurement
 from drivetrain.planning.other_machine import plan_elsewhere
+from drivetrain.planning.planner import PlanningProgress
 
 UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
@@ -48,22 +47,19 @@ def _pace_in_words(best: float, worst: float, found: Plan) -> str:
 
 
 def _planned(options: PlanOptions, config: Config, console: Console) -> Plan:
-    def say(way: StepWay, found: Measurement) -> None:
-        if found.problem or not found.is_brief:
-            console.print(f"  tried {way}: {found.problem or f'{1 / found.sample_seconds:,.0f} samples/s'}")
-
     machine = _elsewhere(options)
     if machine is not None:
         here = detect(config.run.output_dir)
         return with_job(
             options.target, config, lambda job: plan_elsewhere(job, config, machine, here), options.arguments
         )
-    return with_job(
-        options.target,
-        config,
-        lambda job: plan(job, config, measure=options.measure, on_probe=say),
-        options.arguments,
-    )
+    with PlanningProgress(quiet=console.quiet, after_seconds=0, heading="", console=console) as progress:
+        return with_job(
+            options.target,
+            config,
+            lambda job: plan(job, config, measure=options.measure, on_probe=progress),
+            options.arguments,
+        )
 
 
 def _elsewhere(options: PlanOptions) -> Machine | None:

@@ -26,7 +26,7 @@ def _trained(target: str, config: Config) -> int:
     """Train what is no script. A run that was stopped can go on, and is not a failure; but it is not done."""
     found = find(target)
     result: Result = train(job_of(found, target, config))
-    if isinstance(found, Recipe) and found.show is not None and result.is_main:
+    if isinstance(found, Recipe) and found.show is not None and result.is_main and result.finished:
         with redirect_stdout(None) if config.watch.quiet else nullcontext():
             found.show(result)
     return 0 if result.finished else STOPPED

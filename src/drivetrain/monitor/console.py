@@ -12,13 +12,15 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from drivetrain.core.log import log
 from drivetrain.core.records import RESERVED_NAMES, StepRecord
 from drivetrain.core.safe_text import printable
 
+LEAST_BAR = 4  # columns
+_DROPPED = ("steps", "warning", "metric", "rate")  # in this order, where a terminal is narrow
 MOST_LOGGED = 6  # values on a line; all are in the records
 
 
@@ -49,17 +51,15 @@ class RunConsole:
     ) -> None:
         self._console = _Console(highlight=False, quiet=quiet)
         self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps, loss {task.fields[loss]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[warning]}", style="yellow"),
+            TextColumn("{task.fields[before]}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[after]}", markup=False),
             console=self._console,
             transient=True,
+            expand=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, epoch=1, loss="", warning="")
+        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, before="", after="first step")
         self._quiet = quiet
         self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
         # Since the last line; the seconds are those of the steps, since several records may be read at once.
@@ -74,7 +74,7 @@ class RunConsole:
         self._began = time.perf_counter()
         self._bar_moved = 0.0
         self._last: StepRecord | None = None
-        self._warning = ""
+        self._warning, self._metric, self._rate = "", "", 0.0
 
     def __enter__(self) -> Self:
         self._shown(self._progress.start)
@@ -97,6 +97,13 @@ class RunConsole:
     def warn(self, text: str) -> None:
         """Show a warning beside the progress from now on; empty: show none."""
         self._warning = text
+
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """Show a metric of a validation beside the progress: the first that is no loss, else the loss."""
+        shown = next((name for name in metrics if "loss" not in name), next(iter(metrics), ""))
+        if shown:
+            words = shown.removeprefix("valid_") if shown != "valid_loss" else shown
+            self._metric = f"{words.replace('_', ' ')} {metrics[shown]:.4g}"
 
     def _shown(self, show: Callable[[], None]) -> None:
         """Show something. A full disk behind a pipe or a closed terminal ends the output, not the run."""
@@ -155,13 +162,21 @@ class RunConsole:
             self._say_line(record, of_epoch=ends_epoch)
 
     def _move_bar(self, record: StepRecord) -> None:
-        self._progress.update(
-            self._bar,
-            completed=record.step,
-            epoch=record.epoch + 1,
-            loss=f"{record.loss:.4f}",
-            warning=self._warning,
-        )
+        self._progress.update(self._bar, completed=record.step)
+        self._rate = self._samples / self._seconds if self._seconds else self._rate
+        epochs = _epochs(self._num_steps, self._steps_per_epoch)
+        left = self._progress.tasks[0].time_remaining
+        parts = {
+            "epoch": f"epoch {record.epoch + 1}" + (f" of {epochs}" if epochs else ""),
+            "steps": f"step {record.step:,}" + (f" of {self._num_steps:,}" if self._num_steps else ""),
+            "loss": f"loss {record.loss:.4f}",
+            "metric": self._metric,
+            "rate": f"{self._rate:,.0f} samples/s" if self._rate else "",
+            "eta": "" if left is None else f"ETA {_clock(left)}",
+            "warning": self._warning,
+        }
+        before, after = bar_words(parts, self._console.width)
+        self._progress.update(self._bar, before=before, after=after)
 
     def _say_line(self, record: StepRecord, *, of_epoch: bool) -> None:
         """Show the mean loss of an epoch that ends, else of the steps since the last line; and their throughput."""
@@ -186,6 +201,30 @@ class RunConsole:
         if self._line_every and step % self._line_every == 0:
             return True
         return self._progress.disable and now - self._began > self.LINE_SECONDS
+
+
+def bar_words(parts: Mapping[str, str], width: int) -> tuple[str, str]:
+    """Return what stands before and behind the bar: as much as a terminal of so many columns has room for.
+
+    The epoch, the loss and the time left stay; they are cut where even these do not fit.
+    """
+    left = {name: text for name, text in parts.items() if text}
+    for dropped in ("", *_DROPPED):
+        left.pop(dropped, None)
+        before, after = left["epoch"], "  ".join(text for name, text in left.items() if name != "epoch")
+        if len(before) + LEAST_BAR + len(after) + 2 <= width:
+            return before, after
+    return left["epoch"].replace(" of ", "/"), after
+
+
+def _epochs(num_steps: int | None, steps_per_epoch: int | None) -> int | None:
+    return -(-num_steps // steps_per_epoch) if num_steps and steps_per_epoch else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def _add(sums: dict[str, list[float]], name: str, loss: float, num_items: float) -> None:

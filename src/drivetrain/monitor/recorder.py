@@ -22,12 +22,13 @@ from drivetrain.core.run_folder import RunFolder, as_row, read_rows, yaml_text
 from drivetrain.core.safe_text import redacted
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.cuda_driver import load_nvml
+from drivetrain.hardware.telemetry import label
 from drivetrain.monitor.console import RunConsole
 from drivetrain.monitor.doctor import Checkups, Diagnosis, Observed
 from drivetrain.monitor.media import keep_media
 from drivetrain.monitor.phases import DATA, LOGGING, Laps, NoClock, PhaseClock
 from drivetrain.monitor.profiler import StepProfiler, peak_rate
-from drivetrain.monitor.sampler import Sampler, label
+from drivetrain.monitor.sampler import Sampler
 from drivetrain.monitor.tracking import BackgroundTracker, TrackerStart, start_trackers
 
 
@@ -228,6 +229,9 @@ class NoRunRecorder:
         pass
 
     def finish(self, finished: bool, steps: int, because: str = "", **facts: Any) -> None:
+        pass
+
+    def last_words(self, finished: bool, steps: int, because: str = "") -> None:
         pass
 
     def replan(self, planned: Mapping[str, Any], micro_batch: int) -> None:
@@ -474,6 +478,7 @@ class RunRecorder(NoRunRecorder):
         # Of several sets, the first has its values twice: under its own name, and without one.
         own = f"valid_{self._facts.first_set}" if self._facts.first_set else None
         again = {name for name in values if own is not None and f"{own}{name.removeprefix('valid')}" in values}
+        self._console.validated({name: value for name, value in values.items() if name not in again})
         shown = "   ".join(f"{name.replace('_', ' ')} {values[name]:.4f}" for name in values if name not in again)
         self.say(f"            {shown}")
 
@@ -541,11 +546,6 @@ class RunRecorder(NoRunRecorder):
         self._note_time()
         why = {"because": because} if because else {}
         self.event("finish" if finished else "stop", step=steps, **why, **facts, **stamp())
-        if because:
-            self.say(f"stopped at step {steps}: {because}")
-        elif not finished:
-            of = "" if self._facts.num_steps is None else f" of {self._facts.num_steps}"
-            self.say(f"stopped at step {steps}{of}; the same command goes on from there")
         if finished:
             self._folder.finish({"steps": steps})
             if self._trackers:
@@ -553,6 +553,14 @@ class RunRecorder(NoRunRecorder):
                 results = self._results()
                 for tracker in self._trackers:
                     tracker.finish(results)
+
+    def last_words(self, finished: bool, steps: int, because: str = "") -> None:
+        """Say why the run ended before its end, below everything else; nothing of a run that did all of its steps."""
+        if because:
+            self.say(f"stopped at step {steps}: {because}")
+        elif not finished:
+            of = "" if self._facts.num_steps is None else f" of {self._facts.num_steps}"
+            self.say(f"stopped at step {steps}{of}; the same command goes on from there")
 
     def _results(self) -> dict[str, float]:
         """Return the last value of each metric, and after how many steps it was measured, under their tags."""

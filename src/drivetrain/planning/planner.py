@@ -8,12 +8,14 @@ import inspect
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
@@ -49,7 +51,15 @@ from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import why_not_compiled
 from drivetrain.strategies.layers import one_of_each_kind, repeated_blocks
 
-OnProbe = Callable[[StepWay, Measurement], None]
+
+class OnProbe(Protocol):
+    """Hears what planning tries, and what was found."""
+
+    def begins(self, what: str, seconds_in_all: float | None) -> None:
+        """Hear what is tried next, and how long planning takes from its beginning to its end; None: not known."""
+
+    def __call__(self, way: StepWay, found: Measurement) -> None: ...
+
 
 LEAST_STEPS = 40  # of a job that is measured: the first look takes two steps
 LEAST_JOB_SECONDS = 5.0
@@ -71,21 +81,69 @@ class NotMeasuredError(DrivetrainError):
     """Raised if no way of running a step could be tried, for a reason other than memory."""
 
 
+class _ByTime(Progress):
+    """A bar that time moves, and beside it the seconds that are left."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            passed = task.elapsed or 0.0
+            if task.total is not None:
+                task.completed = min(passed, task.total)
+                left = task.total - passed
+                task.fields["left"] = f"about {left:.0f} s left" if left > 0.5 else "takes longer than expected"
+        yield from super().get_renderables()
+
+
 class PlanningProgress:
-    """Reports what is being tried, once planning takes long enough to wonder."""
+    """Reports what is being tried: a bar with the time left on a terminal, and a line for each way that was measured.
 
-    AFTER_SECONDS = 1.5
+    Args:
+        quiet: Whether to show nothing.
+        after_seconds: The lines appear once planning takes so long that one wonders.
+        heading: The first line.
+        console: Where it is shown, if not on standard output.
+    """
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._console = Console(highlight=False, quiet=quiet)
-        self._began = time.monotonic()
-        self._waiting = ["planning: measuring ways of running a step (--no-auto-optimize goes by rule)"]
+    def __init__(
+        self,
+        *,
+        quiet: bool,
+        after_seconds: float = 1.5,
+        heading: str = "planning: measuring ways of running a step (--no-auto-optimize goes by rule)",
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console(highlight=False, quiet=quiet)
+        self._began, self._after_seconds = time.monotonic(), after_seconds
+        self._waiting = [heading] if heading else []
+        self._bar = _ByTime(
+            TextColumn("planning"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[what]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+            console=self._console,
+            transient=True,
+            expand=True,
+            refresh_per_second=2,  # drawing takes a millisecond or two, which must not show in what is measured
+            disable=quiet or not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begins(self, what: str, seconds_in_all: float | None) -> None:
+        if not self._bar.tasks:
+            self._bar.start()
+            self._bar.add_task("", total=None, what=what, left="")
+        self._bar.update(self._bar.tasks[0].id, total=seconds_in_all, what=what)
 
     def __call__(self, way: StepWay, found: Measurement) -> None:
-        if not found.is_brief:
+        if found.problem or not found.is_brief:
             rate = "" if found.problem else f"{1 / found.sample_seconds:,.0f} samples/s"
             self._waiting.append(f"  {way}: {found.problem or rate}")
-        if time.monotonic() - self._began > self.AFTER_SECONDS:
+        if time.monotonic() - self._began > self._after_seconds:
             for line in self._waiting:
                 self._console.print(line, markup=False)
             self._waiting = []
@@ -230,6 +288,8 @@ def measured(
     tuned, notes = search.run()
     if job.hooks:
         notes.append(f"the forecast of the job's time does not count its hooks ({len(job.hooks)})")
+    if on_probe is not None:
+        on_probe.begins("looking whether steps repeat", None)
     way, repeatability = _repeatable(run, model, tuned, steps_done, search.cache, is_short_of_time=is_short_of_time)
     if way != tuned.way:
         tuned = _followed_instead(tuned, way, repeatability.cost or 0.0)
@@ -261,6 +321,8 @@ class _Search:
             cudnn_benchmark=run.config.kernels.cudnn_benchmark,
         )
         self._num_measured, self._aside = 0, SetAside()
+        self._budget: float | None = None  # seconds, once the first measurement told how long the job is
+        self._compiled = dict[StepWay, float]()  # what compiling is expected to take
 
     def run(self) -> tuple[Tuned, list[str]]:
         """Return the best way, and notes for the plan. What is remembered is tried with a step, else measured anew."""
@@ -311,10 +373,21 @@ class _Search:
         if self._run.world.device.type == "cuda":
             self._aside.begin()  # each probe ends with a look for garbage, so that its memory is free for the next
         self._num_measured += 1
+        if self._on_probe is not None:
+            self._on_probe.begins(f"trying {way}", self._expected_seconds(way))
         found = self._probe(way, seconds)
         if self._on_probe is not None:
             self._on_probe(way, found)
+        if not found.problem:
+            left = found.sample_seconds * self._scope.remaining_samples
+            self._budget = min(self._scope.budget_seconds, left * self._scope.budget_share)
         return found
+
+    def _expected_seconds(self, way: StepWay) -> float | None:
+        """Return how long the search takes in all; None before the first measurement."""
+        if way.compile_mode is not None and way not in self._compiled:
+            self._compiled[way] = max(self._scope.compile_costs.values(), default=0.0)
+        return None if self._budget is None else self._budget + sum(self._compiled.values())
 
 
 def _repeatable(
