@@ -132,6 +132,7 @@ OBEYED = {
     "status": ["run.output_dir"],
     "report": ["run.output_dir"],
     "compare": ["run.output_dir"],
+    "monitor": ["run.output_dir"],
     "train": list(FLAGS),
     "launch": ["run.output_dir", "distributed.skip_preflight", "watch.inject"],
     "plan": [
@@ -191,6 +192,7 @@ OWN_FLAGS = {
     "report": [],
     "compare": ["--common", "--confidence", "--json", "--metric", "--mode", "--out", "--over", "--which"],
     "cache": [],
+    "monitor": ["--every", "--json", "--port", "--web"],
     "train": LAUNCH_FLAGS,
     "launch": [
         *LAUNCH_FLAGS,
@@ -214,7 +216,7 @@ def test_the_list_covers_every_command_of_ours() -> None:
 
 @pytest.mark.parametrize("command", OWN_FLAGS)
 def test_the_flags_of_each_command(command: str) -> None:
-    expected = {"--help", *OWN_FLAGS[command], *(["--config"] if OBEYED[command] else [])}
+    expected = {"--help", "--help-all", *OWN_FLAGS[command], *(["--config"] if OBEYED[command] else [])}
     for name in OBEYED[command]:
         expected |= {f"--{name.replace('_', '-')}", *FLAGS[name]}
     assert set(flag_parser(command, COMMANDS[command].load()).flags) == expected

@@ -24,7 +24,7 @@ from drivetrain.core.run_folder import as_row, is_finished, read_job, read_yaml
 from drivetrain.core.safe_text import printable
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
-State = Literal["running", "finished", "stopped", "refused", "crashed"]
+State = Literal["running", "finished", "stopped", "refused", "crashed", "unreadable"]
 LAST_BYTES = 64 * 1024  # of a file of lines: enough for the last few hundred steps
 MANIFEST_START_BYTES = 2**20
 _SHARED = '"shared":'
@@ -62,15 +62,38 @@ class RunState:
 
 
 def runs_in(output_dir: Path) -> list[RunState]:
-    """Return all runs below a folder, the latest last."""
+    """Return all runs below a folder, the latest last. One that cannot be read is shown, and hides no other."""
     folders = [path.parent for path in output_dir.glob("*/job.yaml")]
-    return [state_of(folder) for folder in sorted(folders, key=_last_change)]
+    return [*_closed(output_dir), *(state_of(folder) for folder in sorted(folders, key=last_change))]
+
+
+def _closed(output_dir: Path) -> list[RunState]:
+    """Return the folders that another user keeps closed: what is in them is not known."""
+    try:
+        found = sorted(
+            path for path in output_dir.iterdir() if path.is_dir() and not os.access(path, os.R_OK | os.X_OK)
+        )
+        return [_unreadable(path, f"it is closed to others by {path.owner()}") for path in found]
+    except (OSError, KeyError):
+        return []
+
+
+def _unreadable(folder: Path, why: str) -> RunState:
+    return RunState(folder.name, str(folder), "unreadable", why, 0, None, None, None, None, None, None)
 
 
 def state_of(folder: Path) -> RunState:
+    """Return the state of the run in a folder, whatever is in its files."""
+    try:
+        return _state_of(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return _unreadable(folder, f"its records are damaged: {type(error).__name__}: {error}")
+
+
+def _state_of(folder: Path) -> RunState:
     job, unreadable = _job(folder)
-    steps = list(_last_rows(folder / "steps.jsonl"))
-    events = list(_last_rows(folder / "events.jsonl"))
+    steps = list(last_rows(folder / "steps.jsonl"))
+    events = list(last_rows(folder / "events.jsonl"))
     last = steps[-1] if steps else {}
     state, cause = _how_it_stands(folder, events)
     checkpoint, incomplete = _newest_checkpoint(folder)
@@ -167,7 +190,7 @@ def _is_held(path: Path) -> bool:
         os.close(file)
 
 
-def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
+def last_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the last rows. Half a line at either end is dropped."""
     try:
         with path.open("rb") as file:
@@ -218,7 +241,7 @@ def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(number), path
 
 
-def _last_change(folder: Path) -> float:
+def last_change(folder: Path) -> float:
     changes = [path.stat().st_mtime for name in ("job.yaml", "steps.jsonl") if (path := folder / name).exists()]
     return max(changes, default=0.0)
 

@@ -32,34 +32,63 @@ TOLD = (
 _WORDS = ("words", "text", "error", "because", "way")
 
 
-def page(data: RunData, summary: str, pictures: Mapping[str, str]) -> str:
-    """Return the page. `pictures`: the names of those in the folder, with what they show."""
-    return document(data.name, _figures(data), "\n".join(_header(data)), "\n".join(_sections(data, summary, pictures)))
+def page(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool = False) -> str:
+    """Return the page of a run.
+
+    Args:
+        data: The records of the run.
+        summary: The same in words.
+        pictures: The names of those in the folder, with what they show.
+        live: Whether a server shows it while the run goes on: the page then asks for `figures.json` below it.
+    """
+    below = "\n".join(_sections(data, summary, pictures, live=live))
+    return document(data.name, _figures(data), "\n".join(_header(data)), below, live=live)
 
 
-def document(name: str, figures: Mapping[str, Any], above: str, below: str) -> str:
+def live_figures(data: RunData) -> dict[str, Any]:
+    """Return what changes on the page of a run while it goes on, for the page's own script."""
+    return {**_figures(data), "about": _about(data), "headline": list(_headline(data))}
+
+
+def document(name: str, figures: Mapping[str, Any], above: str, below: str, *, live: bool = False) -> str:
     """Return a page: curves, and what stands above and below them, as HTML."""
-    title = html.escape(name)
-    styles = _asset("uPlot.min.css") + _asset("page.css")
-    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
-    head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
-        f"<style>{styles}</style>"
-    )
     drawn = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
     body = "\n".join(
         [
             above,
             '<main id="curves" aria-label="Curves"></main>',
             below,
-            f'<script type="application/json" id="figures">{drawn}</script>',
-            *(f"<script>{script}</script>" for script in scripts),
+            f'<script type="application/json" id="figures"{" data-live" * live}>{drawn}</script>',
         ]
     )
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    return sheet(name, body, ("uPlot.iife.min.js", "page.js"), live=live)
+
+
+def sheet(title: str, body: str, scripts: Sequence[str], *, live: bool = False) -> str:
+    """Return a page of ours: a body of HTML, and scripts of `assets`, which alone may run.
+
+    Args:
+        title: What the browser calls it; any text.
+        body: HTML.
+        scripts: File names, in their order.
+        live: Whether its scripts may ask the server that it is from.
+    """
+    texts = [_asset(name) for name in scripts]
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in texts)
+    rules = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    rules += "; connect-src 'self'" * live
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{rules}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(title)}</title>\n'
+        f"<style>{_asset('uPlot.min.css')}{_asset('page.css')}</style>"
+    )
+    ends = "\n".join(f"<script>{script}</script>" for script in texts)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n{ends}\n</body></html>\n'
+
+
+def policy(document: str) -> str:
+    """Return the policy that a page of ours has, for a server that sends it as well."""
+    return document.partition('Content-Security-Policy" content="')[2].partition('"')[0]
 
 
 @cache
@@ -83,7 +112,7 @@ def _figures(data: RunData) -> dict[str, Any]:
 # Above the curves
 
 
-def _header(data: RunData) -> Iterator[str]:
+def _about(data: RunData) -> str:
     end = data.event("finish", "stop")
     how = {"finish": "finished", "stop": "stopped before its end"}.get(str(end.get("event")), "not finished")
     why = f": {end['because']}" if end.get("because") else ""
@@ -91,7 +120,11 @@ def _header(data: RunData) -> Iterator[str]:
     about = f"{how} after {steps:,} steps{why}"
     if data.plan:
         about += f", on {device_in_words(data)}"
-    yield f'<header><h1>{text(data.name)}</h1><p class="about">{text(about)}</p>'
+    return about
+
+
+def _header(data: RunData) -> Iterator[str]:
+    yield f'<header><h1>{text(data.name)}</h1><p class="about">{text(_about(data))}</p>'
     yield f"{cards(_headline(data))}</header>"
 
 
@@ -137,7 +170,7 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
 # Below the curves
 
 
-def _sections(data: RunData, summary: str, pictures: Mapping[str, str]) -> Iterator[str]:
+def _sections(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool) -> Iterator[str]:
     yield from section("Plan", _plan(data))
     yield from section("What happened", _timeline(data))
     yield from section("What happened to the experts", _experts(data))
@@ -150,7 +183,7 @@ def _sections(data: RunData, summary: str, pictures: Mapping[str, str]) -> Itera
             yield from section(about, f'<img src="{source}" alt="{text(about)}" loading="lazy">')
     yield from section("In words", f"<pre>{text(summary)}</pre>")
     yield from section("To run it again", _again(data))
-    yield from section("Files", _files(data))
+    yield from section("Files", f"<p>{text(data.folder)}</p>" if live else _files(data))
 
 
 def section(title: str, body: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 (() => {
   "use strict";
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const given = document.getElementById("figures");
+  let figures = JSON.parse(given.textContent);
   // Okabe and Ito's colors, which people tell apart whatever their eyes are like. The first is the lighter blue in the dark.
   const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c", "#6a51a3"];
   const DARK = ["#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2", "#9a9a9a", "#a58ad6"];
@@ -98,7 +99,11 @@
 
   const build = (entry) => {
     const { chart, box } = entry;
-    if (entry.plot) entry.plot.destroy();
+    const old = entry.plot, scale = old && old.scales.x, known = old && old.data[0];
+    const isZoomed = old && entry.axis === state.axis && (scale.min > known[0] || scale.max < known[known.length - 1]);
+    const kept = isZoomed ? { min: scale.min, max: scale.max } : null;
+    entry.axis = state.axis;
+    if (old) old.destroy();
     const [x, rows] = joined(chart.lines);
     let drawn = rows;
     if (chart.stacked) {
@@ -140,6 +145,7 @@
       ],
       hooks: { draw: chart.stacked ? [] : [marks(chart, chart.lines, 1)] },
     }, [x, ...drawn], entry.canvas);
+    if (isZoomed) entry.plot.setScale("x", kept);
   };
 
   const keys = (entry) => (event) => {
@@ -172,6 +178,7 @@
     }
     box.addEventListener("keydown", keys(entry));
     shown.push(entry);
+    return entry;
   };
 
   const control = (text, parent) => { const label = element("label", "", parent); label.append(text); return label; };
@@ -202,20 +209,61 @@
     element("span", "Drag to zoom, double-click to see all", bar).className = "hint";
   };
 
+  // Charts by their order on the page; those that a run has only later are added below the others.
+  const parts = () => [...figures.charts.map((chart) => ["charts", chart]), ...figures.telemetry.map((chart) => ["telemetry", chart])];
+  const places = {};
+  const placeOf = (kind, isFirst) => {
+    if (isFirst) return element("div", "", root);
+    if (!places[kind]) {
+      if (kind === "telemetry") element("h2", "Devices", root);
+      places[kind] = element("div", "", root);
+      places[kind].className = "grid";
+    }
+    return places[kind];
+  };
+  const draw = () => {
+    const used = new Set();  // two charts may have one title
+    for (const [kind, chart] of parts()) {
+      let entry = shown.find((each) => !used.has(each) && each.kind === kind && each.chart.title === chart.title);
+      if (!entry) entry = add(chart, placeOf(kind, !shown.length));
+      Object.assign(entry, { chart, kind });
+      used.add(entry);
+    }
+    shown.forEach(build);
+    document.documentElement.dataset.drawn = String(shown.length);
+  };
+
   controls();
-  const main = element("div", "", root);
-  if (figures.charts.length) add(figures.charts[0], main);
-  const grid = element("div", "", root);
-  grid.className = "grid";
-  figures.charts.slice(1).forEach((chart) => add(chart, grid));
-  if (figures.telemetry.length) {
-    element("h2", "Devices", root);
-    const devices = element("div", "", root);
-    devices.className = "grid";
-    figures.telemetry.forEach((chart) => add(chart, devices));
-  }
-  shown.forEach(build);
+  draw();
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; shown.forEach(build); } });
-  document.documentElement.dataset.drawn = String(shown.length);
+
+  // A server shows the page while the run goes on: what changes is asked for, and what is being looked at stays.
+  const renew = async () => {
+    try {
+      const answer = await fetch(location.pathname.replace(/\/?$/, "/figures.json"), { cache: "no-store" });
+      if (!answer.ok) throw new Error(String(answer.status));
+      const text = await answer.text();
+      if (text !== renew.last) {
+        renew.last = text;
+        figures = JSON.parse(text);
+        document.querySelector("p.about").textContent = figures.about;
+        const cards = document.querySelector("dl.cards");
+        cards.replaceChildren(...figures.headline.map(([label, value, note]) => {
+          const card = element("div");
+          element("dt", label, card);
+          element("dd", value, card);
+          if (note) element("dd", note, card).className = "note";
+          return card;
+        }));
+        draw();
+        document.documentElement.dataset.renewed = String(Number(document.documentElement.dataset.renewed || 0) + 1);
+      }
+      document.documentElement.dataset.lost = "";
+    } catch (error) {
+      document.documentElement.dataset.lost = "yes";
+    }
+    setTimeout(renew, 3000);
+  };
+  if (given.dataset.live !== undefined) setTimeout(renew, 1000);
 })();
