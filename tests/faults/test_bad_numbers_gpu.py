@@ -9,6 +9,7 @@ import torch
 
 import drivetrain as dt
 from drivetrain.data.division import SampleStream
+from drivetrain.strategies.base import BadStepGate
 from tests.api.jobs import Variant, Vectors, run
 from tests.faults.events import events
 from tests.waits import refuse_waits
@@ -68,6 +69,25 @@ def test_the_host_does_not_wait_for_the_gate(tmp_path: Path, monkeypatch: pytest
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     )
     assert calls
+
+
+def test_the_gate_takes_two_kernels() -> None:
+    """It is part of every step: of a small one that is captured, each kernel is a hundredth."""
+    weight = torch.zeros(4, device="cuda", requires_grad=True)
+    optimizer, gate = torch.optim.AdamW([weight], fused=True), BadStepGate()
+    gate.is_on = True
+    for bad in (False, True):
+        loss = torch.full((), torch.inf if bad else 1.0, device="cuda")
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            flag = gate.closes(optimizer, [loss])
+            torch.cuda.synchronize()
+        kernels = [
+            event.name for event in profile.events() or () if event.device_type is torch.autograd.DeviceType.CUDA
+        ]
+        assert 0 < len(kernels) <= 2, kernels
+        assert isinstance(flag, torch.Tensor)
+        assert flag.item() == float(bad)
 
 
 @pytest.mark.parametrize("capture", ["off", "on"])

@@ -4,12 +4,13 @@ import json
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain.core.records import PartLoss, PartTotals, StepOutcome, StepRecord
+from drivetrain.core.records import SKIPPED_IF_BAD, PartLoss, PartTotals, StepOutcome, StepRecord
 from drivetrain.loop.read_back import DeviceResultTable, Reading
 
 CPU = torch.device("cpu")
@@ -123,3 +124,16 @@ def test_named_parts_are_noted_however_many_there_are() -> None:
         expected = (0.0, 4.0, 0.0, None if norm is None else 2.5, 0.0, (reader, [float(n) for n in range(20)]), None)
         assert Reading(found._replace(rows=table.expect(3)), CPU).values() == expected
         assert Reading(found, CPU).values() == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "skipped"),
+    [(1.5, None, 0.0), (1.5, 2.0, 0.0), (math.nan, None, 1.0), (-math.inf, 2.0, 1.0), (1.5, math.inf, 1.0)],
+)
+def test_a_gate_on_the_device_is_known_by_the_numbers_it_saw(loss: float, norm: float | None, skipped: float) -> None:
+    found = outcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))._replace(skipped=SKIPPED_IF_BAD)
+    assert Reading(found, CPU).values().skipped == skipped
+    table = DeviceResultTable(4, CPU)
+    reading = Reading(found._replace(rows=table.expect(0)), CPU)
+    table.keep(torch.tensor([0]), found)
+    assert reading.values().skipped == skipped

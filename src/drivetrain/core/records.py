@@ -69,6 +69,9 @@ class ResultRows(Protocol):
         """Return whether `take` will not block."""
 
 
+SKIPPED_IF_BAD = -1.0  # as `skipped`: the weights stayed as they were if the loss or the norm is not finite
+
+
 class StepOutcome(NamedTuple):
     """The result of a strategy's `step`. Its tensors may not be computed yet; reading one waits for the device."""
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import PartLoss, PartReader, StepOutcome
+from drivetrain.core.records import SKIPPED_IF_BAD, PartLoss, PartReader, StepOutcome
 from drivetrain.data.division import Place
 from drivetrain.monitor.phases import PhaseClock
 
@@ -197,6 +197,12 @@ class Values(NamedTuple):
         return total / count if count else total * math.inf if total else 0.0, None  # nothing counted: nothing learned
 
 
+def _skipped(skipped: float, total: float, norm: float | None) -> float:
+    if skipped != SKIPPED_IF_BAD:
+        return skipped
+    return 0.0 if math.isfinite(total) and (norm is None or math.isfinite(norm)) else 1.0
+
+
 class Reading:
     """The read-back of an outcome. `values` waits for that step alone, not for work enqueued after it.
 
@@ -245,7 +251,8 @@ class Reading:
             return found
         total = sum(value.item() * factor for value, factor in losses)
         parts = None if named is None else (named.reader, named.values.tolist())
-        own = total, float(num_items), float(stop), None if norm is None else float(norm), float(skipped)
+        found_norm = None if norm is None else float(norm)
+        own = total, float(num_items), float(stop), found_norm, _skipped(float(skipped), total, found_norm)
         return [Values(*own, parts, None if logged is None else logged.read(logged.on_host()))]
 
     def _from(self, rows: list[list[float]]) -> list[Values]:
@@ -265,7 +272,8 @@ class Reading:
                 parts[place] = value
             num_items, stop, norm, skipped, *losses = parts
             total = sum(map(operator.mul, losses, factors))
-            found.append(Values(total, num_items, stop, norm if has_norm else None, skipped, of_parts, values))
+            norm = norm if has_norm else None
+            found.append(Values(total, num_items, stop, norm, _skipped(skipped, total, norm), of_parts, values))
         return found
 
     def is_there(self, within_seconds: float) -> bool:

@@ -23,7 +23,7 @@ from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.optimizers import JointOptimizer, closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
-from drivetrain.core.records import StepOutcome
+from drivetrain.core.records import SKIPPED_IF_BAD, StepOutcome
 from drivetrain.core.state import Shard, TensorSource
 from drivetrain.core.widths import widened
 from drivetrain.data.batch import described
@@ -89,8 +89,11 @@ class BadStepGate:
             return any(not math.isfinite(value) for value in [value.item() for value in values])
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
-        # A number minus itself is 0, unless it is not finite.
-        return torch.stack([(value - value).float() for value in values]).sum().ne(0).float()
+        # A number minus itself is 0, unless it is not finite. As few kernels as possible: this is in every step.
+        total = values[0] - values[0]
+        for value in values[1:]:
+            total = total + (value - value)
+        return total.float().nan_to_num(nan=1.0)
 
 
 class Frozen:
@@ -181,6 +184,13 @@ class StrategyParts:
     ) -> StepOutcome:
         """Return the outcome of a step, with the parts of its loss and what it logged. All ranks call it together."""
         named, logged = self.loss_parts.take(), self.step_log.take()
+        if (
+            named is None
+            and self.of_all_turns is None
+            and isinstance(skipped, Tensor)
+            and not self.precision.scales_loss
+        ):
+            skipped = SKIPPED_IF_BAD  # by these numbers, which the host reads anyway: the flag need not travel
         return StepOutcome(losses if named is None else [], count, stop, norm, skipped, named=named, logged=logged)
 
     def forget_step(self) -> None:
