@@ -123,8 +123,10 @@ class StepProbe:
         batch, num_samples = self._batch(way)
         model = self._copy(way)
         precision = Precision(way.precision, device.type)
-        # As the run has them: otherwise kernels would be measured that the run does not use.
-        with numerics(precision, **switches_of(way, self._cudnn_benchmark)), num_threads(way.num_threads):
+        # As the run has them: otherwise kernels would be measured that the run does not use. A brief look is for
+        # memory: with many convolutions, cuDNN would spend ten seconds and more on looking for the fastest of each.
+        switches = switches_of(way, self._cudnn_benchmark and seconds > 0)
+        with numerics(precision, **switches), num_threads(way.num_threads):
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
