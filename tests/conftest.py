@@ -88,6 +88,12 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is compiled and when: it is traced and differentiated, but no kernels are built."""
+    monkeypatch.setattr("drivetrain.strategies.compiling.compile_options", lambda mode, fixed: {"backend": "aot_eager"})
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or writes the rates that were measured for this user."""

@@ -4,6 +4,7 @@ None of it is ever garbage. A process forked from it that looked for some would 
 """
 
 import gc
+from contextlib import suppress
 from importlib import import_module
 
 MODULES = (
@@ -15,9 +16,14 @@ MODULES = (
     "drivetrain.commands.train_in_process",
     "drivetrain.recipes.digits",
 )
+# Extras: seconds for each of the processes that train a model of Hugging Face.
+IF_INSTALLED = ("transformers.models.llama", "transformers.models.gpt2", "transformers.trainer", "peft", "accelerate")
 
 gc.disable()
 for module in MODULES:
     import_module(module)
+for module in IF_INSTALLED:
+    with suppress(ImportError):
+        import_module(module)
 gc.freeze()
 gc.enable()

@@ -567,6 +567,7 @@ def logging_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_compiled_validation_measures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of the full size are compiled, the last one is not; metrics and logged values are those of eager runs."""
     valid: dict[str, Any] = {"valid": valid_set(), "metrics": METRICS, "valid_batch": 5, "valid_every": 5}

@@ -99,6 +99,7 @@ def test_in_a_run(tmp_path: Path) -> None:
         dt.configure(compile_only="router")
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_experts_are_their_mixture() -> None:
     torch.compiler.reset()
     model = nn.Sequential(MixtureOfExperts(4, 2, 8, k=1))
@@ -171,6 +172,7 @@ def test_a_copy_of_compiled_blocks_computes_with_its_own_weights() -> None:
     assert model(inputs).abs().max() > 0
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_sizes_that_vary_are_compiled_for_once() -> None:
     torch.compiler.reset()
     model = Stack(3)
