@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 ALONE := $$(grep -rlF mark.alone --include='test_*.py' tests)
 
-.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed ruff lint docs docs-serve bench soak clean
+.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed test-ray ruff lint docs docs-serve bench soak clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -71,6 +71,10 @@ test-deepspeed: $(STAMP)  ## training with DeepSpeed, which is installed for it 
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed]'
 	@$(BIN)/python -m pytest -m deepspeed
+
+test-ray: $(STAMP)  ## jobs on a Ray cluster of two hosts; ray is installed for it (needs root and ip)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	@$(BIN)/python -m pytest tests/launch/test_ray.py
 
 clean:  ## remove the virtual environment and caches (never the runs)
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -196,7 +196,7 @@ OWN_FLAGS = {
     "train": LAUNCH_FLAGS,
     "launch": [
         *LAUNCH_FLAGS,
-        *("--kubernetes", "--image", "--volume-claim"),
+        *("--ray", "--kubernetes", "--image", "--volume-claim"),
         *("--slurm", "--submit", "--job-name", "--partition", "--account", "--time-limit", "--cpus", "--modules"),
         *("--activate", "--signal-seconds"),
     ],

@@ -9,6 +9,7 @@ from drivetrain.commands.command import Command
 from drivetrain.config import Positional, Resolved, Rest
 from drivetrain.hardware import detect
 from drivetrain.launch.kubernetes import KubernetesOptions, write_manifests
+from drivetrain.launch.ray import launch_on_ray
 from drivetrain.launch.slurm import inside_slurm, write_and_submit
 from drivetrain.launch.start import check_script, start
 
@@ -36,10 +37,12 @@ EXAMPLES = (
     "drivetrain launch --nodes 2 --node-rank 1 --main-address 10.0.0.1 train.py   the second",
     "drivetrain launch --slurm --submit --nodes 2 --num-gpus 4 --time-limit 4:00:00 train.py",
     "drivetrain launch --kubernetes --image me/train:1 --num-gpus 8 --output-dir /runs train.py",
+    "drivetrain launch --ray --nodes 2 --num-gpus 8 --output-dir /shared/runs train.py",
 )
 
 
 class LaunchCommandOptions(KubernetesOptions):
+    ray: bool = Field(False, description="start the job on the machines of a Ray cluster, and wait for its end")
     script: Annotated[Path, Positional()] = Field(description="a Python file; flags of ours stand before it")
     arguments: Annotated[tuple[str, ...], Rest()] = Field((), description="for the script, as they are")
 
@@ -47,6 +50,11 @@ class LaunchCommandOptions(KubernetesOptions):
 def run(options: LaunchCommandOptions, resolved: Resolved) -> int:
     words = ("script", str(options.script), *options.arguments)
     config = resolved.config
+    if options.ray:
+        check_script(options.script)
+        more = ["--skip-preflight"] if config.distributed.skip_preflight else []
+        more += [f"--inject={config.watch.inject}"] if config.watch.inject else []
+        return launch_on_ray(options, options.script, options.arguments, config.run.output_dir, more)
     if options.kubernetes:
         return write_manifests(options, options.script, options.arguments, config.run.output_dir)
     if options.slurm or options.submit:
