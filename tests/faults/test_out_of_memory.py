@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain import DrivetrainError
+from drivetrain import DrivetrainError, every
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.run.out_of_memory import find_shortage
@@ -130,6 +130,45 @@ def test_the_module_and_the_phase_are_named() -> None:
         model(torch.ones(1, 2))
     found = find_shortage(raised.value, model)
     assert (found.module, found.asked) == ("1.1", "2.50 GiB")
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 5])
+def test_memory_that_runs_out_while_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, num_steps_before: int
+) -> None:
+    """Before the first step, and in the middle of the run, where something has to be compiled anew.
+
+    The compiler takes the model apart, and is out of memory when it is to make code; what it makes then is the model.
+    """
+    from torch._inductor import compile_fx
+
+    sizes: list[int] = []
+
+    def make_code(graph: Any, inputs: list[Tensor], **options: Any) -> Any:
+        tensors = [each for each in inputs if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+        found = [len(each) for each in tensors if each.shape[1:] == (6,)]
+        sizes.append(max(found, default=0))  # 0: what is tried beforehand
+        if sizes[-1] > 16 and len(steps) >= num_steps_before:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return graph.forward
+
+    steps: list[int] = []
+
+    def count(context: Any) -> None:
+        steps.append(context.step)
+        if context.step == num_steps_before:
+            torch.compiler.reset()
+
+    monkeypatch.setattr(compile_fx, "compile_fx", make_code)
+    torch.compiler.reset()
+    settings = {"compile": True, "compile_mode": "default"}
+    hooks = [every(1, count)] if num_steps_before else []
+    found = run(str(tmp_path), VARIANT, settings=settings, hooks=hooks)
+    torch.compiler.reset()
+    assert_as_plain(found)
+    assert sizes[-1] == 16
+    assert max(sizes) == 32
+    assert "compiling" in capfd.readouterr().err
 
 
 def validated(folder: str, most: int | None) -> list[dict[str, Any]]:

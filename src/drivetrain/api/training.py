@@ -17,7 +17,7 @@ from drivetrain.core.errors import BadResumeError
 from drivetrain.core.faults import Faults
 from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import Rehearsal, StepContext
-from drivetrain.core.isolation import is_out_of_memory
+from drivetrain.core.isolation import is_out_of_memory, raised_while_compiling
 from drivetrain.core.launchers import supervision
 from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
@@ -235,7 +235,8 @@ class _Run(Session):
     def _lower_cap(self, error: Exception) -> bool:
         lower_cap(self, error)
         is_here = can_go_on_here(self)
-        words = f"out of memory with micro-batches of {self.way.micro_batch} samples"
+        at = " while compiling" if raised_while_compiling(error) is not None else ""
+        words = f"out of memory{at} with micro-batches of {self.way.micro_batch} samples"
         if is_here:
             where = "the last checkpoint" if has_checkpoint(self) else "the beginning"
             notice(f"{words}: going on with half as many from {where}")

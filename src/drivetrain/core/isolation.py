@@ -13,8 +13,15 @@ _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or _OF_THE_HOST in str(error)
+    """Return whether an error says that the device, or the host, has no memory left: also one inside a compiler's."""
+    inner = raised_while_compiling(error)
+    return isinstance(inner or error, torch.OutOfMemoryError) or _OF_THE_HOST in str(error)
+
+
+def raised_while_compiling(error: BaseException) -> BaseException | None:
+    """Return what was raised inside the compiler of torch, which wraps it in an error of its own; else None."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else None
 
 
 @contextmanager

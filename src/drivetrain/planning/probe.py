@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.isolation import generators_kept, untouched
+from drivetrain.core.isolation import generators_kept, is_out_of_memory, untouched
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.optims import Turn
@@ -108,11 +108,11 @@ class StepProbe:
         try:
             with own_stream(self._world.device) if way.capture else nullcontext():
                 return self._run(way, seconds)
-        except torch.OutOfMemoryError:
-            return Measurement(problem="out of memory", out_of_memory=True)
         except MemoryError:
             return Measurement(problem="out of host memory", out_of_memory=True)
         except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
+            if is_out_of_memory(error):
+                return Measurement(problem="out of memory", out_of_memory=True)
             return Measurement(problem=f"{type(error).__name__}: {_first_line(error)}")
 
     def _run(self, way: StepWay, seconds: float) -> Measurement:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
-from drivetrain.core.isolation import is_out_of_memory
+from drivetrain.core.isolation import is_out_of_memory, raised_while_compiling
 from drivetrain.core.log import notice
 from drivetrain.core.run_folder import write_atomically
 from drivetrain.data.division import Place
@@ -71,13 +71,13 @@ def find_shortage(error: BaseException, model: nn.Module) -> Shortage:
             module = names.get(id(own), module)
         phase = _phase_of(file, function) or phase
         trace = trace.tb_next
+    if raised_while_compiling(error) is not None:
+        phase = "compiling"
     asked = _ASKED.search(str(error))
     return Shortage(phase, "" if phase == "the optimizer's step" else module, "" if asked is None else asked[1])
 
 
 def _phase_of(file: str, function: str) -> str:
-    if "/torch/_dynamo/" in file or "/torch/_inductor/" in file:
-        return "compiling"
     if file.endswith("loop/stepper.py"):
         return {"learn": "the forward", "end": "the optimizer's step"}.get(function, "")
     if file.endswith("loop/validation.py"):

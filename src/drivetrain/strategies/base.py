@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.core.arguments import returned
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepSettlement, settlement_of
-from drivetrain.core.isolation import uncounted
+from drivetrain.core.isolation import is_out_of_memory, uncounted
 from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.optimizers import JointOptimizer, closure_error
@@ -503,7 +503,7 @@ def try_out(
         ValueError,
         RuntimeError,
     ) as error:  # most likely of the user's code
-        if not isinstance(error, torch.OutOfMemoryError):
+        if not is_out_of_memory(error):
             error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
         raise
     check_objective(value, model)
