@@ -141,21 +141,37 @@ def test_wrong_input_has_the_exit_code_it_has_without_a_launcher() -> None:
     assert failure_from_error(error("ValueError", "bad"), **PLACE).exit_code == 1  # told by an older worker
 
 
-# What NCCL's watchdog of torch 2.11 and 2.13 leaves in the log of a rank that it aborts.
+# What NCCL's watchdog leaves in the log of a rank that it aborts: the lines of logs that users of torch 2.6 to 2.9 have
+# published, shortened; those of 2.10 to 2.14 are put together from the same words in the source.
 WATCHDOG = """
 [rank{rank}]:[E1117 10:00:00 ProcessGroupNCCL.cpp:685] [Rank {rank}] Watchdog caught collective operation timeout: \
 WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=10000) ran for 10006 milliseconds
 [rank{rank}]:[E1117 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] failure detected by \
 watchdog at work sequence id: 9 PG status: last enqueued work: {enqueued}, last completed work: 8
 terminate called after throwing an instance of 'c10::DistBackendError'
-  what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with exception
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with exception: \
+[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4, \
+NumelOut=4, Timeout(ms)=10000) ran for 10006 milliseconds before timing out.
 Fatal Python error: Aborted
+"""
+# Of a rank that another one told to dump: it did not wait in vain itself.
+SIGNALLED = """
+[rank{rank}]:[E703 17:54:18 ProcessGroupNCCL.cpp:1922] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Observed flight \
+recorder dump signal from another rank via TCPStore.
+[rank{rank}]:[E703 17:54:18 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Received a dump \
+signal due to a collective timeout from  rank 7 and we will try our best to dump the debug info. Last enqueued NCCL \
+work: {enqueued}, last completed NCCL work: {enqueued}.This is most likely caused by incorrect usages of collectives
+"""
+BY_ITSELF = """
+[rank1]:[E1218 ProcessGroupNCCL.cpp:1899] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread \
+terminated with exception: {what}
+terminate called after throwing an instance of 'c10::DistBackendError'
 """
 
 
-def aborted(rank: int, enqueued: int, at: float) -> Failure:
+def aborted(rank: int, enqueued: int, at: float, text: str = WATCHDOG) -> Failure:
     place = {**PLACE, "rank": rank, "at": at}
-    said = WATCHDOG.format(rank=rank, enqueued=enqueued)
+    said = text.format(rank=rank, enqueued=enqueued)
     return failure_from_exit(-signal.SIGABRT, out_of_memory=False, said=said, **place)
 
 
@@ -171,8 +187,27 @@ def test_a_rank_that_the_watchdog_aborts_is_not_to_blame() -> None:
 def test_of_ranks_that_were_all_aborted_the_one_behind_is_named() -> None:
     found = first_cause([aborted(0, 9, 1.0), aborted(1, 8, 2.0), aborted(2, 10, 0.5)])
     assert found.rank == 1
-    assert "it had enqueued 8 of them, another rank 10" in found.headline
+    assert "it had enqueued 8 of group 0(default_pg), rank 2 10" in found.headline
     assert first_cause([aborted(0, 9, 1.0), aborted(1, 9, 0.5)]).rank == 1, "where none is, the first"
+    assert first_cause([aborted(7, 9, 0.5), aborted(1, 8, 1.0, SIGNALLED), aborted(2, 9, 1.0)]).rank == 1
+
+
+def test_a_watchdog_that_ends_for_an_error_of_its_own_gpu_is_to_blame() -> None:
+    place = {**PLACE, "at": 2.0}
+    said = BY_ITSELF.format(what="CUDA error: an illegal memory access was encountered")
+    broken = failure_from_exit(-signal.SIGABRT, out_of_memory=False, said=said, **place)
+    assert (broken.kind, broken.follows) == (c.EXCEPTION, False)
+    assert first_cause([aborted(0, 9, 1.0), broken]).headline.endswith("an illegal memory access was encountered")
+    said = BY_ITSELF.format(what="NCCL error: remote process exited or there was a network error, NCCL version 2.27")
+    assert failure_from_exit(-signal.SIGABRT, out_of_memory=False, said=said, **place).follows
+    held = WATCHDOG + "[PG ID 0 PG GUID 0(default_pg) Rank 1] Could not acquire GIL within 300 ms on exit, possible GIL"
+    assert first_cause([aborted(0, 9, 1.0), aborted(1, 9, 5.0, held)]).rank == 1
+
+
+def test_the_end_of_a_log_is_searched_beyond_the_lines_that_are_shown() -> None:
+    shown = "frame #1: <unknown function> + 0xd8198\n" * 40
+    log = WATCHDOG.format(rank=0, enqueued=9) + shown
+    assert failure_from_exit(-signal.SIGABRT, out_of_memory=False, said=shown, searched=log, **PLACE).follows
 
 
 @pytest.mark.parametrize(
@@ -180,7 +215,9 @@ def test_of_ranks_that_were_all_aborted_the_one_behind_is_named() -> None:
     [
         ("RuntimeError: Ranks 1, 3 failed to pass monitoredBarrier in 10000 ms", [1, 3]),
         ("RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms", [2]),
-        ("Received a dump signal due to a collective timeout from rank 5 and we will try", [5]),
+        ("Received a dump signal due to a collective timeout from  rank 5 and we will try", []),  # it waited
+        ("To our best knowledge, ranks [1, 2] are the lagging ranks that caused this timeout.", [1, 2]),
+        ("\n\t     [3] finished collective #7, but didn't join collective #8 (count from 1)", [3]),
         ("Connection closed by peer [127.0.0.1]:9", []),
     ],
 )

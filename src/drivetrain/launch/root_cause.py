@@ -3,11 +3,13 @@
 import json
 import re
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from drivetrain.core.safe_text import redacted
+from drivetrain.launch.flight_recorder import Reached, reached_by_log
 
 EXCEPTION = "exception"
 DEVICE_MEMORY = "out of memory (device)"
@@ -35,15 +37,20 @@ _FROM_COLLECTIVES = re.compile(
     r"Dist(Backend|Network|Store)?Error|gloo|nccl|ProcessGroup|c10d|TCPStore|collective|monitoredBarrier|torch.distributed",
     re.IGNORECASE,
 )
-# What NCCL's watchdog writes before it aborts a rank that waited: that rank is not to blame.
+# What NCCL's watchdog writes before it aborts a rank that waited: that rank is not to blame. As in the source of torch
+# 2.10 to 2.14, and in logs of users.
 _ABORTED_WAITING = re.compile(
-    r"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL"
-    r"|dump signal due to a collective timeout|Heartbeat monitor timed out|ProcessGroupNCCL's watchdog got stuck"
-    r"|watchdog thread terminated with exception"
+    r"Watchdog caught collective operation timeout|Received a dump signal due to a collective timeout"
+    r"|Heartbeat monitor timed out|ProcessGroupNCCL's watchdog got stuck for"
 )
-_ENQUEUED = re.compile(r"last enqueued(?: NCCL)? work: (\d+)")
+_WATCHDOG_ENDED = re.compile(r"watchdog thread terminated with exception: (.*)")  # for any reason
+_GIL_HELD = re.compile(r"Could not acquire GIL within \d+ ms on exit")
+# Of gloo's monitored barrier, and of the report that TORCH_NCCL_DESYNC_DEBUG asks for. The rank after `collective
+# timeout from` is the first that waited in vain: it is not to blame.
 _BLAMED = re.compile(
-    r"Ranks? (\d+(?:, ?\d+)*) failed to (?:pass|respond)|timeout from rank (\d+)|stuck rank: (\d+)", re.IGNORECASE
+    r"Ranks? (\d+(?:, ?\d+)*) failed to (?:pass|respond)|ranks \[(\d+(?:, ?\d+)*)\] are the lagging ranks"
+    r"|\[(\d+(?:, ?\d+)*)\] finished collective #\d+, but didn't join",
+    re.IGNORECASE,
 )
 _DEVICE_MEMORY = re.compile(r"CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED|OutOfMemoryError")
 _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|MemoryError")
@@ -124,10 +131,10 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
     return Failure(EXCEPTION, headline=exception, traceback=trace, remedy=_remedy_of(kind), **common)
 
 
-def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any) -> Failure:
+def failure_from_exit(code: int, *, out_of_memory: bool, said: str, searched: str = "", **place: Any) -> Failure:
     """Return the failure of a worker that ended without a report: by a signal, or with its own exit code.
 
-    `said` is the end of its log.
+    `said` are the last lines of its log, which are shown; `searched` is more of its end.
     """
     if code < 0:
         name = _signal_name(-code)
@@ -139,12 +146,8 @@ def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any
             headline = f"ended by {name}, which came from outside"
             remedy = "somebody or a scheduler killed it; `dmesg` tells if it was the kernel, for want of memory"
             return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
-        if -code == signal.SIGABRT and _ABORTED_WAITING.search(said):
-            headline = "aborted by NCCL's watchdog: it waited in a collective for another rank"
-            remedy = "another rank did not come; a slow save or a long data step can be allowed with --timeout-seconds"
-            enqueued = _ENQUEUED.findall(said)
-            exception = f"NCCL watchdog, last enqueued work {enqueued[-1]}" if enqueued else "NCCL watchdog"
-            return Failure(TIMEOUT, headline=headline, remedy=remedy, follows=True, exception=exception, **common)
+        if -code == signal.SIGABRT and (found := _aborted_by_nccl(searched or said, common)) is not None:
+            return found
         headline = f"crashed with {name}"
         remedy = "native code crashed; the Python lines it was at stand above"
         return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
@@ -157,6 +160,31 @@ def failure_from_exit(code: int, *, out_of_memory: bool, said: str, **place: Any
 
 def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
     """Return the failure that the others follow from.
+def _aborted_by_nccl(log: str, common: Mapping[str, Any]) -> Failure | None:
+    """Return the failure of a rank that NCCL's watchdog aborted; None if its log does not say so.
+
+    A watchdog also ends for an error of its own GPU, which another rank did not cause.
+    """
+    remedy = "another rank did not come; a slow save or a long data step can be allowed with --timeout-seconds"
+    ended = _WATCHDOG_ENDED.findall(log)
+    if _GIL_HELD.search(log):
+        headline = "aborted by NCCL's watchdog: a thread of this rank held the GIL, and its collectives did not go on"
+        remedy = "look for a native call that waits without releasing the GIL; the Python lines it was at stand above"
+        return Failure(TIMEOUT, headline=headline, remedy=remedy, **common)
+    if _ABORTED_WAITING.search(log):
+        facts = {"exception": "NCCL watchdog", "collectives": reached_by_log(log), **common}
+        headline = "aborted by NCCL's watchdog: it waited in a collective for another rank"
+        desync = _BLAMED.search(log)
+        facts["exception"] += f": {desync.group()}" if desync else ""
+        return Failure(TIMEOUT, headline=headline, remedy=remedy, follows=True, **facts)
+    if ended:
+        headline = f"aborted by NCCL's watchdog: {ended[-1]}"
+        follows = bool(_LOST_A_PEER.search(ended[-1]))
+        remedy = "another rank went away; its own log may say why" if follows else _REMEDIES["torch.AcceleratorError"]
+        return Failure(EXCEPTION, headline=headline, remedy=remedy, exception=ended[-1], follows=follows, **common)
+    return None
+
+
 
     What a rank did by itself comes before what it suffered, then the earlier before the later. `left` are ranks that
     ended with code 0: if all others only suffered, the first to leave is the cause.
@@ -168,25 +196,37 @@ def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Fa
         return min([failure for failure in by_itself if failure.kind != NODE_LOST] or lost, key=lambda one: one.at)
     if left:
         return min(left, key=lambda one: one.at)
-    behind = _least_enqueued(failures)
-    if behind is not None:
-        return behind
-    return min(failures, key=lambda one: one.at)
+    return _behind(failures) or min(failures, key=lambda one: one.at)
 
 
-def _least_enqueued(failures: Sequence[Failure]) -> Failure | None:
-    """Return the rank that had enqueued fewer collectives than all others that NCCL's watchdog aborted, if one had."""
-    found = sorted(
-        (int(one.exception.rpartition(" ")[2]), one.rank or 0, one)
-        for one in failures
-        if one.exception.startswith("NCCL watchdog, last")
-    )
-    if len(found) < 2 or found[0][0] == found[1][0]:
-        return None
-    behind, ahead = found[0][2], found[-1][0]
-    words = "did not come to a collective that the others waited for: "
-    words += f"it had enqueued {found[0][0]} of them, another rank {ahead}"
-    return replace(behind, headline=words)
+def _behind(failures: Sequence[Failure]) -> Failure | None:
+    """Return the rank that did not reach a collective that others of its group waited in, or called another one."""
+    for group in sorted({group for one in failures for group in one.collectives}):
+        at = sorted(
+            ((one.collectives[group]["number"], one.rank or 0, one) for one in failures if group in one.collectives),
+            key=lambda found: found[:2],
+        )
+        if len(at) < 2:
+            continue
+        (least, _, behind), (most, _, ahead) = at[0], at[-1]
+        if least < at[1][0]:
+            operation = ahead.collectives[group]["operation"]
+            words = f"did not come to a collective that the others waited for{f' ({operation})' if operation else ''}: "
+            words += f"it had enqueued {least} of group {group}, rank {ahead.rank} {most}"
+            return replace(behind, headline=words)
+        called = Counter(one.collectives[group]["operation"] for _, _, one in at)
+        if least == most and len(called) == 2:
+            (usual, _), (odd, _) = called.most_common()
+            culprit = next(one for _, _, one in at if one.collectives[group]["operation"] == odd)
+            words = f"called {odd} as collective {most} of group {group}, where others called {usual}"
+            return replace(culprit, headline=words)
+    return None
+
+
+def waited_for(failures: Sequence[Failure]) -> set[int]:
+    """Return the ranks of the groups whose collectives timed out, as far as that is known."""
+    of = (facts for one in failures for facts in one.collectives.values() if facts["waits"])
+    return {rank for facts in of for rank in facts["ranks"]}
 
 
 def blamed_ranks(text: str) -> list[int]:

@@ -40,6 +40,7 @@ from drivetrain.launch.root_cause import (
     left_early,
     never_came,
     node_lost,
+    waited_for,
 )
 from drivetrain.launch.slurm import submitted_at
 from drivetrain.launch.workers import STACK_SECONDS, Crew, Event, RankLogs, Start, WorkerTask
@@ -326,6 +327,7 @@ class Supervisor:
         cause = first_cause(attempt.failures, list(attempt.left.values()))
         silent = sorted(set(range(attempt.world_size)) - attempt.ranks_out)
         blamed = [rank for one in attempt.failures if one.follows for rank in blamed_ranks(one.exception)]
+        silent = [rank for rank in silent if rank in waited_for(attempt.failures)] or silent
         candidates = [rank for rank in blamed if rank in silent] or (silent if cause.kind == TIMEOUT else [])
         if cause.follows and candidates:
             rank = candidates[0]

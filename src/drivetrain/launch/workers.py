@@ -11,10 +11,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,13 +25,15 @@ from drivetrain.core.progress import PAGE_FD, Progress, ProgressPage
 from drivetrain.core.safe_text import printable
 from drivetrain.core.stopping import held_back
 from drivetrain.hardware.host import oom_kills
+from drivetrain.launch.flight_recorder import DUMP_FILES, dump_environment, reached_by_dump
 from drivetrain.launch.layout import Layout
 from drivetrain.launch.nodes import TOKEN
-from drivetrain.launch.root_cause import Failure, failure_from_error, failure_from_exit
+from drivetrain.launch.root_cause import TIMEOUT, Failure, failure_from_error, failure_from_exit
 from drivetrain.launch.worker import CORES, ORDERS_FD, STACK_SIGNAL, STACKS, STORE_FD, SUPERVISOR_PID
 
 _KEPT_LINES = 40
 _LONGEST_LINE = 2000
+_SEARCHED_BYTES = 1 << 18  # of the end of a log: native stacks of all threads may stand behind what matters
 Event = dict[str, Any]  # JSON, so that it can cross to another machine
 _BOOTSTRAP = "from drivetrain.launch.worker import main; main()"
 STOPPED = 130  # what `drivetrain train` ends with after a clean stop
@@ -82,6 +85,13 @@ class RankLogs:
     def tail(self, rank: int) -> str:
         lines = [*self._tails.get(rank, ()), self._begun.get(rank, b"")]
         return b"\n".join(line[:_LONGEST_LINE] for line in lines).decode(errors="replace").strip("\n")
+
+    def end_of(self, rank: int) -> str:
+        """Return much of the end of a log, to search in."""
+        with contextlib.suppress(OSError), self.path(rank).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _SEARCHED_BYTES))
+            return file.read().decode(errors="replace")
+        return self.tail(rank)
 
     def move(self, folder: Path) -> None:
         """Move the logs into the run folder. Where that is on another disk, files are copied."""
@@ -200,6 +210,7 @@ class Crew:
             **layout.environment,
             **task.environment,
             **place.environment,
+            **({} if self._dumps is None else dump_environment(os.environ, f"{self._dumps}/rank-")),
             "NODE_RANK": str(start.place),
             "GROUP_RANK": str(start.place),
             "GROUP_WORLD_SIZE": str(start.num_places),
@@ -269,6 +280,7 @@ class Crew:
         for worker in self._workers:
             if not worker.ended and (code := worker.process.poll()) is not None:
                 self._end(worker, code)
+        now = time.monotonic()
         if self.is_gone and not self._gone:
             self._gone = True
             self._events.append({"event": "gone"})
@@ -342,6 +354,12 @@ class Crew:
     def _read_output(self, worker: _Worker) -> None:
         self._drain(worker.output, lambda data: self._logs.write(worker.rank, data))
 
+        if self._dumps is not None:
+            with contextlib.suppress(OSError):
+                for path in self._dumps.iterdir():  # for `torchfrtrace`
+                    shutil.move(path, self._logs.folder / f"{path.name}.collectives")
+            shutil.rmtree(self._dumps, ignore_errors=True)
+            self._dumps = None
     def _read_reports(self, worker: _Worker) -> None:
         def take(data: bytes) -> None:
             *lines, worker.began = (worker.began + data).split(b"\n")
@@ -418,6 +436,10 @@ class Crew:
         if not self._killed:
             self._emit("failure", worker, age=age, failure=asdict(failure))
 
+        if failure.kind == TIMEOUT and self._dumps is not None:
+            prefix = next((os.environ[name] for name in DUMP_FILES if name in os.environ), f"{self._dumps}/rank-")
+            reached = reached_by_dump(Path(f"{prefix}{worker.rank}"))
+            failure = replace(failure, collectives=reached or failure.collectives)
     def _emit(self, event: str, worker: _Worker, **facts: Any) -> None:
         self._events.append({"event": event, "rank": worker.rank, **facts})
 
