@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drivetrain.commands.status import in_words, state_of
 from drivetrain.core.goodput import BUCKETS, Account, read_account
+from drivetrain.core.run_folder import read_rows
 from drivetrain.loop.save_schedule import SaveSchedule
 from drivetrain.report.run_data import RunData
 from drivetrain.report.summary import summary
@@ -66,7 +67,10 @@ def test_a_kill_moves_steps_from_kept_to_lost(tmp_path: Path) -> None:
     failed_at = 50.0 + run.now
     run.now += 5.0
     run.jump = -3600  # an hour back: nothing changes
-    run.row("failure", "attempts", cause="signal", step=14, failed_at=failed_at, progress_at=failed_at - 1)
+    run.row(
+        "failure", "attempts", cause="signal", step=14, failed_at=failed_at, progress_at=failed_at - 1,
+        noticed_after=0.5,
+    )  # fmt: skip
     run.now += 2.0
     run.row("attempt", "attempts", number=1)
     run.now += 9.0
@@ -87,7 +91,8 @@ def test_a_kill_moves_steps_from_kept_to_lost(tmp_path: Path) -> None:
     assert account.lost_steps == (4,)
     assert account.repair_seconds == pytest.approx((16.0,))
     assert account.goodput == pytest.approx(40 / account.wall_seconds)
-    assert "signal (1); 16 s to go on and 4 steps lost" in account.failures_in_words()
+    assert account.detection_seconds == (0.5,)
+    assert "signal (1); 500 ms to notice, 16 s to go on and 4 steps lost" in account.failures_in_words()
 
 
 def test_a_hang_and_a_stop_with_another_machine_behind_it(tmp_path: Path) -> None:
@@ -179,6 +184,7 @@ def test_a_real_run_that_is_killed_accounts_for_all_of_its_time(tmp_path: Path) 
     began = time.time()
     with launching(tmp_path, str(SCRIPT), str(tmp_path), "40", forks=True, PAUSE="0.05") as process:
         at, pid = wait_for_step(tmp_path, 9, rank=1)
+        killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         wait_for_step(tmp_path, 12, after=at + 0.5)
         running = state_of(tmp_path / "runs" / "launched")
@@ -190,6 +196,11 @@ def test_a_real_run_that_is_killed_accounts_for_all_of_its_time(tmp_path: Path) 
     assert account is not None
     assert account.interruptions == {"signal": 1}
     assert account.lost_steps[0] in (0, 1, 2)  # checkpoints are every 2 steps
+    (failure,) = [row for row in read_rows(folder / "attempts.jsonl")[0] if row["event"] == "failure"]
+    # One clock for all processes of a machine; the kernel takes a moment to take a process apart.
+    assert 0 < failure["noticed_after"] < failure["failed_at"] - killed + 1.0
+    assert killed < failure["failed_at"]
+    assert account.detection_seconds == (failure["noticed_after"],)
     assert 0 < account.wall_seconds <= took
     assert account.wall_seconds > diary(tmp_path)[-1][1] - diary(tmp_path)[0][1]
     assert account.seconds["step"] >= 40 * 0.05

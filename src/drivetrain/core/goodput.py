@@ -127,6 +127,7 @@ class Account:
     interruptions: dict[str, int]  # by cause
     lost_steps: tuple[int, ...]  # of each interruption that the run went on after
     repair_seconds: tuple[float, ...]  # of each: from the failure to the loop
+    detection_seconds: tuple[float, ...] = ()  # of failures that a supervisor saw: at most, until it did
 
     @property
     def wall_seconds(self) -> float:
@@ -151,8 +152,11 @@ class Account:
             return ""
         causes = ", ".join(f"{cause} ({count})" for cause, count in self.interruptions.items())
         words = f"{sum(self.interruptions.values())}: {causes}"
+        if self.detection_seconds:
+            words += f"; {format_duration(statistics.fmean(self.detection_seconds))} to notice"
         if self.repair_seconds:
-            words += f"; {format_duration(statistics.fmean(self.repair_seconds))} to go on"
+            words += ", " if self.detection_seconds else "; "
+            words += f"{format_duration(statistics.fmean(self.repair_seconds))} to go on"
             words += f" and {statistics.fmean(self.lost_steps):.3g} steps lost (means)"
         return words
 
@@ -191,6 +195,7 @@ class _Book:
         self.lives: list[_Life] = []
         self._marks: list[tuple[float, str, _Life | None]] = []  # from then on, it was in this state
         self._failures: list[tuple[float, str, int]] = []
+        self._detections: list[float] = []
         for row in sorted((row for row in (*events, *attempts) if "mono" in row), key=self._at):
             self._take(row)
 
@@ -248,6 +253,8 @@ class _Book:
         if row.get("cause") in HANGS and row.get("progress_at"):
             self._mark(self._at(row, "progress_at"), "hang")
         self._mark(failed_at, "recovery")
+        if row.get("noticed_after") is not None:
+            self._detections.append(float(row["noticed_after"]))
         if life is not None and life.began <= failed_at:
             life.ended = str(row["cause"])
             life.step = max(life.step, int(row.get("step", 0)))
@@ -266,7 +273,7 @@ class _Book:
             is_open = number == len(self.lives) - 1 and (is_running or life.ended in ("finish", "stop"))
             self._divide(life, seconds, kept_to, is_open=is_open)
             kept_to = min(kept_to, life.resumed_from)
-        return Account(seconds, *self._interruptions())
+        return Account(seconds, *self._interruptions(), tuple(self._detections))
 
     def _sweep(self, seconds: dict[str, float]) -> None:
         """Add the time between two marks to the state of the first; that of the loop to its life."""

@@ -77,6 +77,8 @@ class Failure:
     log: str = ""
     goes_on_with: str = ""  # what another start does differently by itself, such as smaller micro-batches
     saving: bool = False  # a checkpoint was still being written when it was reported
+    noticed_after: float | None = None  # seconds from the fault to its report, at most; None if that is not known
+    collectives: Reached = field(default_factory=dict)  # of NCCL, where its watchdog ended the wait
 
     @property
     def where(self) -> str:
@@ -158,8 +160,6 @@ def failure_from_exit(code: int, *, out_of_memory: bool, said: str, searched: st
     )  # fmt: skip
 
 
-def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
-    """Return the failure that the others follow from.
 def _aborted_by_nccl(log: str, common: Mapping[str, Any]) -> Failure | None:
     """Return the failure of a rank that NCCL's watchdog aborted; None if its log does not say so.
 
@@ -185,6 +185,8 @@ def _aborted_by_nccl(log: str, common: Mapping[str, Any]) -> Failure | None:
     return None
 
 
+def first_cause(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
+    """Return the failure that the others follow from.
 
     What a rank did by itself comes before what it suffered, then the earlier before the later. `left` are ranks that
     ended with code 0: if all others only suffered, the first to leave is the cause.
@@ -273,9 +275,11 @@ def hung(words: str, stack: str, **place: Any) -> Failure:
     )
 
 
-def node_lost(node: int, host: str, why: str, at: float) -> Failure:
+def node_lost(node: int, host: str, why: str, at: float, silent_seconds: float) -> Failure:
     remedy = "look at that machine and the network between; then start the same command again: it goes on from there"
-    return Failure(NODE_LOST, None, node, host, None, headline=why, remedy=remedy, at=at)
+    return Failure(
+        NODE_LOST, None, node, host, None, headline=why, remedy=remedy, at=at, noticed_after=silent_seconds
+    )  # fmt: skip
 
 
 def in_words(

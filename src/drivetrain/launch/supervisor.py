@@ -144,7 +144,7 @@ class Supervisor:
             step = max(attempt.step, cause.step)
             self._log.note(
                 "failure", cause=cause.kind, rank=cause.rank, step=step, failed_at=cause.at,
-                progress_at=attempt.stepped_at,
+                progress_at=attempt.stepped_at, noticed_after=cause.noticed_after,
             )  # fmt: skip
             why_not = self._why_not_again(cause, attempt) or self._why_not_all_here(cause)
             why_not = self._why_not_whole_again(cause, attempt) if why_not == "-" else why_not
@@ -254,7 +254,8 @@ class Supervisor:
             if lost.rank not in self._nodes.seats:
                 _say(f"drivetrain: node {lost.rank} ({lost.host}), which was in reserve, is lost: {why}")
                 continue
-            attempt.failures.append(node_lost(lost.rank, lost.host, why, time.monotonic()))
+            silent = lost.channel.silent_seconds
+            attempt.failures.append(node_lost(lost.rank, lost.host, why, time.monotonic(), silent))
             attempt.nodes_gone.add(lost.rank)
 
     def _take(self, attempt: _Attempt, crew: Crew, node: int, event: Event) -> None:
@@ -326,14 +327,15 @@ class Supervisor:
     def _find_cause(self, attempt: _Attempt, crew: Crew) -> Failure:
         cause = first_cause(attempt.failures, list(attempt.left.values()))
         silent = sorted(set(range(attempt.world_size)) - attempt.ranks_out)
-        blamed = [rank for one in attempt.failures if one.follows for rank in blamed_ranks(one.exception)]
         silent = [rank for rank in silent if rank in waited_for(attempt.failures)] or silent
+        blamed = [rank for one in attempt.failures if one.follows for rank in blamed_ranks(one.exception)]
         candidates = [rank for rank in blamed if rank in silent] or (silent if cause.kind == TIMEOUT else [])
         if cause.follows and candidates:
             rank = candidates[0]
             node = self._node_of(rank)
             step = attempt.hangs.ranks[rank].step if rank in attempt.hangs.ranks else cause.step
             place = {"rank": rank, "node": node, "host": self._host(node), "pid": crew.pid_of(rank), "step": step}
+            place["noticed_after"] = cause.at - attempt.stepped_at if attempt.stepped_at else None
             return never_came(cause, self._stacks(attempt, crew, [rank])[rank], at=cause.at, **place)
         if cause.rank is not None and cause.node == 0:
             cause = replace(cause, log=str(crew.logs.path(cause.rank)))  # it may have moved since
@@ -364,7 +366,8 @@ class Supervisor:
             node = self._node_of(rank)
             place = {"rank": rank, "node": node, "host": self._host(node), "pid": crew.pid_of(rank)}
             words = hang_in_words(stall, odd, attempt.hangs)
-            attempt.hang = hung(words, stacks.get(rank, ""), step=attempt.hangs.ranks[rank].step, at=0.0, **place)
+            place |= {"step": attempt.hangs.ranks[rank].step, "at": 0.0, "noticed_after": stall.seconds}
+            attempt.hang = hung(words, stacks.get(rank, ""), **place)
             path = write_stacks(crew.logs.folder, stall, stacks)
             _say(f"drivetrain: {attempt.hang.where}: {words}.\n  The stacks of all ranks are in {path}")
             self._log.note("hang", rank=rank, step=stall.step, seconds=stall.seconds)

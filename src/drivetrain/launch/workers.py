@@ -189,6 +189,9 @@ class Crew:
         self._gone = False
         self._killed = False
         self._next_look = 0.0
+        self._looked_at = time.monotonic()  # when all workers that had not ended were last seen to be there
+        # Not among the logs, which may move before anything is dumped. Only NCCL dumps, and it needs GPUs.
+        self._dumps = Path(tempfile.mkdtemp(prefix="drivetrain-collectives-")) if layout.gpus else None
         self._workers = [
             self._start(task, start, local_rank, store if local_rank == 0 else None)
             for local_rank in range(layout.num_processes)
@@ -207,10 +210,10 @@ class Crew:
         cores = layout.cores[local_rank] if layout.cores else ()
         environment = {
             **os.environ,
+            **({} if self._dumps is None else dump_environment(os.environ, f"{self._dumps}/rank-")),
             **layout.environment,
             **task.environment,
             **place.environment,
-            **({} if self._dumps is None else dump_environment(os.environ, f"{self._dumps}/rank-")),
             "NODE_RANK": str(start.place),
             "GROUP_RANK": str(start.place),
             "GROUP_WORLD_SIZE": str(start.num_places),
@@ -277,10 +280,11 @@ class Crew:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS
             self._look()
+        now = time.monotonic()
         for worker in self._workers:
             if not worker.ended and (code := worker.process.poll()) is not None:
                 self._end(worker, code)
-        now = time.monotonic()
+        self._looked_at = now
         if self.is_gone and not self._gone:
             self._gone = True
             self._events.append({"event": "gone"})
@@ -350,16 +354,16 @@ class Crew:
             self._end(worker, worker.process.returncode)
         self._selector.close()
         self._logs.close()
-
-    def _read_output(self, worker: _Worker) -> None:
-        self._drain(worker.output, lambda data: self._logs.write(worker.rank, data))
-
         if self._dumps is not None:
             with contextlib.suppress(OSError):
                 for path in self._dumps.iterdir():  # for `torchfrtrace`
                     shutil.move(path, self._logs.folder / f"{path.name}.collectives")
             shutil.rmtree(self._dumps, ignore_errors=True)
             self._dumps = None
+
+    def _read_output(self, worker: _Worker) -> None:
+        self._drain(worker.output, lambda data: self._logs.write(worker.rank, data))
+
     def _read_reports(self, worker: _Worker) -> None:
         def take(data: bytes) -> None:
             *lines, worker.began = (worker.began + data).split(b"\n")
@@ -400,7 +404,7 @@ class Crew:
             if not report.get("expected"):  # into the log, not on the screen: the screen gets the cause, once
                 self._logs.write(worker.rank, str(report["traceback"]).encode(), show=False)
             age = max(0.0, time.monotonic() - float(report["at"]))
-            self._fail(worker, failure_from_error(report, **self._place(worker)), age)
+            self._fail(worker, failure_from_error(report, noticed_after=age, **self._place(worker)), age)
 
     def _end(self, worker: _Worker, code: int) -> None:
         if worker.ended:
@@ -426,20 +430,19 @@ class Crew:
         if code == 0 or (code == STOPPED and worker.has_stopped):
             self._emit("left", worker)
             return
-        place = {**self._place(worker), "step": worker.step}
-        said = self._logs.tail(worker.rank)
-        self._fail(
-            worker, failure_from_exit(code, out_of_memory=oom_kills() > self._oom_kills, said=said, **place), 0.0
-        )
+        unseen = time.monotonic() - self._looked_at  # it ended at some moment since
+        place = {**self._place(worker), "step": worker.step, "noticed_after": unseen}
+        said = {"said": self._logs.tail(worker.rank), "searched": self._logs.end_of(worker.rank)}
+        self._fail(worker, failure_from_exit(code, out_of_memory=oom_kills() > self._oom_kills, **said, **place), 0.0)
 
     def _fail(self, worker: _Worker, failure: Failure, age: float) -> None:
-        if not self._killed:
-            self._emit("failure", worker, age=age, failure=asdict(failure))
-
         if failure.kind == TIMEOUT and self._dumps is not None:
             prefix = next((os.environ[name] for name in DUMP_FILES if name in os.environ), f"{self._dumps}/rank-")
             reached = reached_by_dump(Path(f"{prefix}{worker.rank}"))
             failure = replace(failure, collectives=reached or failure.collectives)
+        if not self._killed:
+            self._emit("failure", worker, age=age, failure=asdict(failure))
+
     def _emit(self, event: str, worker: _Worker, **facts: Any) -> None:
         self._events.append({"event": event, "rank": worker.rank, **facts})
 
