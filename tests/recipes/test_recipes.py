@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from drivetrain.cli import main
-from drivetrain.commands.train import FOR_ALL_RECIPES, FOR_RECIPES
+from drivetrain.commands.train import FOR_RECIPES
 from drivetrain.config import configure
 from drivetrain.core.plugins import RECIPES, recipe_summary
 from drivetrain.recipes import Recipe, digits
@@ -202,10 +202,23 @@ def test_how_long_a_job_of_one_s_own_trains(tmp_path: Path, monkeypatch, capsys,
     assert main(["plan", target, "--epochs", "2", "--for", "1xL4", "--out", "there.yaml"]) == 0
     assert yaml.safe_load(Path("there.yaml").read_text())["num_steps"] == 8
     capsys.readouterr()
-    assert train(tmp_path / "refused", target, "--experts", "3", "--seed", "4") == 2
+    assert train(tmp_path / "refused", target, "--experts", "3", "--data", "there") == 2
     said = capsys.readouterr().err
-    assert all(f"{flag} (command line): it is for recipes" in said for flag in ("--experts", "--seed"))
+    assert all(f"{flag} (command line): it is for recipes" in said for flag in ("--experts", "--data"))
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("target", ["mine.py", "budgets:make_job"])
+def test_the_seed_of_a_job_is_set_by_a_flag(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "budgets.py").write_text(SCRIPT)
+    (tmp_path / "other.py").write_text(SCRIPT.replace("dt.Job(", "dt.Job(seed=4, "))
+    assert train(tmp_path / "flag", target, "--seed", "4") == 0
+    assert train(tmp_path / "job", "other.py") == 0
+    assert train(tmp_path / "plain", "mine.py") == 0
+    assert losses(tmp_path / "flag" / "mine") == losses(tmp_path / "job" / "mine")
+    assert losses(tmp_path / "flag" / "mine") != losses(tmp_path / "plain" / "mine")
 
 
 @pytest.mark.parametrize("name", RECIPES.names())
@@ -216,13 +229,13 @@ def test_what_a_recipe_says_of_itself(name: str) -> None:
     assert summary is not None
     assert (summary.about, summary.reads) == (recipe.about, recipe.reads)
     assert summary.about
-    assert {*summary.reads} <= {*FOR_RECIPES} - {*FOR_ALL_RECIPES}
+    assert {*summary.reads} <= {*FOR_RECIPES}
 
 
 def test_every_setting_for_recipes_has_a_reader() -> None:
     summaries = [recipe_summary(name) for name in RECIPES.names()]
     read = {setting for summary in summaries if summary is not None for setting in summary.reads}
-    assert {*FOR_ALL_RECIPES, *read} == {*FOR_RECIPES}
+    assert read == {*FOR_RECIPES}
 
 
 def test_a_file_may_hold_what_is_for_others(tmp_path: Path, capsys) -> None:

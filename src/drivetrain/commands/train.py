@@ -56,14 +56,8 @@ class TrainOptions(LaunchOptions, ForScript):
     )
 
 
-# What only recipes read: a user's own job sets it itself. All recipes read the first, and others as each says.
-FOR_ALL_RECIPES = ("run.seed",)
-FOR_RECIPES = (
-    *FOR_ALL_RECIPES,
-    "data.path",
-    "moe.experts",
-    *(setting.name for setting in SETTINGS if setting.section == "recipe"),
-)
+# What only recipes read, as each says: a user's own job sets it itself.
+FOR_RECIPES = ("data.path", "moe.experts", *(setting.name for setting in SETTINGS if setting.section == "recipe"))
 
 
 def run(options: TrainOptions, resolved: Resolved) -> int | None:
@@ -83,7 +77,7 @@ def _refuse_unread(target: str, resolved: Resolved) -> None:
     recipe = None if target.endswith(".py") else recipe_summary(target)
     problems = []
     for name in asked:
-        if recipe is not None and name in (*FOR_ALL_RECIPES, *recipe.reads):
+        if recipe is not None and name in recipe.reads:
             continue
         message = f"it is for recipes; the job of {target} says this itself"
         remedy = "set it in the job, and leave this out"

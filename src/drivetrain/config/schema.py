@@ -85,7 +85,9 @@ class RunSection(Section):
     strict: Annotated[bool, Flag("strict")] = Field(
         False, description="refuse to go on with a run whose code or data has changed, instead of reporting it"
     )
-    seed: Annotated[int, Flag("seed")] = Field(0, ge=0, lt=2**63, description="seed of weights and sample order")
+    seed: Annotated[int, Flag("seed")] = Field(
+        0, ge=0, lt=2**63, description="seed of weights and sample order, in place of a job's own"
+    )
     debug: Annotated[bool, Flag("debug")] = Field(
         False,
         description="try the whole path on little: 100 samples for training and 100 for validation, 4 per device and "

@@ -148,6 +148,7 @@ def settled_job(
     )
     job = replace(
         with_optimizer_settings(of_asked_length(job, config), config),
+        seed=_seed(job, config),
         global_batch=global_batch,
         checkpoint_every=config.checkpoint.every or job.checkpoint_every,
         keep_last=config.checkpoint.keep_last or job.keep_last,
@@ -159,6 +160,12 @@ def settled_job(
     refuse_other_batch(config, job.global_batch or 0)
     _refuse_small_product(config, job.global_batch or 0, num_devices)
     return job, by_rule
+
+
+def _seed(job: Job, config: Config) -> int:
+    """Return the seed asked for, else the job's own. A recipe has read the configuration itself."""
+    is_asked = "seed" in config.run.model_fields_set and not job.length_is_read
+    return config.run.seed if is_asked else job.seed
 
 
 def _goes_on(folder: Path, config: Config) -> bool:
