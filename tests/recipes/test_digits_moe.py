@@ -42,12 +42,13 @@ def test_the_demo_grows_sleeps_and_leaves_its_files(tmp_path: Path, capsys: pyte
         assert night["before"].keys() == night["after"].keys() == {"valid_loss", "valid_accuracy"}
         assert 0 < night["seconds"] < 600
     names = ["training_metrics.png", "expert_lifecycle.png", "expert_activations.png", "knowledge_graph.png"]
-    names += ["expert_device_distribution.png", "knowledge_graph_epoch_1.png", "knowledge_graph_epoch_2.png"]
+    names += ["knowledge_graph_epoch_1.png", "knowledge_graph_epoch_2.png"]
     for name in names:
         assert (run / name).read_bytes().startswith(b"\x89PNG"), name
-    assert all(str(run / name) in said for name in names[:5])
+    assert all(str(run / name) in said for name in names[:4])
+    assert not (run / "expert_device_distribution.png").exists(), "there is one device"
     page = (run / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count("data:image/png;base64,") == 4
     assert f"sleep {nights[0]['cycle']}" in page
     assert "compilation           not used" in (run / "performance_summary.txt").read_text()
     assert "test pictures are read correctly" in said

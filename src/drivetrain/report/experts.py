@@ -23,7 +23,7 @@ _MARKS: Mapping[str, tuple[str, str, int]] = {
 
 def draw_activations(data: RunData) -> bytes | None:
     """Draw expert_activations.png: each expert's share of the tokens over the run, and of each class at the end."""
-    layer, loads = _of_first_layer(data.told("load"))
+    layer, loads = of_first_layer(data.told("load"))
     if not loads:
         return None
     nights = [night for night in data.told("sleep") if night.get("serves", {}).get(layer)]
@@ -37,7 +37,8 @@ def draw_activations(data: RunData) -> bytes | None:
         edges = {"top": 1 - above / height, "bottom": below / height}
         drawn.figure.subplots_adjust(left=0.055, right=0.975, wspace=0.21, **edges)
         count = sum(1 for tokens in loads[-1]["loads"].values() if tokens)
-        drawn.head(f"{data.name}: who works", f"{count} experts at work at the end   ·   {_layer_in_words(layer)}")
+        parts = [f"{count} experts at work at the end", _layer_in_words(layer), ceiling_in_words(loads)]
+        drawn.head(f"{data.name}: who works", "   ·   ".join(filter(None, parts)))
         _draw_shares(axes[0], loads, [night["step"] for night in data.told("sleep")], least_gap=_LINE / inside)
         if nights:
             _draw_classes(axes[1], serves, nights[-1]["step"], inside)
@@ -48,7 +49,7 @@ def draw_activations(data: RunData) -> bytes | None:
 
 def draw_lifecycle(data: RunData) -> bytes | None:
     """Draw expert_lifecycle.png: how many experts there were and what became of them; what each sleep did."""
-    layer, loads = _of_first_layer(data.told("load"))
+    layer, loads = of_first_layer(data.told("load"))
     nights = data.told("sleep")
     events = [row for row in data.told("expert") if row.get("what") in _MARKS and row.get("layer") == layer]
     if not (loads and (events or nights)):
@@ -69,24 +70,23 @@ def draw_lifecycle(data: RunData) -> bytes | None:
 
 
 def draw_devices(data: RunData) -> bytes | None:
-    """Draw expert_device_distribution.png: which expert is on which device, and the load of each."""
-    loads = _of_first_layer(data.told("load"))[1]
+    """Draw expert_device_distribution.png: which expert is on which device, and the load of each.
+
+    None where there is one device, or every device has all experts: there is nothing to see then.
+    """
+    loads = of_first_layer(data.told("load"))[1]
     if not loads or "ranks" not in loads[-1]:
         return None
     last = loads[-1]
     ranks = sorted({int(rank) for rank in last["ranks"].values()} | set(range(int(data.plan.get("world_size", 1)))))
-    if data.plan.get("strategy") != "expert_parallel":
-        ranks = [0]
+    if data.plan.get("strategy") != "expert_parallel" or len(ranks) < 2:
+        return None
     with canvas(11, 1.75 + 0.62 * len(ranks)) as drawn:
         axis = drawn.figure.subplots()
         height = drawn.figure.get_figheight()
         drawn.figure.subplots_adjust(left=0.13, right=0.97, top=1 - 0.85 / height, bottom=0.55 / height)
-        shared = (
-            "every device has a copy of all experts"
-            if _is_copied(data)
-            else f"{len(ranks)} device" + "s" * (len(ranks) > 1)
-        )
-        drawn.head(f"{data.name}: where experts live", f"{shared}   ·   step {last['step']:,}", left=0.03)
+        subtitle = f"{len(ranks)} devices   ·   step {last['step']:,}"
+        drawn.head(f"{data.name}: where experts live", subtitle, left=0.03)
         _draw_places(axis, data, last, ranks)
         return drawn.png()
 
@@ -215,6 +215,9 @@ def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
         axis.plot([place, place], [before, after], color=color, linewidth=3, solid_capstyle="round", zorder=2)
         axis.scatter([place], [before], s=46, color="white", edgecolor=color, linewidth=1.8, zorder=3)
         axis.scatter([place], [after], s=56, color=color, zorder=4)
+        if after == before:
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8.5, "color": INK}
+            axis.annotate("no change", (place, after), (0, 9), **style)
     if is_share:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     labels = [f"step {night['step']:,}\n{night['seconds']:.1f} s" for night in shown]
@@ -230,11 +233,10 @@ def _draw_nights(axis: Any, nights: Sequence[Row]) -> None:
 
 def _draw_places(axis: Any, data: RunData, last: Row, ranks: Sequence[int]) -> None:
     total = max(sum(last["loads"].values()), 1)
-    is_placed = not _is_copied(data)
     for place, rank in enumerate(ranks):
         left = 0.0
         for number in sorted(last["loads"], key=int):
-            if is_placed and len(ranks) > 1 and int(last["ranks"][number]) != rank:
+            if int(last["ranks"][number]) != rank:
                 continue
             width = last["loads"][number] / total
             axis.barh(place, width, left=left, height=0.66, color=_color(int(number)), edgecolor="white", linewidth=1)
@@ -277,7 +279,7 @@ def _mark_nights(axis: Any, steps: Sequence[int]) -> None:
             axis.text(step, 0.985, " sleep", transform=axis.get_xaxis_transform(), bbox=box, **style)
 
 
-def _of_first_layer(loads: Sequence[Row]) -> tuple[str, list[Row]]:
+def of_first_layer(loads: Sequence[Row]) -> tuple[str, list[Row]]:
     """Return the rows of the first mixture that have the experts' own loads."""
     rows = [row for row in loads if row.get("loads")]
     if not rows:
@@ -290,15 +292,14 @@ def _layer_in_words(layer: str) -> str:
     return f"layer {layer}" if layer else "the whole model"
 
 
-def _is_copied(data: RunData) -> bool:
-    return int(data.plan.get("world_size", 1)) > 1 and data.plan.get("strategy") != "expert_parallel"
+def ceiling_in_words(loads: Sequence[Row]) -> str:
+    """Return why no share can be 100 %: each token goes to several experts, and never twice to one."""
+    chosen = int(loads[-1].get("top_k", 1)) if loads else 1
+    return "" if chosen < 2 else f"each token goes to {chosen} experts: a share is {1 / chosen:.0%} at most"
 
 
 def _device_of(data: RunData, rank: int) -> str:
-    device = str(data.plan.get("device", "cpu"))
-    if _is_copied(data):
-        return "all devices"
-    return device if int(data.plan.get("world_size", 1)) == 1 else f"rank {rank} ({device.split(':')[0]})"
+    return f"rank {rank} ({str(data.plan.get('device', 'cpu')).split(':')[0]})"
 
 
 def _color(number: int) -> str:

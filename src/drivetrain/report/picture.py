@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.report.run_data import RunData
+from drivetrain.report.run_data import RunData, best_index
 
 INK, FAINT, GRID = "#22303c", "#8a97a3", "#e4e8ec"
 TRAIN, VALID, OTHER, BARS = "#2f6db5", "#d9822b", "#3a9679", "#8fb3d9"
@@ -120,6 +120,7 @@ def _draw_loss(axis: Any, data: RunData) -> None:
     if "valid_loss" in data.metric_names:
         where, values = data.metric("valid_loss")
         axis.plot(where, values, color=VALID, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+        _mark_best(axis, "valid_loss", where, values, VALID)
     for number, name in enumerate(data.set_losses[:_MOST_LOSS_PARTS]):
         label = name.removeprefix("valid_").removesuffix("_loss").replace("_", " ")
         axis.plot(*data.metric(name), color=MANY[3 + number], linewidth=1.3, marker="o", markersize=2.5, label=label)
@@ -128,6 +129,16 @@ def _draw_loss(axis: Any, data: RunData) -> None:
         axis.set_yscale("log")
     axis.legend(loc="upper right")
     return None
+
+
+def _mark_best(axis: Any, name: str, where: list[float], values: list[float], color: str) -> None:
+    """Draw a ring around the best point of a metric, with its value."""
+    best = best_index(name, values)
+    axis.scatter([where[best]], [values[best]], s=90, facecolor="none", edgecolor=color, linewidth=1.8, zorder=5)
+    is_right = where[best] - where[0] > 0.7 * (where[-1] - where[0])
+    box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
+    style = {"textcoords": "offset points", "ha": "right" if is_right else "left", "fontsize": 9, "bbox": box}
+    axis.annotate(f"best {values[best]:.4g} at {where[best]:,.0f}", (where[best], values[best]), (0, 9), **style)
 
 
 def _draw_parts(axis: Any, data: RunData) -> None:
@@ -163,7 +174,7 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
         where, values = data.metric(name)
         is_share = is_share and all(0 <= value <= 1 for value in values)
         axis.plot(where, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=name.replace("_", " "))
-        axis.annotate(f"{values[-1]:.4g}", (where[-1], values[-1]), (0, 7), textcoords="offset points", ha="right")
+        _mark_best(axis, name, where, values, color)
     if len(names) > 1:
         axis.legend(loc="best")
     axis.margins(y=0.15)

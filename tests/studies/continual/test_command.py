@@ -69,5 +69,5 @@ def test_the_recipe_tells_what_it_kept(tmp_path: Path, capsys) -> None:
     assert "over all tasks in the end" in out
     events = [json.loads(line) for line in (tmp_path / "digits-continual" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "task"] == [20, 40, 60, 80, 100]
-    for name in ("expert_lifecycle.png", "expert_activations.png", "expert_device_distribution.png"):
+    for name in ("expert_lifecycle.png", "expert_activations.png"):
         assert (tmp_path / "digits-continual" / name).read_bytes().startswith(b"\x89PNG"), name

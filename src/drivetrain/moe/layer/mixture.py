@@ -527,7 +527,7 @@ class LoadReport:
                 for values in (layer.load.tolist(), ranks)
             )
             facts = layer.figures().as_dict()
-            context.tell("load", step=context.step, layer=name, **facts, loads=loads, ranks=places)
+            context.tell("load", step=context.step, layer=name, top_k=layer.k, **facts, loads=loads, ranks=places)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {}
