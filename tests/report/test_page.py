@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain.moe import KnowledgeGraph
 from drivetrain.report import RunData, summary
 from drivetrain.report.charts import charts, thinned
 from drivetrain.report.page import ASSETS, page
@@ -136,6 +137,113 @@ def test_a_hundred_thousand_steps_make_a_small_page_soon(tmp_path: Path) -> None
     assert max(charts(data)[0]["lines"][0]["y"]) == 77.0
 
 
+def fault_rows(folder: Path) -> None:
+    """A run on two processes: rank 1 is killed, it goes on from a checkpoint, runs out of memory, is killed again."""
+
+    def row(second: int, event: str, **facts: Any) -> str:
+        return (
+            json.dumps({"event": event, "time": f"2026-01-01T00:{second // 60:02d}:{second % 60:02d}+00:00", **facts})
+            + "\n"
+        )
+
+    spent = {"step": 5.0, "eval": 1.0, "data_wait": 2.0, "ckpt_block": 0.0, "init": 2.0, "other": 0.0}
+    later = {**spent, "step": 15.0}
+    (folder / "events.jsonl").write_text(
+        row(10, "start", step=0, since={"seconds": 10.0})
+        + row(20, "time", step=50, spent=spent)
+        + row(30, "time", step=100, spent=later)
+        + row(50, "resume", step=80, since={"seconds": 8.0})
+        + row(55, "out of memory", step=85, words="micro-batches of 8")
+        + row(56, "micro-batch capped", step=85, words="4 samples from now on")
+        + row(60, "time", step=120, spent=spent)
+        + row(90, "resume", step=120, since={"seconds": 5.0})
+        + row(100, "finish", step=300)
+    )
+    (folder / "attempts.jsonl").write_text(
+        row(35, "failure", cause="killed", rank=1, step=103) + row(100, "end", code=0)
+    )
+
+
+def test_faults_and_recoveries_are_on_the_clock(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    fault_rows(folder)
+    text = made_page(folder)
+    seen = figures_of(text)["timeline"]
+    assert seen["seconds"] == 100
+    assert [start[:3] for start in seen["starts"]] == [[0.0, 0.1, 0.35], [0.42, 0.5, 0.6], [0.85, 0.9, 1.0]]
+    first, second = seen["starts"][0][4]
+    assert first == [0.1, 0.2, [0.5, 0.2, 0.1, 0.0, 0.2, 0.0]]
+    assert second == [0.2, 0.3, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], "what was spent since the row before"
+    assert seen["marks"] == [
+        [0.35, "fault", "35 s", "failed on rank 1, step 103: killed"],
+        [0.5, "recovery", "50 s", "went on from step 80; 23 steps done again, 15 s after the end"],
+        [0.55, "fault", "55 s", "out of memory, step 85: micro-batches of 8"],
+        [0.56, "recovery", "56 s", "smaller micro-batches, step 85: 4 samples from now on"],
+        [0.6, "fault", "1 min 0 s", "ended without a word: killed, or the machine went down"],
+        [0.9, "recovery", "1 min 30 s", "went on from step 120, 30 s after the end"],
+        [1.0, "end", "1 min 40 s", "finished at step 300"],
+    ]
+    assert "<td>failure</td><td>killed</td>" in text
+
+
+def test_damaged_times_and_graphs_leave_a_page(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "time", "time": 3, "spent": 4}\n')
+        file.write('{"event": "time", "time": "2026-01-01T00:01:30+00:00", "spent": [1]}\n')
+        file.write('{"event": "resume", "time": "2026-01-01T00:01:40+00:00", "step": null, "since": 7}\n')
+    (folder / "knowledge").mkdir()
+    (folder / "knowledge" / "epoch_0001.json").write_text('{"step": 3, "layers": {"a": {"graph": []}}}')
+    (folder / "knowledge" / "epoch_0002.json").write_text("[")
+    figures = figures_of(made_page(folder))
+    assert figures["knowledge"] == []
+    assert len(figures["timeline"]["starts"]) == 3
+
+
+def make_graph(folder: Path) -> None:
+    """Three experts and two concepts, one of them with a name full of HTML; at two steps."""
+    (folder / "knowledge").mkdir()
+    for number in (1, 2):
+        graph = KnowledgeGraph()
+        for expert in range(3):
+            graph.add_expert(expert, 0, parent=0 if expert == 2 else None)
+            graph.note(expert, activations=100 * (expert + 1), last_use=10 * number)
+        graph.add_concept(HOSTILE)
+        graph.add_concept("cats")
+        graph.look(
+            {
+                "composition": {(0, "cats"): 0.75, (1, "cats"): 0.25, (1, HOSTILE): 1.0},
+                "co-activation": {(0, 1): 0.5},
+            }
+        )
+        layer = {"graph": graph.as_json(), "experts": [0, 1, 2], "loads": [6, 3, 1], "ranks": [0, 0, 0]}
+        row = {
+            "step": 10 * number,
+            "epoch": number,
+            "layers": {"moe": {**layer, "capabilities": [1.0], "together": 1.0}},
+        }
+        (folder / "knowledge" / f"epoch_{number:04d}.json").write_text(json.dumps(row))
+    with (folder / "events.jsonl").open("a") as file:
+        for step in (10, 20):
+            loads = {"event": "load", "step": step, "layer": "moe", "top_k": 2, "loads": {"0": 6, "1": 3, "2": 1}}
+            file.write(json.dumps(loads) + "\n")
+
+
+def test_experts_and_what_they_know(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    make_graph(folder)
+    figures = figures_of(made_page(folder))
+    assert [graph["step"] for graph in figures["knowledge"]] == [10, 20]
+    nodes = {node["name"]: node for node in figures["knowledge"][-1]["nodes"]}
+    assert set(nodes) == {"0", "1", "2", "cats", HOSTILE}
+    assert nodes["0"]["told"][:2] == ["60.0% of the last step's tokens", "100 tokens in all"]
+    assert any(line.startswith("serves the concept: cats") for line in nodes["0"]["told"])
+    assert "grown from expert 0" in nodes["2"]["told"]
+    shares = {line["name"]: line["y"] for line in figures["experts"]["lines"]}
+    assert shares == {"expert 0": [60.0, 60.0], "expert 1": [30.0, 30.0], "expert 2": [10.0, 10.0]}
+    assert figures["experts"]["note"] == "each token goes to 2 experts: a share is 50% at most"
+
+
 # In a browser. A script of the test presses keys and writes what it sees into the page; the policy of the copy lets it.
 PROBE = """
 addEventListener('securitypolicyviolation', (event) => seen.errors.push('policy: ' + event.violatedDirective));
@@ -157,6 +265,23 @@ addEventListener('load', () => {
   over.value = 'seconds'; over.dispatchEvent(new Event('change'));
   document.querySelector('button').click();
   Object.assign(seen, {inked, other: root.dataset.theme, redrawn: document.querySelectorAll('canvas').length});
+  const graph = document.querySelector('.graph svg'), info = document.querySelector('.graph .info');
+  if (graph) {
+    const names = [info.textContent];
+    graph.focus();
+    for (const key of ['ArrowRight', 'ArrowRight', 'End', 'Escape']) {
+      graph.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+      names.push(info.querySelector('b').textContent);
+    }
+    graph.querySelector('g').dispatchEvent(new MouseEvent('mouseenter'));
+    const hovered = info.textContent, faint = graph.querySelectorAll('.faint').length;
+    const slider = document.querySelector('.slider input');
+    slider.value = 0; slider.dispatchEvent(new Event('input'));
+    const mark = document.querySelector('.mark.fault');
+    if (mark) mark.focus();
+    Object.assign(seen, {names, hovered, faint, step: document.querySelector('.slider output').textContent,
+      mark: document.querySelector('#timeline .told').textContent});
+  }
   const told = document.createElement('pre'); told.id = 'seen'; told.textContent = JSON.stringify(seen);
   document.body.appendChild(told);
 });
@@ -184,14 +309,25 @@ def drawn(path: Path, text: str, *flags: str) -> Any:
 @in_browser
 @pytest.mark.parametrize(("width", "dark"), [(1300, False), (390, True)], ids=["wide", "a phone in the dark"])
 def test_the_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
-    text = made_page(make_folder(tmp_path / "run"))
+    folder = make_folder(tmp_path / "run")
+    fault_rows(folder)
+    make_graph(folder)
+    text = made_page(folder)
     flags = [f"--window-size={width},900", *(["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] * dark)]
     seen = drawn(tmp_path / "page.html", text, *flags)
     assert seen["errors"] == []
-    assert int(seen["drawn"]) == seen["canvases"] == seen["redrawn"] == len(figures_of(text)["charts"])
+    assert int(seen["drawn"]) == seen["canvases"] == seen["redrawn"] == len(figures_of(text)["charts"]) + 1
     assert all(seen["inked"])
     assert seen["focused"]
     assert "–" in seen["before"]
     assert seen["after"] != seen["before"], "arrow keys move along the curve"
     assert {seen["theme"], seen["other"]} == {"light", "dark"}
     assert seen["width"] <= seen["room"], "nothing is wider than the window"
+    nodes = figures_of(text)["knowledge"][-1]["nodes"]
+    kinds = [f"{'concept' if 'radius' not in node else 'expert'} {node['name']}" for node in nodes]
+    assert seen["names"][1:] == [kinds[0], kinds[1], kinds[-1], "layer moe"], "arrow keys go from node to node"
+    assert nodes[0]["told"][0] in seen["hovered"]
+    assert seen["faint"] > 0, "what is not tied to it steps back"
+    assert seen["step"] == "10"
+    assert seen["mark"] == "35 s: failed on rank 1, step 103: killed"
+    assert seen["title"] == "made"

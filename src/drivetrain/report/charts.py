@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from drivetrain.report.experts import ceiling_in_words, of_first_layer
 from drivetrain.report.run_data import Row, RunData, best_index
 
 MOST_POINTS = 1500  # of a curve: more than there are pixels
+MOST_EXPERTS = 24  # that have a band of their own
 TELEMETRY = {
     "utilisation_percent": "Utilization (%)",
     "memory_used_gib": "Memory used (GiB)",
@@ -26,6 +28,31 @@ Line = dict[str, Any]
 def charts(data: RunData) -> list[Chart]:
     """Return the charts of a run, in the order of the page."""
     return [chart for chart in (_loss(data), *_metrics(data), *_steps(data), *_speed(data)) if chart["lines"]]
+
+
+def experts(data: RunData) -> Chart | None:
+    """Return each expert's share of the tokens over the run; None where there are no experts."""
+    layer, loads = of_first_layer(data.told("load"))
+    if not loads:
+        return None
+    totals = [max(sum(row["loads"].values()), 1) for row in loads]
+    numbers = sorted({number for row in loads for number in row["loads"]}, key=int)
+    most = sorted(numbers, key=lambda number: -sum(row["loads"].get(number, 0) for row in loads))[:MOST_EXPERTS]
+    rows = [
+        {"step": row["step"], **{number: 100 * row["loads"].get(number, 0) / total for number in most}}
+        for row, total in zip(loads, totals, strict=True)
+    ]
+    lines = [_line(f"expert {number}", rows, number) for number in sorted(most, key=int)]
+    if len(most) < len(numbers):
+        rest = [{"step": row["step"], "rest": 100 - sum(row[number] for number in most)} for row in rows]
+        lines.append(_line(f"the {len(numbers) - len(most)} others", rest, "rest"))
+    return {
+        "title": f"Tokens by expert (%){f', layer {layer}' if layer else ''}",
+        "lines": [line for line in lines if line["x"]],
+        "stacked": True,
+        "from_zero": True,
+        "note": ceiling_in_words(loads),
+    }
 
 
 def telemetry(data: RunData) -> list[Chart]:

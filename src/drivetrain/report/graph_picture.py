@@ -6,7 +6,8 @@ since nothing on one can overlap, and the picture of the next epoch looks much t
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ _LEAST = {"similarity": 0.3, "composition": 0.12, "co-activation": 0.1, "split":
 _MOST = {"similarity": 2, "composition": 3, "co-activation": 2, "split": 1, "parent": 99}  # of a node
 _MOST_TIES = 60
 _FOLDER = "knowledge"
+MOST_GRAPHS = 6  # on a page
+_MOST_TOLD = 6  # ties of a kind
+TIES = {relation: (color, words) for relation, (color, _, _, words) in _LINES.items()}
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,65 @@ def knowledge_of(data: RunData, epoch: int | None = None) -> Row:
     found = sorted((data.folder / _FOLDER).glob(pattern))
     rows = [row for path in found if (row := as_row(path.read_bytes())) is not None]
     return max(rows, key=lambda row: int(row["step"]), default={})
+
+
+def knowledge_figures(data: RunData, most: int = MOST_GRAPHS) -> list[dict[str, Any]]:
+    """Return the graphs that the page draws: places, sizes, names and ties, the first, the last and some between."""
+    paths = sorted((data.folder / _FOLDER).glob("[es]*.json"))
+    rows = [row for path in paths if (row := as_row(path.read_bytes())) is not None and row.get("layers")]
+    rows.sort(key=lambda row: int(row.get("step", 0)))
+    count = min(most, len(rows))
+    chosen = [rows[round(place * (len(rows) - 1) / max(count - 1, 1))] for place in range(count)]
+    found = []
+    for row in chosen:
+        with suppress(LookupError, TypeError, ValueError, AttributeError):  # damaged: the others are drawn
+            found.append(_graph_figures(row))
+    return found
+
+
+def _graph_figures(row: Row) -> dict[str, Any]:
+    name, layer = next(iter(row["layers"].items()))
+    graph = KnowledgeGraph.from_json(layer["graph"])
+    plan, step = layout(graph), int(row["step"])
+    radii = _radii(graph, plan)
+    seen = max((graph.facts(number).last_use for number in graph.experts), default=step)
+    dormant = set(graph.dormant(seen, max(int(_DORMANT_SHARE * step), 1)))
+    loads = dict(zip(layer["experts"], layer["loads"], strict=True))
+    total = max(sum(load for number, load in loads.items() if number >= 0), 1)
+    nodes: list[dict[str, Any]] = []
+    for node, (x, y) in plan.places.items():
+        drawn: dict[str, Any] = {"name": str(node), "x": round(x, 4), "y": round(-y, 4)}
+        if isinstance(node, str):
+            told = [f"{share:.0%} of it by expert {number}" for number, share in graph.serving(node)[:_MOST_TOLD]]
+        else:
+            facts, load = graph.facts(node), loads.get(node, 0) / total
+            drawn |= {"radius": round(radii[node], 4), "share": round(load, 4), "dormant": node in dormant}
+            drawn["specialization"] = round(facts.specialisation, 3)
+            told = [f"{load:.1%} of the last step's tokens", f"{facts.activations:,} tokens in all"]
+            told += [f"specialization {facts.specialisation:.2f}", *_ties_in_words(graph, node)]
+            told += ["dormant: long without a token"] * (node in dormant)
+        nodes.append({**drawn, "told": told})
+    numbers = {node: index for index, node in enumerate(plan.places)}
+    ties = [
+        [numbers[edge.one], numbers[edge.other], edge.relation, round(edge.weight, 3)]
+        for edge in _shown(graph)
+        if edge.one in numbers and edge.other in numbers
+    ]
+    return {"step": step, "epoch": row.get("epoch"), "layer": _layer(name), "nodes": nodes, "ties": ties}
+
+
+def _ties_in_words(graph: KnowledgeGraph, number: int) -> Iterator[str]:
+    """Yield the strongest ties of an expert, a line for each kind."""
+    for relation, (_, _, _, words) in _LINES.items():
+        edges = [edge for edge in graph.edges(relation) if number in (edge.one, edge.other)]
+        if relation == "parent":
+            edges = [edge for edge in edges if edge.other == number]
+        strongest = sorted(edges, key=lambda edge: -edge.weight)[:_MOST_TOLD]
+        others = [(edge.other if edge.one == number else edge.one, edge.weight) for edge in strongest]
+        if relation == "parent":  # which weakens with time only so that it is forgotten in the end
+            yield from (f"{words} expert {other}" for other, _ in others)
+        elif others:
+            yield f"{words}: " + ", ".join(f"{other} ({weight:.0%})" for other, weight in others)
 
 
 def draw_graph(graph: KnowledgeGraph, step: int, title: str, subtitle: str = "") -> bytes:

@@ -16,9 +16,11 @@ from typing import Any
 from urllib.parse import quote
 
 from drivetrain.core.value import format_duration
-from drivetrain.report.charts import axes, charts, telemetry
+from drivetrain.report.charts import axes, charts, experts, telemetry
+from drivetrain.report.graph_picture import TIES, knowledge_figures
 from drivetrain.report.run_data import Row, RunData, best_index
 from drivetrain.report.summary import device_in_words, median
+from drivetrain.report.timeline import FAULTS, timeline
 
 ASSETS = Path(__file__).parent / "assets"
 MOST_MEDIA, MOST_MEDIA_BYTES = 12, 200_000  # pictures that hooks logged, and of each
@@ -29,7 +31,8 @@ TOLD = (
     "replicas differ", "checkpoint problem", "save failed", "save given up", "step not captured", "stopped by an error",
     "stop", "finish", "note",
 )  # fmt: skip
-_WORDS = ("words", "text", "error", "because", "way")
+DRAWN = ("training_metrics.png", "knowledge_graph.png")  # by the script, with more to see: for readers without it
+_WORDS = ("words", "text", "error", "because", "cause", "problem", "way")
 
 
 def page(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool = False) -> str:
@@ -56,7 +59,7 @@ def document(name: str, figures: Mapping[str, Any], above: str, below: str, *, l
     body = "\n".join(
         [
             above,
-            '<main id="curves" aria-label="Curves"></main>',
+            '<main id="curves" aria-label="Curves"></main><div id="drawn"></div>',
             below,
             f'<script type="application/json" id="figures"{" data-live" * live}>{drawn}</script>',
         ]
@@ -105,6 +108,10 @@ def _figures(data: RunData) -> dict[str, Any]:
         "charts": charts(data),
         "telemetry": telemetry(data),
         "axes": axes(data),
+        "timeline": timeline(data),
+        "experts": experts(data),
+        "knowledge": knowledge_figures(data),
+        "ties": TIES,
         "resumed": [row["step"] for row in data.events if row.get("event") == "resume" and "step" in row],
     }
 
@@ -177,7 +184,7 @@ def _sections(data: RunData, summary: str, pictures: Mapping[str, str], *, live:
     yield from section("Logged pictures", _media(data))
     for name, about in pictures.items():
         source = _as_data(data.folder / name)
-        if source and name == "training_metrics.png":
+        if source and name in DRAWN:
             yield f'<noscript><h2>{text(about)}</h2><img src="{source}" alt="{text(about)}"></noscript>'
         elif source:
             yield from section(about, f'<img src="{source}" alt="{text(about)}" loading="lazy">')
@@ -225,9 +232,10 @@ def _forecasts(data: RunData) -> Iterator[tuple[object, ...]]:
 
 def _timeline(data: RunData) -> str:
     rows: list[tuple[object, ...]] = []
-    for row in data.events:
+    failures = [row for row in data.attempts if row.get("event") in FAULTS]
+    for row in sorted((*data.events, *failures), key=lambda row: str(row.get("time", ""))):
         kind = str(row.get("event"))
-        if kind in TOLD:
+        if kind in TOLD or kind in FAULTS:
             words = next((row[name] for name in _WORDS if row.get(name)), "")
             when = str(row.get("time", ""))[:19].replace("T", " ")
             rows.append((when, row.get("step", ""), kind, words))

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from drivetrain.core.aims import Aim
-from drivetrain.core.goodput import Account, read_account
+from drivetrain.core.goodput import ATTEMPTS, Account, read_account
 from drivetrain.core.records import RESERVED_NAMES
 from drivetrain.core.run_folder import read_rows, read_yaml
 
@@ -49,6 +49,7 @@ class RunData:
     devices: list[Row]
     events: list[Row]
     tests: list[Row] = field(default_factory=list)  # after the last step; the newest one counts
+    attempts: list[Row] = field(default_factory=list)  # of the supervisor
     source: Row = field(default_factory=dict)  # where its job comes from
     damage: tuple[str, ...] = ()  # what could not be read and is left out
     account: Account | None = None  # of its time
@@ -73,6 +74,7 @@ class RunData:
             speed=_lines(folder / "speed.jsonl", damage),
             devices=_lines(folder / "gpu.jsonl", damage),
             events=_lines(folder / "events.jsonl", damage),
+            attempts=_lines(folder / ATTEMPTS, damage),
             source=_yaml(folder / "source.json", damage),
             damage=tuple(damage),
             account=account,

@@ -168,6 +168,7 @@
     box.setAttribute("aria-label", chart.title + ": arrow keys move along the curve, Escape shows all of it");
     const title = element("h3", "", box);
     element("span", chart.title, title);
+    if (chart.note) element("p", chart.note, box).className = "told";
     const entry = { chart, box, canvas: element("div", "", box), log: false };
     if (chart.log) {
       const label = element("label", "", title);
@@ -209,11 +210,190 @@
     element("span", "Drag to zoom, double-click to see all", bar).className = "hint";
   };
 
+  // What happened on the clock: a band for each start, its height by what the time went into, and marks for faults.
+  const part = (name, title) => {
+    const known = document.getElementById(name);
+    if (known) { known.replaceChildren(); return known; }
+    const made = element("section", "", document.getElementById("drawn"));
+    made.id = name;
+    return made;
+  };
+  const at = (box, left, right) => { box.style.left = `${100 * left}%`; box.style.width = `${Math.max(100 * (right - left), 0.05)}%`; };
+  const drawTimeline = () => {
+    const seen = figures.timeline;
+    if (!seen) return;
+    const root = part("timeline");
+    element("h2", "On the clock", root);
+    const line = element("div", "", root);
+    line.className = "clock";
+    for (const [launched, began, ended, step, pieces] of seen.starts) {
+      const waits = element("div", "", line);
+      waits.className = "waits";
+      waits.title = `starting, from step ${step.toLocaleString("en")}`;
+      at(waits, launched, began);
+      const life = element("div", "", line);
+      life.className = "life";
+      at(life, began, ended);
+      for (const [from, to, shares] of pieces) {
+        const piece = element("div", "", line);
+        piece.className = "piece";
+        at(piece, from, to);
+        let below = 0;
+        const stops = shares.map((share, index) => {
+          const color = seen.phases[index][1], text = `${color} ${(100 * below).toFixed(1)}% ${(100 * (below + share)).toFixed(1)}%`;
+          below += share;
+          return text;
+        });
+        piece.style.background = `linear-gradient(to top, ${stops.join(", ")})`;
+        piece.title = shares.map((share, index) => [seen.phases[index][0], share]).filter(([, share]) => share > 0.005)
+          .map(([name, share]) => `${name} ${(100 * share).toFixed(0)} %`).join(", ");
+      }
+    }
+    const told = element("p", "", root);
+    told.className = "told";
+    told.setAttribute("aria-live", "polite");
+    const marks = seen.marks.map(([place, kind, when, words]) => {
+      const mark = element("button", kind === "fault" ? "✕" : kind === "recovery" ? "↻" : "■", line);
+      mark.className = `mark ${kind}`;
+      mark.style.left = `${100 * place}%`;
+      mark.title = `${when}: ${words}`;
+      mark.setAttribute("aria-label", mark.title);
+      const show = () => { told.textContent = mark.title; };
+      for (const name of ["focus", "mouseenter", "click"]) mark.addEventListener(name, show);
+      return mark;
+    });
+    const count = (kind) => seen.marks.filter((mark) => mark[1] === kind).length;
+    told.textContent = marks.length ? `faults: ${count("fault")}, recoveries: ${count("recovery")}; point at a mark, or reach it by Tab` : "";
+    const legend = element("p", "", root);
+    legend.className = "legend";
+    for (const [name, color, share] of seen.phases) {
+      if (share < 0.0005) continue;
+      const item = element("span", "", legend);
+      element("i", "", item).style.background = color;
+      item.append(`${name} ${(100 * share).toFixed(1)} %`);
+    }
+    const item = element("span", "", legend);
+    element("i", "", item).className = "waits";
+    item.append("starting");
+    element("span", `from ${seen.began} for ${span(seen.seconds)}`, legend);
+  };
+  const span = (seconds) => {
+    const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+    return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${whole % 60} s` : `${Number(seconds.toPrecision(3))} s`;
+  };
+
+  // Experts on a circle and concepts around them. Pointing at one, or going there by arrow keys, shows what it is tied to.
+  const shape = (name, parent, values) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
+    parent.appendChild(made);
+    return made;
+  };
+  const tint = (relation) => relation === "parent" ? "var(--ink)" : figures.ties[relation][0];  // ink is light in the dark
+  const drawKnowledge = () => {
+    const graphs = figures.knowledge || [];
+    if (!graphs.length) return;
+    const root = part("knowledge");
+    element("h2", "Experts, and what they know", root);
+    const chosen = Math.min(state.graph ?? graphs.length - 1, graphs.length - 1);
+    if (graphs.length > 1) {
+      const label = control("Step", root), slider = element("input", "", label), told = element("output", "", label);
+      Object.assign(slider, { type: "range", min: 0, max: graphs.length - 1, step: 1, value: chosen });
+      told.textContent = graphs[chosen].step.toLocaleString("en");
+      slider.addEventListener("input", () => {
+        state.graph = Number(slider.value);
+        told.textContent = graphs[state.graph].step.toLocaleString("en");
+        drawGraph(graphs[state.graph], box, info);
+      });
+      label.className = "slider";
+    }
+    const both = element("div", "", root);
+    both.className = "graph";
+    const box = element("div", "", both), info = element("div", "", both);
+    info.className = "info";
+    info.setAttribute("aria-live", "polite");
+    drawGraph(graphs[chosen], box, info);
+    const legend = element("p", "", root);
+    legend.className = "legend";
+    for (const relation of new Set(graphs.flatMap((graph) => graph.ties.map((tie) => tie[2])))) {
+      const item = element("span", "", legend);
+      element("i", "", item).style.background = tint(relation);
+      item.append(figures.ties[relation][1]);
+    }
+    element("span", "larger: more tokens in all; darker: fewer concepts", legend);
+  };
+  const drawGraph = (graph, box, info) => {
+    box.replaceChildren();
+    const drawing = shape("svg", box, { viewBox: "-1.28 -1.16 2.56 2.32", tabindex: 0, role: "application",
+      "aria-label": `Experts at step ${graph.step}: arrow keys go from one to the next` });
+    const lines = graph.ties.map(([one, other, relation, weight]) => {
+      const a = graph.nodes[one], b = graph.nodes[other], bend = { "co-activation": 0.2, similarity: -0.2, split: 0.38 }[relation] || 0;
+      const middle = [(a.x + b.x) / 2 - bend * (b.y - a.y), (a.y + b.y) / 2 + bend * (b.x - a.x)];
+      const line = shape("path", drawing, { d: `M${a.x},${a.y}Q${middle[0].toFixed(4)},${middle[1].toFixed(4)} ${b.x},${b.y}`, fill: "none",
+        "stroke-width": (0.006 + 0.024 * weight).toFixed(4), "stroke-linecap": "round", class: "tie",
+        ...(relation === "split" ? { "stroke-dasharray": "0.02 0.02" } : {}) });
+      line.style.stroke = tint(relation);
+      return line;
+    });
+    const many = graph.nodes.filter((node) => node.radius === undefined).length > 24;
+    let now = -1;
+    const show = (index) => {
+      now = index;
+      const near = new Set(index < 0 ? [] : [index]);
+      graph.ties.forEach(([one, other], number) => {
+        const isOwn = one === index || other === index;
+        if (isOwn) near.add(one).add(other);
+        lines[number].classList.toggle("faint", index >= 0 && !isOwn);
+      });
+      shapes.forEach((each, number) => {
+        each.classList.toggle("faint", index >= 0 && !near.has(number));
+        each.classList.toggle("now", number === index);
+      });
+      info.replaceChildren();
+      const node = graph.nodes[index];
+      element("b", node ? `${node.radius === undefined ? "concept" : "expert"} ${node.name}` : graph.layer, info);
+      const words = node ? node.told : [`step ${graph.step.toLocaleString("en")}`, `${graph.nodes.filter((each) => each.radius !== undefined).length} experts`,
+        "point at an expert or a concept, or use the arrow keys"];
+      words.forEach((text) => element("span", text, info));
+    };
+    const shapes = graph.nodes.map((node, index) => {
+      const isExpert = node.radius !== undefined, group = shape("g", drawing, { class: isExpert ? "expert" : "concept" });
+      const dot = shape("circle", group, { cx: node.x, cy: node.y, r: isExpert ? node.radius : 0.026 });
+      if (isExpert) {
+        dot.style.fill = node.dormant ? "var(--line)" : `color-mix(in srgb, #163f73 ${(20 + 80 * node.specialization).toFixed(0)}%, #cfe0f2)`;
+        if (node.dormant) dot.style.stroke = "#b5485d";
+      }
+      const away = Math.hypot(node.x, node.y) || 1, out = isExpert ? 0 : 0.055;
+      const place = { x: node.x * (1 + out / away), y: node.y * (1 + out / away) };
+      const east = node.x / away, text = shape("text", group, { ...place, "text-anchor": isExpert || (Math.abs(east) < 0.2 && !many) ? "middle" : east > 0 ? "start" : "end",
+        "dominant-baseline": "central", "font-size": isExpert ? Math.max(0.045, Math.min(0.1, 0.9 * node.radius)).toFixed(3) : many ? 0.045 : 0.062 });
+      if (many && !isExpert) text.setAttribute("transform", `rotate(${(Math.atan2(node.y, node.x) * 180 / Math.PI + (east < 0 ? 180 : 0)).toFixed(1)} ${place.x} ${place.y})`);
+      if (isExpert && !node.dormant && node.specialization > 0.35) text.style.fill = "#fff";
+      text.textContent = node.name.length > 18 ? node.name.slice(0, 17) + "…" : node.name;
+      shape("title", group, {}).textContent = [node.name, ...node.told].join("\n");
+      group.addEventListener("mouseenter", () => show(index));
+      group.addEventListener("click", () => show(index));
+      return group;
+    });
+    drawing.addEventListener("mouseleave", () => show(-1));
+    drawing.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key], number = graph.nodes.length;
+      if (event.key === "Escape") show(-1);
+      if (event.key === "Home" || event.key === "End") show(event.key === "Home" ? 0 : number - 1);
+      if (move === undefined) return;
+      event.preventDefault();
+      show(now < 0 ? (move > 0 ? 0 : number - 1) : (now + move + number) % number);
+    });
+    show(-1);
+  };
+
   // Charts by their order on the page; those that a run has only later are added below the others.
-  const parts = () => [...figures.charts.map((chart) => ["charts", chart]), ...figures.telemetry.map((chart) => ["telemetry", chart])];
+  const parts = () => [...figures.charts.map((chart) => ["charts", chart]), ...figures.telemetry.map((chart) => ["telemetry", chart]),
+    ...(figures.experts ? [["experts", figures.experts]] : [])];
   const places = {};
   const placeOf = (kind, isFirst) => {
     if (isFirst) return element("div", "", root);
+    if (kind === "experts") return document.getElementById("drawn");
     if (!places[kind]) {
       if (kind === "telemetry") element("h2", "Devices", root);
       places[kind] = element("div", "", root);
@@ -230,6 +410,8 @@
       used.add(entry);
     }
     shown.forEach(build);
+    drawTimeline();
+    drawKnowledge();
     document.documentElement.dataset.drawn = String(shown.length);
   };
 
