@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from drivetrain.core.logged import Text as Text
     from drivetrain.core.logged import log as log
     from drivetrain.core.metrics import LossSum as LossSum
+    from drivetrain.core.muon import Muon as Muon
+    from drivetrain.core.muon import muon_with_adamw as muon_with_adamw
     from drivetrain.core.optims import Optim as Optim
     from drivetrain.core.schedules import Constant as Constant
     from drivetrain.core.schedules import MultiStep as MultiStep
@@ -82,6 +84,8 @@ _HOME = {
     "OnPlateau": "drivetrain.core.schedules",
     "SWA": "drivetrain.core.averaging",
     "LossSum": "drivetrain.core.metrics",
+    "Muon": "drivetrain.core.muon",
+    "muon_with_adamw": "drivetrain.core.muon",
     "Optim": "drivetrain.core.optims",
     "log": "drivetrain.core.logged",
     "Image": "drivetrain.core.logged",

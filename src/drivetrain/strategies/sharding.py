@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.muon import Muon
 from drivetrain.core.optimizers import members_of
 from drivetrain.core.precision import Precision
 from drivetrain.core.state import is_distributed, local_part, offsets_of, put_value
@@ -112,6 +113,9 @@ class Sharded:
             for before, part in zip(held, group["params"], strict=True):
                 if before in state:
                     optimizer.state[part] = {name: self._cut(value, part) for name, value in state[before].items()}
+        for member in members_of(optimizer).values():
+            if isinstance(member, Muon):
+                member.take_rows(self.owners)
 
     def _part_of(self, parameter: Tensor) -> Tensor:
         owner = self.parameters.get(self.replaced.get(parameter, ""), parameter)
@@ -419,6 +423,13 @@ def refuse_unless_elementwise(optimizer: Optimizer, strategy: str) -> None:
     for member in members_of(optimizer).values():
         kind = type(member)
         is_torchs = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+        if strategy == "fsdp" and isinstance(member, Muon):
+            continue  # it gathers the matrices that it needs whole
+        if kind is torch.optim.Muon and strategy == "fsdp":
+            raise DrivetrainError(
+                "torch.optim.Muon needs whole matrices, and with fsdp a rank has only rows of each",
+                remedy="use dt.Muon, which takes the same arguments and gathers them",
+            )
         if not is_torchs and not getattr(member, "elementwise", False):
             raise DrivetrainError(
                 f"{kind.__name__} is not known to treat every element of a weight alike, and with {strategy} a rank "
