@@ -163,7 +163,8 @@ class StepProbe:
 
             count = -(-share // way.micro_batch)
             at_once = 1 if count == 1 else 2  # the second micro-step is the first to hold gradients
-            for _ in range(WARM_STEPS if seconds else 1):
+            # A brief look on a CPU takes the first step as it is: nothing is set up there, and it is an estimate.
+            for _ in range(WARM_STEPS if seconds else int(device.type != "cpu" or way.compile_mode is not None)):
                 step(at_once)
             if way.capture:
                 record, same = CudaRecorder(device), MicroInput(batch, num_samples)
