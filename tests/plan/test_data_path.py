@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path
+from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path, workers_worth
 
 GIB = 1024**3
 MS = 1e-3
@@ -72,6 +72,24 @@ def test_workers_that_were_asked_for(wanted: Any) -> None:
     choice = choose_data_path(figures(num_spare_cores=0), wanted, 7)
     assert choice.value == fetched(7)
     assert choice.pinned
+
+
+@pytest.mark.parametrize(
+    ("read", "rest", "cores", "busy", "left", "workers"),
+    [
+        (30 * MS, 10 * MS, 2, 1, 1000, 2),  # 40 ms; 30 with one worker; with two the 40 ms of work of two cores: 20
+        (30 * MS, 10 * MS, 2, 2, 1000, 2),  # the model keeps both busy: 25
+        (30 * MS, 10 * MS, 2, 1, 30, 0),  # 0.6 s saved, by two processes that take a second to start
+        (0.2 * MS, 10 * MS, 2, 1, 10**6, 0),
+        (10 * MS, 10 * MS, 4, 4, 1000, 1),  # 12.5 at best: the cores are the limit, whatever the number
+        (30 * MS, 10 * MS, 1, 1, 1000, 0),
+        (80 * MS, 10 * MS, 16, 1, None, 8),
+    ],
+)
+def test_workers_on_the_cores_of_the_model(
+    read: float, rest: float, cores: int, busy: int, left: int | None, workers: int
+) -> None:
+    assert workers_worth(read, rest, cores, busy, left) == workers
 
 
 @given(

@@ -17,6 +17,7 @@ from math import ceil
 from typing import Any
 
 from drivetrain.monitor.phases import PHASES, Laps
+from drivetrain.plan.data_path import NEARLY_BEST, WORTH_IT, forecast_step
 from drivetrain.plan.knobs import REMEDIES
 
 NOTABLE = 0.10  # of the time: less is not worth a line
@@ -32,7 +33,6 @@ COMPUTE = frozenset({"forward", "backward", "optimizer", "step"})
 WAITS_LITTLE = 0.05  # of the time the host waits for the device: then it is the host that sets the pace
 LOW_RATE, BUSY_MEMORY = 0.2, 0.6  # of the peak; of the time in which memory was read or written
 NEARLY_FULL = 0.95  # of the device's memory
-WORTH_IT = 1.05  # a gain below this is not worth advice
 TOLERABLE = 0.05  # of the time, for saves and validations
 _TOLD_APART = frozenset({"data", "copy", "communication", "checkpoint", "validation"})
 _NO_PROBLEM = frozenset({"compute-bound", "bandwidth-bound", "balanced", "too short"})
@@ -153,11 +153,7 @@ def _hold_ups(seen: Observed) -> Iterator[Symptom]:
 
 
 def _input(seen: Observed) -> Symptom:
-    """Judge loading, which takes L per step.
-
-    W workers share it in parallel with the rest of the step, r; without workers it comes before it. Either way all of
-    it is work for the cores: a step takes max(r, L / W, (L + r) / cores).
-    """
+    """Judge loading by the model that the planner uses, too: `plan.data_path.forecast_step`."""
     if seen.is_resident:
         words = f"waits {_of_time(seen, 'data')} for batches that the device gathers from data it holds"
         return Symptom(
@@ -171,7 +167,7 @@ def _input(seen: Observed) -> Symptom:
     words = f"waits {_of_time(seen, 'data')} for data, {where}"
 
     def forecast(workers: int) -> float:
-        return max(rest, loading / workers, (loading + rest) / seen.num_cores)
+        return forecast_step(loading, rest, workers, seen.num_cores)
 
     cheaper = "make items cheaper: decode beforehand, keep tensors in memory, do less per item or do it on the device"
     if not seen.may_add_workers:
@@ -184,7 +180,7 @@ def _input(seen: Observed) -> Symptom:
     if gain < WORTH_IT:
         limit = f"{seen.num_cores} core{'s' if seen.num_cores > 1 else ''}"
         return Symptom("input-bound", seen.share("data"), words, f"more workers would not help on {limit}; {cheaper}")
-    workers = next(workers for workers in candidates if forecast(workers) <= 1.02 * best)
+    workers = next(workers for workers in candidates if forecast(workers) <= NEARLY_BEST * best)
     left = max(0.0, best - rest) / best
     still = f", and still waits {left:.0%}" if left >= NOTABLE else ""
     next_step = (

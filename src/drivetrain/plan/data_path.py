@@ -14,6 +14,8 @@ HARMLESS = 0.02  # of a step: reading that takes no more is done in the training
 LEAST_GAIN = 0.02  # of the time that is left: less is not worth the memory
 RESIDENT_SHARE = 0.5  # of the memory that the step leaves free; allocators need room to turn
 COPY_BYTES_PER_SECOND = 2e9  # of memory that is not pinned, to a device
+WORTH_IT, NEARLY_BEST = 1.05, 1.02  # a smaller gain is not worth workers; so near to the best, fewer of them do
+WORKER_START_SECONDS = 0.5  # of each, with its first batch
 UNEVEN = 2.0  # a slowest batch this many times the usual one needs more fetched ahead
 
 
@@ -38,6 +40,29 @@ class DataPath(Value):
     resident: bool = False
     num_workers: int = 0
     prefetch_factor: int = 0  # 0: nothing is fetched ahead
+
+
+def forecast_step(read: float, rest: float, workers: int, cores: int, busy_cores: int = 1) -> float:
+    """Forecast the seconds of a step that reads for so long, and takes `rest` otherwise.
+
+    Workers share the reading in parallel with the rest of the step; without them it comes before it. Either way all of
+    it is work for the cores, of which the rest of the step keeps some busy.
+    """
+    if not workers:
+        return read + rest
+    return max(rest, read / workers, (read + rest * busy_cores) / cores)
+
+
+def workers_worth(read: float, rest: float, cores: int, busy_cores: int, steps_left: int | None) -> int:
+    """Return how many workers are worth their cores where the model computes on the same ones; 0: none is."""
+    alone = forecast_step(read, rest, 0, cores)
+    found = {number: forecast_step(read, rest, number, cores, busy_cores) for number in range(1, cores + 1)}
+    best = min(found.values(), default=alone)
+    if not best or alone / best < WORTH_IT:
+        return 0
+    number = next(number for number, seconds in found.items() if seconds <= NEARLY_BEST * best)
+    saved = float("inf") if steps_left is None else steps_left * (alone - found[number])
+    return number if saved > number * WORKER_START_SECONDS else 0
 
 
 def choose_data_path(

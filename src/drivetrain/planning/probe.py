@@ -43,7 +43,7 @@ from drivetrain.data.resident_copy import probed
 from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, MicroInput, make_capturable, own_stream, why_not_captured
 from drivetrain.plan import Choice
-from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path
+from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path, workers_worth
 from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.simulate import count_held
 from drivetrain.plan.tune import Measurement
@@ -457,8 +457,9 @@ def measure_data(
     except DrivetrainError:
         return None
     share = -(-division.global_batch // run.world.size)
+    read_seconds = statistics.median(seconds) * share
     return DataFigures(
-        read_seconds=statistics.median(seconds) * share,
+        read_seconds=read_seconds,
         slowest_read_seconds=max(seconds) * share,
         step_seconds=step_seconds,
         steps_left=steps_left,
@@ -466,20 +467,22 @@ def measure_data(
         num_bytes=found.num_bytes,
         batch_bytes=batch_bytes,
         free_bytes=max(0, run.residency.free_bytes() - step_bytes),
-        num_spare_cores=_spare_cores(run),
+        num_spare_cores=_spare_cores(run, read_seconds, step_seconds, steps_left),
         shm_bytes=hardware.memory.shm_total_bytes,
         is_in_memory=known is not None,
         why_not_resident=found.why_not,
     )
 
 
-def _spare_cores(run: Session) -> int:
+def _spare_cores(run: Session, read_seconds: float, step_seconds: float, steps_left: int | None) -> int:
     """Return the CPU cores that this rank can spare for loader processes.
 
-    One stays for the training process; on a CPU most of them are for the model.
+    One stays for the training process; on a CPU most of them are for the model, unless reading takes most of the time.
     """
     if run.world.device.type != "cuda":
-        return run.hardware.cpu.num_usable // run.world.size // 4
+        cores = max(1, run.hardware.cpu.num_usable // run.world.size)
+        busy = min(cores, torch.get_num_threads())
+        return max(cores // 4, workers_worth(read_seconds, step_seconds, cores, busy, steps_left))
     return max(0, run.hardware.cpu.num_usable // min(run.world.size, len(run.hardware.gpus)) - 1)
 
 
