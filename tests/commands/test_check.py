@@ -6,12 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from rich.console import Console
 
+import drivetrain as dt
 from drivetrain.cli import main
 from drivetrain.commands.check import as_document, is_ready, render
+from drivetrain.config import configure
 from drivetrain.hardware import Hardware, Note
 from drivetrain.plan import choose_settings
 from tests.hardware_fixtures import load, names
@@ -100,4 +105,34 @@ def test_a_pipe_that_is_not_utf8() -> None:
     )
     assert done.stderr == b""
     assert b"Ready" in done.stdout
-    assert b"4 x 64 x 1 = 256" in done.stdout
+    assert b"256 x 1 x 1 = 256" in done.stdout
+
+
+@pytest.mark.parametrize("flags", [{}, {"batch_size": 7}, {"accumulation_steps": 2}], ids=str)
+def test_a_run_does_what_check_says(flags: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The division of a step, precision, strategy and workers, for a job that leaves all of these open."""
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["check", "--json", "--gpu-mode", "cpu", *words]) == 0
+    said = json.loads(capsys.readouterr().out)["settings"]
+
+    class Items(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 600
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((3,), index / 600)
+
+    job = dt.Job(
+        name="open",
+        model=lambda: torch.nn.Linear(3, 1),
+        data=Items(),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        max_steps=2,
+    )
+    config = configure(output_dir=tmp_path, gpu_mode="cpu", report=False, resident="off", **flags)
+    run = yaml.safe_load((dt.train(job, config, quiet=True).folder / "plan.yaml").read_text())
+    names = ("micro_batch", "accumulation", "strategy", "precision", "num_workers")
+    assert {name: said[name]["value"] for name in names} == {name: run[name] for name in names}
+    assert said["effective_batch"] == run["global_batch"]
+    assert said["devices"]["value"] == [run["device"]]

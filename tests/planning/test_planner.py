@@ -515,7 +515,7 @@ def test_planning_shows_a_bar_with_the_time_left() -> None:
         progress(StepWay(micro_batch=4), Measurement(sample_seconds=0.5))
         progress._bar.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
-    assert re.search(r"planning .* about (29|30) s left +trying compiled", text)
+    assert re.search(r"planning .* at most (29|30) s left +trying compiled", text)
     assert "micro-batch 4, eager: 2 samples/s" in text
     assert shown.getvalue().rstrip("\n").endswith("\x1b[2K"), "nothing of the bar stays"
 

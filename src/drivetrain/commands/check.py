@@ -55,7 +55,7 @@ class CheckOptions(BaseModel):
 
 def run(options: CheckOptions, resolved: Resolved) -> int:
     hardware = detect(resolved.config.run.output_dir)
-    settings = choose_settings(hardware, Pins(**resolved.config.pins()))
+    settings = as_run(choose_settings(hardware, Pins(**resolved.config.pins())))
     ready = is_ready(hardware)
     if options.json_output:
         print(json.dumps(as_document(hardware, settings), indent=2))
@@ -64,6 +64,24 @@ def run(options: CheckOptions, resolved: Resolved) -> int:
         console.width = min(console.width, MAX_WIDTH)
         render(console, hardware, settings)
     return 0 if ready else 1
+
+
+def as_run(settings: Settings) -> Settings:
+    """Return the settings with the batch as a run divides it: the rules say how large a step is, the run how it is cut.
+
+    With a size that is asked for, a step is one micro-batch on each device. On a CPU a process takes its whole share of
+    a step at once.
+    """
+    micro, accumulation = settings.micro_batch, settings.accumulation
+    if accumulation.pinned:
+        return settings
+    if micro.pinned:
+        accumulation = Choice(value=1, reason="a step is what was asked for, on each device")
+    elif settings.devices.value == ("cpu",):
+        micro = Choice(value=settings.effective_batch, reason="all of a step: on a CPU smaller parts gain nothing")
+        accumulation = Choice(value=1, reason="follows")
+    whole = micro.value * accumulation.value * len(settings.devices.value)
+    return settings.model_copy(update={"micro_batch": micro, "accumulation": accumulation, "effective_batch": whole})
 
 
 def is_ready(hardware: Hardware) -> bool:
@@ -198,10 +216,13 @@ def _settings_rows(settings: Settings) -> list[tuple[str, str]]:
         ("precision", _because(settings.precision)),
         ("micro-batch", _because(micro)),
         ("accumulation", _because(accumulation)),
-        ("effective batch", f"{product} (micro-batch × accumulation × devices)"),
+        ("effective batch", f"{product} (micro-batch × accumulation × devices); a job's own wins"),
         ("checkpointing", f"{settings.activations.value} activations: {settings.activations.reason}"),
         ("ZeRO stage", _because(settings.zero_stage)),
-        ("workers", f"{_because(settings.num_workers)}; prefetch {settings.prefetch_factor.value}"),
+        (
+            "workers",
+            f"{_because(settings.num_workers)}; prefetch {settings.prefetch_factor.value}; none for data in memory",
+        ),
     ]
 
 

@@ -90,7 +90,7 @@ class _ByTime(Progress):
             if task.total is not None:
                 task.completed = min(passed, task.total)
                 left = task.total - passed
-                task.fields["left"] = f"about {left:.0f} s left" if left > 0.5 else "takes longer than expected"
+                task.fields["left"] = f"at most {left:.0f} s left" if left > 0.5 else "takes longer than expected"
         yield from super().get_renderables()
 
 
@@ -137,7 +137,9 @@ class PlanningProgress:
         if not self._bar.tasks:
             self._bar.start()
             self._bar.add_task("", total=None, what=what, left="")
-        self._bar.update(self._bar.tasks[0].id, total=seconds_in_all, what=what)
+        task = self._bar.tasks[0]
+        task.total = seconds_in_all
+        task.fields |= {"what": what, "left": ""}
 
     def __call__(self, way: StepWay, found: Measurement) -> None:
         if found.problem or not found.is_brief:
