@@ -202,7 +202,7 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(wandb, "START_SECONDS", 120.0)
     monkeypatch.setattr(BackgroundTracker, "PATIENCE_SECONDS", 240.0)
     settings = {"trackers": ["tensorboard", "wandb"], "log_every": 2, "monitor_gpu": False}
-    job = make_job(name="suite", valid=make_data(16, seed=5))
+    job = make_job(name="suite", valid=make_data(16, seed=5), hooks=[dt.every(2, show)])
     train(job, configure(output_dir=tmp_path, gpu_mode="cpu", batch_size=8, report=False, **settings), quiet=True)
     notes = [row["text"] for row in rows(tmp_path, "events") if row["event"] == "note"]
     assert any("not logged in" in text and "wandb sync" in text for text in notes), notes
@@ -222,6 +222,16 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, monkeypatch: pyt
     assert tags <= set(last)
     for tag in wanted:
         assert last[tag] == pytest.approx(events.Scalars(tag)[-1].value, rel=1e-5), tag
+
+    # What hooks show is among its media, too.
+    from PIL import Image as Picture
+
+    kinds = {"train/picture": "image-file", "train/spread": "histogram", "train/words": "html-file"}
+    assert {tag: last[f"{tag}/_type"] for tag in kinds} == kinds
+    assert last["train/spread/values"] == [2, 1]
+    picture = Picture.open(next(kept.parent.rglob("*.png")))
+    assert picture.size == (3, 2)
+    assert picture.getpixel((0, 0)) == (0, 128, 255)
 
 
 def test_csv_is_written_and_continued(tmp_path: Path) -> None:
@@ -395,7 +405,7 @@ def test_mlflow_has_curves_settings_and_results(tmp_path: Path, monkeypatch: pyt
     assert losses == [row["loss"] for row in steps]
 
 
-def wandb_history(path: Path) -> dict[str, float]:
+def wandb_history(path: Path) -> dict[str, Any]:
     """The last value of every curve in an offline file of wandb: a log in LevelDB's format, behind 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
@@ -414,7 +424,7 @@ def wandb_history(path: Path) -> dict[str, float]:
             record.ParseFromString(raw)
             raw = b""
             found.update({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
-    return {name: float(value) for name, value in found.items()}
+    return {name: json.loads(value) for name, value in found.items()}
 
 
 def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
