@@ -324,18 +324,20 @@
   };
   const drawGraph = (graph, box, info) => {
     box.replaceChildren();
-    const drawing = shape("svg", box, { viewBox: "-1.28 -1.16 2.56 2.32", tabindex: 0, role: "application",
+    const isExpertNode = (node) => node.radius !== undefined, numExperts = graph.nodes.filter(isExpertNode).length;
+    const many = graph.nodes.length - numExperts > 24;  // their names lie along the radius then
+    const thin = Math.max(0.3, Math.min(1, 16 / numExperts));
+    const drawing = shape("svg", box, { viewBox: many ? "-1.6 -1.5 3.2 3" : "-1.28 -1.16 2.56 2.32", tabindex: 0, role: "application",
       "aria-label": `Experts at step ${graph.step}: arrow keys go from one to the next` });
     const lines = graph.ties.map(([one, other, relation, weight]) => {
       const a = graph.nodes[one], b = graph.nodes[other], bend = { "co-activation": 0.2, similarity: -0.2, split: 0.38 }[relation] || 0;
       const middle = [(a.x + b.x) / 2 - bend * (b.y - a.y), (a.y + b.y) / 2 + bend * (b.x - a.x)];
       const line = shape("path", drawing, { d: `M${a.x},${a.y}Q${middle[0].toFixed(4)},${middle[1].toFixed(4)} ${b.x},${b.y}`, fill: "none",
-        "stroke-width": (0.006 + 0.024 * weight).toFixed(4), "stroke-linecap": "round", class: "tie",
+        "stroke-width": (relation === "parent" ? 0.01 * thin : (0.006 + 0.024 * weight) * thin).toFixed(4), "stroke-linecap": "round", class: "tie",
         ...(relation === "split" ? { "stroke-dasharray": "0.02 0.02" } : {}) });
       line.style.stroke = tint(relation);
       return line;
     });
-    const many = graph.nodes.filter((node) => node.radius === undefined).length > 24;
     let now = -1;
     const show = (index) => {
       now = index;
@@ -351,13 +353,13 @@
       });
       info.replaceChildren();
       const node = graph.nodes[index];
-      element("b", node ? `${node.radius === undefined ? "concept" : "expert"} ${node.name}` : graph.layer, info);
-      const words = node ? node.told : [`step ${graph.step.toLocaleString("en")}`, `${graph.nodes.filter((each) => each.radius !== undefined).length} experts`,
+      element("b", node ? `${isExpertNode(node) ? "expert" : "concept"} ${node.name}` : graph.layer, info);
+      const words = node ? node.told : [`step ${graph.step.toLocaleString("en")}`, `${numExperts} experts`,
         "point at an expert or a concept, or use the arrow keys"];
       words.forEach((text) => element("span", text, info));
     };
     const shapes = graph.nodes.map((node, index) => {
-      const isExpert = node.radius !== undefined, group = shape("g", drawing, { class: isExpert ? "expert" : "concept" });
+      const isExpert = isExpertNode(node), group = shape("g", drawing, { class: isExpert ? "expert" : "concept" });
       const dot = shape("circle", group, { cx: node.x, cy: node.y, r: isExpert ? node.radius : 0.026 });
       if (isExpert) {
         dot.style.fill = node.dormant ? "var(--line)" : `color-mix(in srgb, #163f73 ${(20 + 80 * node.specialization).toFixed(0)}%, #cfe0f2)`;
@@ -366,7 +368,7 @@
       const away = Math.hypot(node.x, node.y) || 1, out = isExpert ? 0 : 0.055;
       const place = { x: node.x * (1 + out / away), y: node.y * (1 + out / away) };
       const east = node.x / away, text = shape("text", group, { ...place, "text-anchor": isExpert || (Math.abs(east) < 0.2 && !many) ? "middle" : east > 0 ? "start" : "end",
-        "dominant-baseline": "central", "font-size": isExpert ? Math.max(0.045, Math.min(0.1, 0.9 * node.radius)).toFixed(3) : many ? 0.045 : 0.062 });
+        "dominant-baseline": "central", "font-size": isExpert ? Math.min(0.1, 0.9 * node.radius).toFixed(3) : many ? 0.045 : 0.062 });
       if (many && !isExpert) text.setAttribute("transform", `rotate(${(Math.atan2(node.y, node.x) * 180 / Math.PI + (east < 0 ? 180 : 0)).toFixed(1)} ${place.x} ${place.y})`);
       if (isExpert && !node.dormant && node.specialization > 0.35) text.style.fill = "#fff";
       text.textContent = node.name.length > 18 ? node.name.slice(0, 17) + "…" : node.name;
