@@ -8,12 +8,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-
-import pytest
+from typing import NoReturn
 
 from tests.launch.jobs import Ended, environment
 
 ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
+
+
+def _skip(why: str) -> NoReturn:
+    import pytest  # not needed by benchmarks, which make hosts as well
+
+    pytest.skip(why)
 
 
 def ip(*words: str) -> None:
@@ -25,7 +30,18 @@ class Hosts:
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.names, self.folder = names, folder
+        self.main_address = ADDRESSES[0]
         self.processes: list[subprocess.Popen[str]] = []
+
+    def address(self, host: int) -> str:
+        return ADDRESSES[host]
+
+    def interface(self, host: int) -> str:
+        return f"cable{host + 1}"
+
+    def inside(self, host: int) -> list[str]:
+        """What stands before a command that runs on a host."""
+        return ["ip", "netns", "exec", self.names[host]]
 
     def launch(
         self,
@@ -39,7 +55,7 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """Start one launcher. `forks` spares the workers the import of torch."""
         flags = ["--cpu", "--num-processes", str(num_processes), "--nodes", nodes, "--node-rank", str(host)]
-        flags += ["--main-address", ADDRESSES[0], "--output-dir", str(self.folder / "runs")]
+        flags += ["--main-address", self.main_address, "--output-dir", str(self.folder / "runs")]
         return self.launch_words(host, [*flags, *words], wrap, forks=forks, **more)
 
     def launch_words(
@@ -50,7 +66,7 @@ class Hosts:
         command = [sys.executable, "-m", module, "launch", *words]
         outputs = {name: (self.folder / f"host-{host}.{name}").open("a") for name in ("out", "err")}
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], *wrap, *command],
+            [*self.inside(host), *wrap, *command],
             stdout=outputs["out"],
             stderr=outputs["err"],
             text=True,
@@ -119,7 +135,7 @@ def _plug_in(names: Sequence[str], switch: str) -> None:
 def some_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     """Skips where this machine does not allow it."""
     if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and `ip`")
+        _skip("network namespaces need root and `ip`")
     names = [f"dt-{os.getpid()}-{'abcdefgh'[number]}" for number in range(count)]
     switch = f"dt-{os.getpid()}-switch"
     hosts = Hosts(names, folder)
@@ -134,7 +150,7 @@ def some_hosts(folder: Path, count: int) -> Iterator[Hosts]:
                 ip("-n", name, "link", "set", "lo", "up")
                 ip("-n", name, "link", "set", cable, "up")
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces cannot be made here: {error}")
+            _skip(f"network namespaces cannot be made here: {error}")
         yield hosts
     finally:
         for process in hosts.processes:
@@ -149,7 +165,7 @@ def clock_shim(folder: Path) -> str:
     """A library that shifts the wall clock of whoever preloads it, by CLOCK_SHIFT seconds."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler")
+        _skip("no C compiler")
     path = folder / "clock_shim.so"
     source = Path(__file__).with_name("clock_shim.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(path), str(source)], check=True, timeout=60)
