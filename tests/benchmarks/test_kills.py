@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from benchmarks.kills import WAYS, Row, diaries, kept_samples, lost_samples
 from benchmarks.kills_job import GLOBAL_BATCH, NUM_SAMPLES
+from benchmarks.random_kills import Outcome
 
 from benchmarks import kills
 
@@ -73,7 +74,7 @@ def test_a_host_that_is_lost_before_it_writes_down_a_step_loses_no_sample(tmp_pa
 
 def settings(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"minutes": 1.5, "every": (25.0, 35.0), "repair": 8.0, "seed": 1, "parallel": False, **changes}
+        **{"minutes": 3.0, "every": (60.0, 70.0), "repair": 8.0, "seed": 1, "parallel": False, **changes}
     )
 
 
@@ -114,3 +115,13 @@ def test_the_table_is_written_from_the_result(tmp_path: Path) -> None:
     assert "old" not in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
+
+
+def test_random_kills_find_whatever_differs() -> None:
+    steps = [{"step": 1, "loss": 1.0, "grad_norm": 2.0}, {"step": 2, "loss": 1.0, "grad_norm": None}]
+    whole = Outcome({"weight": "a", "bias": "b"}, steps)
+    assert whole.differences(Outcome(dict(whole.tensors), [{**steps[0], "grad_norm": None}, steps[1]])) == []
+    other = Outcome({"weight": "a", "bias": "c"}, [{**steps[0], "grad_norm": 2.5}, {**steps[1], "loss": 1.5}])
+    words = ["bias", "grad_norm of step 1: 2.0, and 2.5", "loss of step 2: 1.0, and 1.5"]
+    assert sorted(whole.differences(other)) == words
+    assert whole.differences(Outcome({"weight": "a"}, steps[:1])) == ["bias", "2 steps, and 1"]
