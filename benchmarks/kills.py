@@ -176,7 +176,7 @@ def _words(process: psutil.Process) -> list[str]:
 def run(way: Way, folder: Path, arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     with hosts_of(kind, folder, way.num_hosts) as hosts:
         began = time.monotonic()
-        lane = _Lane(way, hosts, arguments)
+        lane = Lane(way, hosts, arguments)
         while time.monotonic() - began < 60 * arguments.minutes:
             lane.look(time.monotonic())
             time.sleep(0.2)
@@ -188,14 +188,14 @@ def run(way: Way, folder: Path, arguments: argparse.Namespace, kind: str) -> dic
     return facts | measured(way, folder, wall)
 
 
-class _Lane:
+class Lane:
     """One way at work: loses hosts and brings them back, and starts all again where the job has ended by itself."""
 
     def __init__(self, way: Way, hosts: Hosts, arguments: argparse.Namespace) -> None:
         self._way, self._hosts, self._repair, self._every = way, hosts, arguments.repair, arguments.every
         self._chance = random.Random(arguments.seed)
         self._back: dict[int, float] = {}  # when a lost host is back
-        self._due = time.monotonic() + self._chance.uniform(*self._every)
+        self.due = time.monotonic() + self._chance.uniform(*self._every)
         self._running = {host: start(way, hosts, host) for host in range(way.num_hosts)}
         self.num_kills, self.endings = 0, list[str]()
 
@@ -210,10 +210,10 @@ class _Lane:
                 lose(process)
                 self._back[host] = now + self._repair
         able = [host for host, one in self._running.items() if host and host not in self._back and takes_part(one)]
-        if now > self._due and able and (self._hosts.folder / "diary-0").exists():
+        if now > self.due and able and (self._hosts.folder / "diary-0").exists():
             victim = self._chance.choice(able)
             lose(self._running[victim])
-            self._back[victim], self._due = now + self._repair, now + self._chance.uniform(*self._every)
+            self._back[victim], self.due = now + self._repair, now + self._chance.uniform(*self._every)
             self.num_kills += 1
 
     def stop(self) -> str:
