@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from drivetrain.api.measuring import benchmark_performance as benchmark_performance
     from drivetrain.api.measuring import evaluate as evaluate
     from drivetrain.api.predicting import predict as predict
+    from drivetrain.api.sweeping import sweep as sweep
     from drivetrain.api.training import export as export
     from drivetrain.api.training import train as train
     from drivetrain.config import Config as Config
@@ -109,6 +110,7 @@ _HOME = {
     "export": "drivetrain.api.training",
     "prove": "drivetrain.proving.prove",
     "compare": "drivetrain.report.compare",
+    "sweep": "drivetrain.api.sweeping",
 }
 
 _PACKAGES = ("hf",)  # reached as `dt.hf`; not in `__all__`, since a star import would load it

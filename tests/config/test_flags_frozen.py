@@ -134,6 +134,7 @@ OBEYED = {
     "compare": ["run.output_dir"],
     "monitor": ["run.output_dir"],
     "train": list(FLAGS),
+    "sweep": list(FLAGS),
     "launch": ["run.output_dir", "distributed.skip_preflight", "watch.inject"],
     "plan": [
         name
@@ -194,6 +195,10 @@ OWN_FLAGS = {
     "cache": [],
     "monitor": ["--every", "--json", "--port", "--web"],
     "train": LAUNCH_FLAGS,
+    "sweep": [
+        *("--grid", "--variants", "--seeds", "--metric", "--mode", "--halving", "--first-steps", "--fork", "--trials"),
+        *("--max-seconds", "--max-total-steps", "--parallel", "--json"),
+    ],
     "launch": [
         *LAUNCH_FLAGS,
         *("--ray", "--kubernetes", "--image", "--volume-claim"),

@@ -116,6 +116,13 @@ def test_seeds_of_one_configuration_are_not_compared(tmp_path: Path) -> None:
     assert "standard deviation of 2.45" in found.verdicts[0].words
 
 
+def test_arms_can_be_given_by_name(tmp_path: Path) -> None:
+    runs = arms(tmp_path)
+    found = compare({"old": runs[::2], "young": [path.name for path in runs[1::2]]}, output_dir=tmp_path)
+    assert [arm.label for arm in found.arms] == ["old", "young"]
+    assert found.verdicts[0].kind == "better"
+
+
 def test_runs_without_a_common_seed_are_matched_by_order(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"a{seed}", seed, 3.0 + seed / 100) for seed in range(6)]
     runs += [make_run(tmp_path / f"b{seed}", 10 + seed, 1.0 + seed / 100, 0.2) for seed in range(6)]

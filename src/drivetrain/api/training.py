@@ -23,7 +23,7 @@ from drivetrain.core.log import notice
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder
-from drivetrain.core.stopping import stopping_cleanly, written_first
+from drivetrain.core.stopping import stopping_cleanly, wants_pause, written_first
 from drivetrain.data.division import Position
 from drivetrain.data.external_order import refuse_unequal_orders
 from drivetrain.data.feed import DeviceFeed, ResidentFeed
@@ -497,6 +497,8 @@ class _Loop:
         # The record of the step that is validated was read before: its epoch is what `steps.jsonl` has.
         epoch = context.epoch if self._last is None else self._last.epoch
         self._recorder.metrics(context.step, epoch, metrics, seconds)
+        if wants_pause(context.step):
+            self._trainer.stop()
 
     def _before_step(self, others: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Return the function to call before each step, numbered from 1; it reduces the counts of the loss's parts."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import yaml
 
@@ -26,6 +26,8 @@ _OF_A_START = (
 CHECKPOINTS = "checkpoints"  # where a run keeps them
 _LENGTH = ("num_steps", "epochs")  # what an extension changes of a job
 _HISTORY = "extensions"  # in job.yaml: how a run came to be longer than it was begun
+FORK = "fork.json"  # of a run that began with a checkpoint of another one
+_UNCHANGED_IN_FORK = ("num_samples", "global_batch", "order")  # a step is a place in the data by these
 CERTIFICATE = "certificate.json"  # of `drivetrain prove`; it may be there before the run
 
 
@@ -130,6 +132,8 @@ class RunFolder:
         try:
             if extend:
                 folder._check_extends(identity)
+            elif (fork := read_fork(path)) is not None and not fork.begun:
+                folder._begin_fork(identity, fork)
             elif has_steps(path):
                 folder._check_same(identity)
             else:
@@ -152,6 +156,17 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         self.is_resumed = False
         self.write(_JOB, yaml_text(dict(identity)))
+
+    def _begin_fork(self, identity: Mapping[str, Any], fork: "Fork") -> None:
+        """Give a fork to the first job that takes it. Later ones must be the same job."""
+        changed = [it for it in differences(identity, read_job(self.path)) if it[0] in _UNCHANGED_IN_FORK]
+        if changed:
+            raise DrivetrainError(
+                f"a fork of {fork.source} goes on at a place in its data, which this job has not: {_in_words(changed)}",
+                remedy="keep the data and the global batch, or begin from the weights alone with --init-from",
+            )
+        self.write(_JOB, yaml_text(dict(identity)))
+        self.write(FORK, json.dumps(fork._replace(begun=True)._asdict()) + "\n")
 
     def _check_same(self, identity: Mapping[str, Any]) -> None:
         changed = differences(identity, read_job(self.path))
@@ -268,6 +283,22 @@ def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:
         raise DrivetrainError(f"{path / _JOB} cannot be read: {error}", remedy="choose another --name") from None
     found = found if isinstance(found, dict) else {}
     return found if history else {key: value for key, value in found.items() if key != _HISTORY}
+
+
+class Fork(NamedTuple):
+    """Where a run was forked from."""
+
+    source: str
+    step: int
+    begun: bool = False  # whether a job has taken it
+
+
+def read_fork(path: Path) -> Fork | None:
+    """Return where the run in a folder was forked from; None where it was not."""
+    try:
+        return Fork(**json.loads((path / FORK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def read_extensions(path: Path) -> list[Extension]:

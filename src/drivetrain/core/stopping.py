@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ class _Run(NamedTuple):
     heed: Callable[[int], None]  # stop, and say why
 
 
+_pause: ContextVar[Callable[[int], bool] | None] = ContextVar("pause", default=None)
 _runs: list[_Run] = []  # of this process that go on now
 _orders: list[int] = []  # the signal that the supervisor named, once it gave the order to stop
 _ours: list[Callable[[int, FrameType | None], None]] = []  # handlers that are installed here
@@ -44,6 +46,22 @@ def request_stop() -> bool:
     for run in list(_runs):
         run.stop()
     return bool(_runs)
+
+
+@contextmanager
+def pausing(when: Callable[[int], bool]) -> Iterator[None]:
+    """Stop runs inside this context after a validation for whose step `when` is true; they can go on later."""
+    token = _pause.set(when)
+    try:
+        yield
+    finally:
+        _pause.reset(token)
+
+
+def wants_pause(step: int) -> bool:
+    """Return whether a run is to stop here, after the validation of a step."""
+    when = _pause.get()
+    return when is not None and when(step)
 
 
 @contextmanager

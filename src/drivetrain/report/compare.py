@@ -214,7 +214,7 @@ class RunComparison:
 
 
 def compare(
-    runs: Sequence[Path | str],
+    runs: Sequence[Path | str] | Mapping[str, Sequence[Path | str]],
     *,
     metric: str = "",
     mode: Mode = "auto",
@@ -227,7 +227,8 @@ def compare(
     """Compare runs: those that differ by the seed alone are an arm, and each arm is compared with that of the first.
 
     Args:
-        runs: The folders of two or more runs, or their names below `output_dir`.
+        runs: The folders of two or more runs, or their names below `output_dir`. Or a dictionary of such lists, each an
+            arm by its name, the first of which the others are compared with.
         metric: The validation metric that decides. Default: `valid_loss`, or the only one there is.
         mode: Whether less (`min`) or more (`max`) of it is better; `auto` goes by the name.
         which: The `last` value of each run, or its `best`.
@@ -248,7 +249,8 @@ def compare(
         >>> dt.compare(["line-0", "line-1"]).verdicts[0].kind
         'cannot tell'
     """
-    read = read_runs([Path(run) for run in runs], Path(output_dir))
+    groups = runs if isinstance(runs, Mapping) else {"": runs}
+    read = read_runs([Path(run) for members in groups.values() for run in members], Path(output_dir))
     metric = metric or _usual_metric(read)
     aim = Aim(metric, mode)
     if not aim.is_clear:
@@ -258,7 +260,7 @@ def compare(
     _refuse_without(read, metric)
     if not common:
         _refuse_unfinished(read)
-    arms = _arms(read)
+    arms = _arms(read) if groups is not runs else _given_arms(groups, read, Path(output_dir))
     upto = min(run.total(over) for run in read) if common else math.inf
     draft = RunComparison(metric, which, over, upto, confidence, aim.wants_more, arms, (), _differences(arms))
     return _with_verdicts(draft)
@@ -341,6 +343,18 @@ def _arms(runs: Sequence[RunOfArm]) -> tuple[Arm, ...]:
             group.append(run)
     labels = _labels([facts for facts, _ in groups], _shared_names([members for _, members in groups]))
     return tuple(Arm(label, tuple(members)) for label, (_, members) in zip(labels, groups, strict=True))
+
+
+def _given_arms(
+    groups: Mapping[str, Sequence[Path | str]], runs: Sequence[RunOfArm], output_dir: Path
+) -> tuple[Arm, ...]:
+    """Return the arms that the caller made."""
+    by_folder = {run.data.folder: run for run in runs}
+    return tuple(
+        Arm(label, tuple(by_folder[_folder(Path(member), output_dir)] for member in members))
+        for label, members in groups.items()
+        if members
+    )
 
 
 def _shared_names(groups: Sequence[Sequence[RunOfArm]]) -> list[str]:

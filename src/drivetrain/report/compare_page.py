@@ -1,5 +1,6 @@
 """The page of several runs: their curves over each other, what differs, and the verdict. One file, like report.html."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,8 +116,13 @@ def _cards(comparison: RunComparison) -> Iterator[tuple[str, str, str]]:
     for verdict in comparison.verdicts:
         if verdict.test is not None:
             share = "" if verdict.relative is None else f"{verdict.relative:+.2%} of the first; "
-            inside = f"{verdict.test.low:+.3g} to {verdict.test.high:+.3g}; e-value {verdict.test.e_value:.3g}"
-            yield f"difference, {verdict.arm}", f"{verdict.test.mean:+.3g}", share + inside
+            inside = f"{verdict.test.low:+.3g} to {verdict.test.high:+.3g}"
+            inside = "too few pairs for an interval" if math.isinf(verdict.test.low) else inside
+            yield (
+                f"difference, {verdict.arm}",
+                f"{verdict.test.mean:+.3g}",
+                f"{share}{inside}; e-value {verdict.test.e_value:.3g}",
+            )
 
 
 def _below(comparison: RunComparison) -> Iterator[str]:

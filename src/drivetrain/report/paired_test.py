@@ -77,6 +77,15 @@ def paired_test(differences: Sequence[float], confidence: float = 0.95) -> Paire
     return PairedTest(len(values), float(values.mean()), low, high, (above + below) / 2, threshold, direction)
 
 
+def evidence(differences: Sequence[float]) -> NDArray[np.float64]:
+    """Return the e-value after each pair: all looks at once."""
+    values = np.asarray(differences, dtype=np.float64)
+    sizes = _sizes(values[None, :])[0]
+    above, below = (np.log(_factors(sign * sizes)).cumsum(axis=-1) for sign in (1, -1))
+    with np.errstate(over="ignore"):
+        return np.asarray(0.5 * _WEIGHTS @ (np.exp(above) + np.exp(below)))
+
+
 def fewest_pairs(confidence: float = 0.95) -> int:
     """Return how many pairs that all agree are needed for a verdict."""
     best = 2 / (1 + np.exp(-2 * _BETS))
@@ -110,13 +119,17 @@ def _money(
     values: NDArray[np.float64], centers: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return what betting 1 on differences above each center has come to, and on those below it."""
-    shifted = values[None, :] - centers[:, None]
-    counts = np.arange(1, len(values) + 1)
-    scale = np.sqrt(np.cumsum(shifted**2, axis=1) / counts)  # of the sizes alone, which tell nothing of the signs
-    sizes = np.divide(shifted, scale, out=np.zeros_like(shifted), where=scale > 0)
+    sizes = _sizes(values[None, :] - centers[:, None])
     above, below = (np.log(_factors(sign * sizes)).sum(axis=-1) for sign in (1, -1))
     with np.errstate(over="ignore"):
         return _WEIGHTS @ np.exp(above), _WEIGHTS @ np.exp(below)
+
+
+def _sizes(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return differences in units of those seen so far, the newest among them; a row for each center."""
+    counts = np.arange(1, values.shape[1] + 1)
+    scale = np.sqrt(np.cumsum(values**2, axis=1) / counts)  # of the sizes alone, which tell nothing of the signs
+    return np.asarray(np.divide(values, scale, out=np.zeros_like(values), where=scale > 0))
 
 
 def _interval(values: NDArray[np.float64], threshold: float) -> tuple[float, float]:

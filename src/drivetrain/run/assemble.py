@@ -5,7 +5,8 @@ is what is trained. The data is opened here too: how its steps are divided, its 
 validation set.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from drivetrain.core.goodput import start_marks
 from drivetrain.core.hook import StepContext
 from drivetrain.core.logged import logging_loss
 from drivetrain.core.optims import LossByTurn, Turn
+from drivetrain.core.run_folder import read_fork
 from drivetrain.core.state import ParameterWatch
 from drivetrain.core.world import World
 from drivetrain.data.batch import to_device
@@ -412,13 +414,27 @@ def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:
     """Load a checkpoint, if there is one. Return how many steps were done before."""
     if checkpoint is None:
         return 0
-    with start_marks.restoring():
+    fork = read_fork(run.path)
+    is_forked = fork is not None and fork.step == checkpoint.step
+    with start_marks.restoring(), _keeping_settings(parts.optimizer, checkpoint) if is_forked else nullcontext():
         parts.strategy.load(plainly_named(checkpoint, parts.model.state_dict()))
         run.load_hooks(checkpoint)
     parts.watch.check()
     if run.extensions and isinstance(parts.average, RunningMean):
         parts.average.begin_anew_after(checkpoint.step)
     return checkpoint.step
+
+
+@contextmanager
+def _keeping_settings(optimizer: Optimizer, checkpoint: Checkpoint) -> Iterator[None]:
+    """Load the moments of the run that was forked, and keep the settings that this job gave its optimizer."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    stored = (checkpoint.meta.get("optimizer_made_with") or {}).get("groups", checkpoint.meta["optimizer_groups"])
+    for group, there in zip(optimizer.param_groups, stored, strict=False):  # as the checkpoint has to find them
+        group.update({name: there["values"][name] for name in group.keys() & there["values"].keys() - {"lr"}})
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
 
 
 def make_stepper(

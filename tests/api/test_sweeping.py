@@ -1,0 +1,231 @@
+"""`dt.sweep` and `drivetrain sweep`: variants, rungs, forks, and going on after whatever happened."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import drivetrain as dt
+from drivetrain.api import sweeping
+from drivetrain.cli import main
+from drivetrain.core.run_folder import read_rows
+from drivetrain.run.forking import fork_run
+
+QUIET = dt.configure(report=False, auto_optimize=False, monitor_gpu=False)
+STEPS = 24
+signals: list[int] = []  # seeds whose run gets a Ctrl-C
+
+
+def make(lr: float, seed: int, epochs: int = 3) -> tuple[dt.Job, dt.Config]:
+    """A line with dropout, so that randomness inside the model counts, too; 8 steps and a validation an epoch."""
+    inputs = torch.linspace(-1, 1, 64).unsqueeze(1)
+
+    def press(context: dt.StepContext) -> None:
+        if seed in signals:
+            signals.remove(seed)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    job = dt.Job(
+        name="line",
+        model=lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)),
+        data=TensorDataset(inputs, inputs.sin()),
+        valid=TensorDataset(inputs, inputs.sin()),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=lr, momentum=0.9),
+        schedule=dt.WarmupCosine(),
+        global_batch=8,
+        epochs=epochs,
+        seed=seed,
+        hooks=[dt.every(3, press)],
+    )
+    return job, QUIET
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["lr"]) for row in read_rows(folder / "steps.jsonl")[0]]
+
+
+def trained(tmp_path: Path, lr: float, seed: int) -> Path:
+    """The same run without a sweep."""
+    job, config = make(lr, seed)
+    run = config.run.model_copy(update={"name": f"plain-{lr}-{seed}", "output_dir": tmp_path})
+    return dt.train(job, config.model_copy(update={"run": run}), quiet=True).folder
+
+
+def folder_of(result: sweeping.SweepResult, lr: float, seed: int) -> Path:
+    row = next(row for row in result.rows if row["settings"] == {"lr": lr})
+    return Path(row["runs"][str(seed)]["folder"])
+
+
+def test_a_grid_with_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = dt.sweep(make, {"lr": [0.1, 1e-5]}, seeds=[0, 1], output_dir=tmp_path)
+    assert result.best == {"lr": 0.1}
+    assert result.is_done
+    assert [row["state"] for row in result.rows] == ["done", "done"]
+    assert losses(folder_of(result, 0.1, 1)) == losses(trained(tmp_path, 0.1, 1))
+    assert result.comparison is not None
+    assert result.comparison.verdicts[0].kind == "cannot tell"
+    assert len(result.comparison.verdicts[0].pairs) == 2
+    assert "4 runs compared" in (tmp_path / "sweep" / "sweep.html").read_text()
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["variants"] == list(result.rows)
+    assert "4/4" in capsys.readouterr().out
+
+
+def test_halving_drops_the_worse_and_the_others_go_on_to_the_bit(tmp_path: Path) -> None:
+    rates = [1e-6, 0.1, 1e-5, 0.05]
+    result = dt.sweep(make, {"lr": rates}, halving=2, first_steps=8, output_dir=tmp_path, quiet=True)
+    states = {row["settings"]["lr"]: (row["state"], row["rung"]) for row in result.rows}
+    assert states[1e-6] == states[1e-5] == ("dropped", 8)
+    assert sorted(states[rate] for rate in (0.1, 0.05)) == [("done", None), ("dropped", 16)]
+    assert result.best is not None
+    assert losses(folder_of(result, result.best["lr"], 0)) == losses(trained(tmp_path, result.best["lr"], 0))
+    assert losses(folder_of(result, 1e-6, 0))[-1][0] < 16, "it stopped soon after its rung"
+
+
+def test_it_goes_on_after_its_budget_without_doing_anything_twice(tmp_path: Path) -> None:
+    first = dt.sweep(make, {"lr": [0.1, 0.05, 0.02]}, budget_steps=STEPS, output_dir=tmp_path, quiet=True)
+    assert not first.is_done
+    assert "budget of 24 steps" in first.why_stopped
+    assert [row["state"] for row in first.rows] == ["done", "waiting", "waiting"]
+    done = folder_of(first, 0.1, 0) / "steps.jsonl"
+    before = done.stat().st_mtime_ns
+    ledger = tmp_path / "sweep" / "sweep.json"
+    text = ledger.read_text()
+    second = dt.sweep(make, {"lr": [0.1, 0.05, 0.02]}, budget_steps=2 * STEPS, output_dir=tmp_path, quiet=True)
+    assert [row["state"] for row in second.rows] == ["done", "done", "waiting"]
+    ledger.write_text(text)  # as if it had been killed between the end of the run and the ledger
+    third = dt.sweep(make, {"lr": [0.1, 0.05, 0.02]}, output_dir=tmp_path, quiet=True)
+    assert third.is_done
+    assert done.stat().st_mtime_ns == before
+    assert len(list((tmp_path / "sweep").glob("*/job.yaml"))) == 3
+    with pytest.raises(dt.DrivetrainError, match="another sweep: variants changed"):
+        dt.sweep(make, {"lr": [0.1, 0.3]}, output_dir=tmp_path, quiet=True)
+
+
+def test_no_run_begins_once_the_time_is_up_and_one_that_runs_pauses(tmp_path: Path) -> None:
+    result = dt.sweep(make, {"lr": [0.1]}, budget_seconds=1e-9, output_dir=tmp_path, quiet=True)
+    assert "is used up" in result.why_stopped
+    task = sweeping.SweepTask(sweeping.FunctionMaker(make), {"lr": 0.1}, 0, tmp_path / "late", "valid_loss", None, 1.0)
+    assert (outcome := sweeping.run_task(task))["state"] == "paused"
+    assert outcome["step"] == 8
+    assert sweeping.run_task(sweeping.SweepTask(**{**vars(task), "deadline": None}))["state"] == "done"
+    assert losses(tmp_path / "late") == losses(trained(tmp_path, 0.1, 0))
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    signals.append(1)
+    first = dt.sweep(make, {"lr": [0.1, 0.05]}, seeds=[0, 1, 2], output_dir=tmp_path, quiet=True)
+    assert first.why_stopped == "Ctrl-C"
+    assert [len(row["runs"]) for row in first.rows] == [2, 1]
+    second = dt.sweep(make, {"lr": [0.1, 0.05]}, seeds=[0, 1, 2], output_dir=tmp_path, quiet=True)
+    assert second.is_done
+    assert losses(folder_of(second, 0.1, 1)) == losses(trained(tmp_path, 0.1, 1))
+
+
+def test_a_variant_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    result = dt.sweep(make, {"lr": [-1.0, 0.1]}, output_dir=tmp_path, quiet=True)
+    assert [row["state"] for row in result.rows] == ["failed", "done"]
+    assert "learning rate: -1.0" in result.rows[0]["runs"]["0"]["error"]
+    assert result.best == {"lr": 0.1}
+
+
+def test_a_fork_without_a_change_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
+    job, config = make(0.1, 0)
+    run = config.run.model_copy(update={"name": "trunk", "output_dir": tmp_path})
+    saves = config.checkpoint.model_copy(update={"every": 8, "keep_last": 9})
+    trunk = dt.train(job, config.model_copy(update={"run": run, "checkpoint": saves}), quiet=True).folder
+    result = dt.sweep(make, {"lr": [0.1, 0.02]}, fork=f"{trunk}@8", output_dir=tmp_path, quiet=True)
+    assert result.is_done
+    same, other = losses(folder_of(result, 0.1, 0)), losses(folder_of(result, 0.02, 0))
+    assert same == losses(trunk)
+    assert other[:8] == same[:8]
+    assert other[8][1] == same[8][1], "the loss of the first step after the fork is before its update"
+    assert other[9][1] != same[9][1]
+    assert [rate for _, _, rate in other[8:]] == pytest.approx([rate / 5 for _, _, rate in same[8:]])
+    with pytest.raises(dt.DrivetrainError, match="no checkpoint of step 5"):
+        fork_run(trunk, tmp_path / "x", 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variants": []}, "no variants"),
+        ({"variants": [{"lr": 1}, {"lr": 1}]}, "twice"),
+        ({"seeds": [1, 1]}, "twice"),
+        ({"metric": "valid_thing"}, "less or more of valid_thing"),
+        ({"halving": 1}, "halving"),
+        ({"parallel": 0}, "processes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(dt.DrivetrainError, match=words):
+        dt.sweep(make, **{"variants": {"lr": [0.1]}, "output_dir": tmp_path, "quiet": True, **changes})
+
+
+def test_several_processes_do_the_same_runs(tmp_path: Path) -> None:
+    result = dt.sweep(make, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=tmp_path, quiet=True)
+    assert result.is_done
+    for lr in (0.1, 0.05):
+        assert losses(folder_of(result, lr, 1)) == losses(trained(tmp_path, lr, 1))
+
+
+def test_optuna_searches_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="no Optuna here: its search is not tried (pip install 'drivetrain[sweep]')")
+    spec = sweeping.SweepSpec("found", search={"lr": [1e-4, 0.2, "log"]}, trials=4)
+    for steps, number in ((2 * STEPS, 2), (None, 4)):
+        limits = sweeping.SweepLimits(steps=steps)
+        result = sweeping.run_sweep(sweeping.FunctionMaker(make), spec, limits, tmp_path, lambda text: None)
+        assert len([row for row in result.rows if row["state"] == "done"]) == number
+    assert result.is_done
+    assert result.best == min(result.rows, key=lambda row: row["value"])["settings"]
+
+
+SCRIPT = """
+import argparse
+import torch
+import drivetrain as dt
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=1)
+width = parser.parse_args().width
+x = torch.linspace(0, 1, 32).unsqueeze(1)
+data = torch.utils.data.TensorDataset(x, x)
+dt.train(dt.Job(name="script", model=lambda: torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.Linear(width, 1)),
+    data=data, valid=data, loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), global_batch=8, epochs=1))
+"""
+
+
+def test_the_command_on_a_script_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("line.py").write_text(SCRIPT)
+    Path("sweep.yaml").write_text("target: line.py\nseeds: [0, 1]\ngrid:\n  width: [1, 3]\n  lr: [0.1]\nname: widths\n")
+    assert main(["sweep", "sweep.yaml", "--seeds", "3", "--no-auto-optimize"]) == 0
+    told = capsys.readouterr().out
+    assert "sweep widths: 2 variants × 1 seeds of line.py" in told
+    assert "cannot tell" in told
+    assert main(["sweep", "sweep.yaml", "--seeds", "3", "--no-auto-optimize", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["settings"] for row in found["rows"]] == [{"width": 1, "lr": 0.1}, {"width": 3, "lr": 0.1}]
+    assert found["comparison"]["differences"]
+
+
+def test_the_command_on_a_recipe_with_a_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "digits", "--max-steps", "2", "--no-auto-optimize"]
+    assert main([*words, "--grid", "lr=1e-3,3e-3"]) == 0
+    assert "cannot tell: lr=0.003 against lr=0.001" in capsys.readouterr().out
+    assert main([*words, "--grid", "lr=", "--name", "other"]) == 1
+    assert main([*words, "--name", "nothing"]) == 1
+    assert main([*words, "--grid", "width=3,4", "--name", "unknown"]) == 1
+    told = capsys.readouterr()
+    assert "no setting width" in told.out + told.err
