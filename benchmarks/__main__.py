@@ -38,6 +38,7 @@ from benchmarks import (
     revisions,
     saving,
     startup,
+    sweep_honesty,
     table,
     watching,
     zoo,
@@ -69,6 +70,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "checkpoint-scale": checkpoint_scale.measure,
     "checkpoint-write": checkpoint_write.measure,
     "watching": watching.measure,
+    "sweep-honesty": sweep_honesty.measure,
     "correctness": correctness.measure,
     "prove-planted": proofs.measure_planted,
     "prove-clean": proofs.measure_clean,
@@ -102,6 +104,7 @@ SEVERAL = {
 VERDICTS = "prove-trainers"  # what `drivetrain prove` says of other trainers
 ONLY_BY_NAME = {  # long, or in need of more than this folder
     "revisions",
+    "sweep-honesty",
     *continual.MEASURES,
     "growing-mnist",
     "prove-planted",
