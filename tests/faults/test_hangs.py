@@ -204,7 +204,7 @@ def wait_for_any(folder: Path, seconds: float = 240) -> None:
 
 @pytest.mark.soak
 def test_no_false_alarm_with_slow_steps(tmp_path: Path) -> None:
-    """Ten minutes of steps of 1 s, of which some take 3 s."""
-    done = run_with(tmp_path, "", steps=400, hang=60.0, PAUSE="1", SLOW="1")
+    """Half an hour of steps of 1 s, of which every seventh takes 3 s."""
+    done = run_with(tmp_path, "", steps=1400, hang=60.0, PAUSE="1", SLOW="1")
     assert done.code == 0, done.err
     assert "no step has ended" not in done.err
