@@ -314,7 +314,7 @@ def argued(tmp_path: Path) -> str:
         (["--width", "3"], "give it after --: drivetrain train {script} … -- --width 3"),
         (["--hidden", "3"], "a flag of the script stands after --: drivetrain train {script} … -- --hidden 3"),
         (["stray"], "words for the script stand after --: drivetrain train {script} -- stray"),
-        (["--seed", "1"], "a flag of the script stands after --: drivetrain train {script} -- --seed …"),
+        (["--experts", "1"], "a flag of the script stands after --: drivetrain train {script} -- --experts …"),
     ],
 )
 def test_a_flag_of_a_script_is_sent_behind_the_dashes(capsys, argued: str, words: list[str], told: str) -> None:

@@ -19,11 +19,11 @@ COMMAND = Command(
     obeys=("run.output_dir",),
 )
 EXAMPLES = (
-    "drivetrain compare runs/base-0 runs/base-1 runs/new-0 runs/new-1     runs that differ by the seed are one arm",
-    "drivetrain compare base-0 base-1 new-0 new-1                         the same, by their names below --output-dir",
-    "drivetrain compare base-0 new-0 --metric valid_accuracy --which best the best accuracy of each",
-    "drivetrain compare base-0 new-0 --common                             unfinished, or of other lengths",
-    "drivetrain compare base-0 new-0 --json                               for a script; exits with 1 if it is refused",
+    "drivetrain compare base-0 base-1 new-0 new-1            runs of other seeds are one arm",
+    "drivetrain compare runs/base-0 other/runs/new-0         by their folders",
+    "drivetrain compare base-0 new-0 --metric valid_accuracy --which best",
+    "drivetrain compare base-0 new-0 --common                unfinished, or of other lengths",
+    "drivetrain compare base-0 new-0 --json                  for a script; exits with 1 if refused",
 )
 
 

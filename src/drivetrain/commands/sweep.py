@@ -14,14 +14,14 @@ COMMAND = Command(
     here="drivetrain.commands.sweep_in_process",
 )
 EXAMPLES = (
-    "drivetrain sweep digits --grid 'lr=0.001,0.003,0.01' --seeds 0,1,2        every rate with every seed",
-    "drivetrain sweep digits --grid 'lr=0.001,0.003 weight-decay=0,0.1'        every combination",
-    "drivetrain sweep train.py --grid 'width=32,64' --epochs 5                 flags of the script: --width=32",
-    "drivetrain sweep digits --grid 'lr=0.001,0.002,0.004,0.008' --halving 2   the better half goes on, twice",
-    "drivetrain sweep sweep.yaml                                               all of it from a file",
-    "drivetrain sweep digits --variants my_grid:VARIANTS                       a dictionary or function of your own",
-    "drivetrain sweep digits --grid 'lr=0.001,0.003' --fork runs/digits        all begin with its checkpoint",
-    "drivetrain sweep sweep.yaml --parallel 4 --max-seconds 3600               four at once, for an hour",
+    "drivetrain sweep digits --grid 'lr=0.001,0.003' --seeds 0,1,2     every rate with every seed",
+    "drivetrain sweep train.py --grid 'width=32,64' --epochs 5         flags of the script",
+    "drivetrain sweep digits --grid 'lr=0.001,0.002,0.004,0.008' --halving 2",
+    "                                                                  the better half goes on, twice",
+    "drivetrain sweep digits --variants my_grid:VARIANTS               a dictionary, or a function",
+    "drivetrain sweep digits --grid 'lr=0.001,0.003' --fork runs/digits",
+    "                                                                  all begin with its checkpoint",
+    "drivetrain sweep sweep.yaml --parallel 4 --max-seconds 3600       four at once, for an hour",
 )
 
 

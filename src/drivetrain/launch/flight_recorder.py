@@ -16,7 +16,7 @@ DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _LONGEST_DUMP = 256 << 20
 # `[PG ID 0 PG GUID 0(default_pg) Rank 1]  failure detected by watchdog at work sequence id: 9 PG status: last enqueued
-# work: 9, last completed work: 8`, and `… Received a dump signal … Last enqueued NCCL work: 9, …` (torch 2.6 to 2.14).
+# work: 9, last completed work: 8`, and `… Received a dump signal … Last enqueued NCCL work: 9, …`.
 _IN_LOG = re.compile(
     r"\[PG ID \S+ PG GUID (\S+) Rank \d+\][^\n]*?last enqueued(?: NCCL)? work: (-?\d+), last completed(?: NCCL)? work: "
     r"(-?\d+)",

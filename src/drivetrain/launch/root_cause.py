@@ -37,8 +37,8 @@ _FROM_COLLECTIVES = re.compile(
     r"Dist(Backend|Network|Store)?Error|gloo|nccl|ProcessGroup|c10d|TCPStore|collective|monitoredBarrier|torch.distributed",
     re.IGNORECASE,
 )
-# What NCCL's watchdog writes before it aborts a rank that waited: that rank is not to blame. As in the source of torch
-# 2.10 to 2.14, and in logs of users.
+# What NCCL's watchdog writes before it aborts a rank that waited: that rank is not to blame. As in the source of torch,
+# and in logs of users.
 _ABORTED_WAITING = re.compile(
     r"Watchdog caught collective operation timeout|Received a dump signal due to a collective timeout"
     r"|Heartbeat monitor timed out|ProcessGroupNCCL's watchdog got stuck for"
