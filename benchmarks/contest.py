@@ -154,19 +154,20 @@ class Book:
 
 
 def ratios(aims: Sequence[Aim], rates: Mapping[str, float]) -> dict[str, Any]:
-    """Where both sides were measured."""
+    """Where both sides were measured. While some of the others were not, nothing is called met."""
     found: dict[str, Any] = {}
     for aim in aims:
         others = {name: rates[name] for name in aim.against if name in rates}
         if aim.ours not in rates or not others:
             continue
         fastest = max(others, key=lambda name: others[name])
-        value = rates[aim.ours] / others[fastest]
+        value, missing = rates[aim.ours] / others[fastest], [name for name in aim.against if name not in rates]
         found[aim.words] = {
             "value": _short(value),
             "at_least": aim.at_least,
-            "met": value >= aim.at_least,
+            "met": value >= aim.at_least and not missing,
             "against": fastest,
+            **({"missing": missing} if missing else {}),
         }
     return found
 

@@ -61,7 +61,8 @@ def _contest(document: Mapping[str, Any]) -> str:
             least = "at_least" in found
             bound = f"at least {found['at_least']:.3g} × {words}" if least else f"{words}: at most {found['at_most']:g}"
             measured = f"{found['value']:.3g} ×" if least else f"{found['value']:.3g}"
-            lines.append(f"| {bound} | {measured} | {'yes' if found['met'] else '**no**'} |")
+            without = f", without {', '.join(found['missing'])}" if found.get("missing") else ""
+            lines.append(f"| {bound} | {measured} | {'yes' if found['met'] else f'**no**{without}'} |")
         lines.append("")
     lines += _planned(entries)
     if document.get("left_out"):

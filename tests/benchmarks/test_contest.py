@@ -75,6 +75,8 @@ def test_ratios_are_against_the_fastest() -> None:
     found = ratios(aims, {"ours": 10.0, "a": 5.0, "b": 12.5})
     assert found == {"both": {"value": 0.8, "at_least": 1.0, "met": False, "against": "b"}}
     assert ratios(aims, {"a": 1.0}) == {}
+    part = ratios(aims, {"ours": 10.0, "a": 5.0})["both"]
+    assert (part["value"], part["missing"], part["met"]) == (2.0, ["b"], False), "the other one may be faster"
 
 
 def test_limits_hold_for_the_first_start() -> None:

@@ -32,7 +32,7 @@ def test_a_contest_as_a_table(tmp_path: Path) -> None:
     assert "| **ours** | 2,000 | 2,000 | 2,000 | 1.000 | fast |" in text
     assert "| hand-1 | 750.0 | 500.0 | 1,000 | 0.375 | slow |" in text
     assert "| hang | – | – | – | – | takes for ever; took longer than 1 s |" in text
-    assert "| at least 2 × by hand | 2.67 × | yes |" in text
+    assert "| at least 2 × by hand | 2.67 × | **no**, without hand-2 |" in text
     assert "| process: at most 0 | 7 | **no** |" in text
     assert "| ours, start 1 | 4.250 | 2.500 |" in text
 
