@@ -57,6 +57,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "watched" / f"{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.alone  # other processes of the device would be in its times
 def test_events_tell_what_the_device_did() -> None:
     """Against a clock on the host around work that is waited for."""
     device = torch.device("cuda", 0)
