@@ -103,7 +103,7 @@ def test_a_file_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def forged(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
-    manifest = cache.Manifest(machine=cache.kind_of_machine(), num_files=1, num_bytes=1).to_json().encode()
+    manifest = cache.PackedCache(machine=cache.kind_of_machine(), num_files=1, num_bytes=1).to_json().encode()
     head = tarfile.TarInfo(cache.MANIFEST)
     head.size = len(manifest)
     with tarfile.open(path, "w:gz") as archive:

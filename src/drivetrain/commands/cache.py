@@ -52,7 +52,7 @@ class CacheOptions(BaseModel):
     )
 
 
-class Manifest(Value):
+class PackedCache(Value):
     """What a file is for, and what is in it."""
 
     format: int = FORMAT
@@ -105,7 +105,7 @@ def pack(file: Path) -> int:
         )
     num_bytes = sum(path.stat().st_size for _, path in found)
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    manifest = Manifest(made=made, machine=kind_of_machine(), num_files=len(found), num_bytes=num_bytes)
+    manifest = PackedCache(made=made, machine=kind_of_machine(), num_files=len(found), num_bytes=num_bytes)
     _refuse_too_large(manifest.num_files, num_bytes)
     progress = _Progress("packed", len(found), num_bytes)
     beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -178,13 +178,13 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, BytesIO(content))
 
 
-def _manifest(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> Manifest:
+def _manifest(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> PackedCache:
     """Return the manifest, which is the first file of an archive of ours."""
     content = None
     if member is not None and member.name == MANIFEST and member.isreg() and member.size <= MOST_MANIFEST_BYTES:
         content = archive.extractfile(member)
     try:
-        found = Manifest.model_validate(json.loads(content.read() if content is not None else b""))
+        found = PackedCache.model_validate(json.loads(content.read() if content is not None else b""))
     except (ValueError, ValidationError):
         found = None
     if found is None or found.format != FORMAT:
@@ -193,7 +193,7 @@ def _manifest(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> Manif
     return found
 
 
-def _refuse_other_machines(manifest: Manifest, here: Mapping[str, str]) -> None:
+def _refuse_other_machines(manifest: PackedCache, here: Mapping[str, str]) -> None:
     others = {name: manifest.machine.get(name, "") for name in here if manifest.machine.get(name, "") != here[name]}
     if others:
         told = "; ".join(

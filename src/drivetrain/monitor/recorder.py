@@ -485,9 +485,8 @@ class RunRecorder(NoRunRecorder):
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         """Record the test after the last step, with the weights of the step `of_step`."""
         self.spend("eval", seconds)
-        self._append(
-            "metrics", {"step": step, "epoch": epoch, **values, "seconds": seconds, "weights_of_step": of_step}
-        )
+        row = {"step": step, "epoch": epoch, **values, "seconds": seconds, "weights_of_step": of_step}
+        self._append("metrics", row)
         self._track(values, step)
         shown = "   ".join(f"{name.removeprefix('test_').replace('_', ' ')} {it:.6g}" for name, it in values.items())
         self.say(f"  test       {escape(shown)}, with the weights of step {of_step}")

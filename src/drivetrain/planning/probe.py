@@ -131,21 +131,10 @@ class StepProbe:
             if problem:
                 return Measurement(problem=problem)
             graphs = num_graphs() if way.compile_mode else 0  # to look for the compiler alone takes seconds
-            optimizer = job.make_optimizer(model)
-            if way.capture:
-                problem = why_not_captured(
-                    self._alone,
-                    SingleStrategy.name,
-                    optimizer,
-                    precision,
-                    num_micro_steps=-(-share // way.micro_batch),
-                )
-                if not problem and job.turns and way.micro_batch < share:
-                    problem = "a step has several turns, each of several micro-batches"
-                if problem:
-                    return Measurement(problem=problem)
-                make_capturable(optimizer)
-                put_rates_on_device(optimizer)
+            optimizer, count = job.make_optimizer(model), -(-share // way.micro_batch)
+            problem = self._made_capturable(optimizer, precision, count) if way.capture else ""
+            if problem:
+                return Measurement(problem=problem)
             parts, strategy = self._parts(model, optimizer, precision, way)
             began = time.perf_counter()
             objective = strategy.prepare(parts, Trial(batch, num_samples))
@@ -161,7 +150,6 @@ class StepProbe:
                             strategy.backward(objective(batch, num_samples, num_samples * num_micro_steps, 1))
                 strategy.step(False)
 
-            count = -(-share // way.micro_batch)
             at_once = 1 if count == 1 else 2  # the second micro-step is the first to hold gradients
             # A brief look on a CPU takes the first step as it is: nothing is set up there, and it is an estimate.
             for _ in range(WARM_STEPS if seconds else int(device.type != "cpu" or way.compile_mode is not None)):
@@ -187,6 +175,18 @@ class StepProbe:
                 launch_share=_launch_share(lambda: step(1), device) if seconds else 0.0,
                 is_brief=not seconds,
             )
+
+    def _made_capturable(self, optimizer: Optimizer, precision: Precision, num_micro_steps: int) -> str:
+        """Prepare an optimizer for captured steps; return why they cannot be captured, else nothing."""
+        problem = why_not_captured(
+            self._alone, SingleStrategy.name, optimizer, precision, num_micro_steps=num_micro_steps
+        )
+        if not problem and self._job.turns and num_micro_steps > 1:
+            problem = "a step has several turns, each of several micro-batches"
+        if not problem:
+            make_capturable(optimizer)
+            put_rates_on_device(optimizer)
+        return problem
 
     def _parts(
         self, model: nn.Module, optimizer: Optimizer, precision: Precision, way: StepWay

@@ -378,10 +378,14 @@ def _labels(facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[st
     told = told or [key for key in varied if key.startswith("job: ")]
     if not told or len(told) > _MOST_SETTINGS_IN_LABEL:
         return list(names)
-    labels = [
-        ", ".join(f"{key.rpartition('.')[2].rpartition(': ')[2]}={known.get(key)}" for key in told) for known in facts
-    ]
+    labels = [", ".join(_label(key, known.get(key)) for key in told) for known in facts]
     return labels if len(set(labels)) == len(labels) else list(names)
+
+
+def _label(key: str, value: Any) -> str:
+    if key.startswith("flags "):
+        return str(value or "no flags")
+    return f"{key.rpartition('.')[2].rpartition(': ')[2]}={value}"
 
 
 def _pairs(first: Arm, other: Arm) -> tuple[list[tuple[RunOfArm, RunOfArm]], bool, list[str]]:

@@ -31,7 +31,7 @@ _WORDS = ("words", "error", "cause", "problem", "because", "text")
 
 
 @dataclass
-class Start:
+class RunStart:
     """One start of a run on the clock, in seconds since 1970."""
 
     launched: float
@@ -59,17 +59,17 @@ def moment(row: Row) -> float | None:
         return None
 
 
-def starts_and_marks(data: RunData) -> tuple[list[Start], list[Mark]]:
+def starts_and_marks(data: RunData) -> tuple[list[RunStart], list[Mark]]:
     """Return the starts of a run in their order, and what happened to it."""
     timed = [(at, row) for row in (*data.events, *data.attempts) if (at := moment(row)) is not None]
-    starts, marks = list[Start](), list[Mark]()
+    starts, marks = list[RunStart](), list[Mark]()
     reached, spent, since = 0, dict[str, float](), 0.0
     for at, row in sorted(timed, key=lambda pair: pair[0]):
         kind = str(row.get("event"))
         if kind in _BEGINS:
             marks += _begun(row, at, starts, reached)
             before = row.get("since") if isinstance(row.get("since"), dict) else {}
-            starts.append(Start(at - float((before or {}).get("seconds") or 0.0), at, _step(row), at))
+            starts.append(RunStart(at - float((before or {}).get("seconds") or 0.0), at, _step(row), at))
             spent, since, reached = {}, at, _step(row)
             continue
         reached = max(reached, _step(row))
@@ -90,7 +90,7 @@ def starts_and_marks(data: RunData) -> tuple[list[Start], list[Mark]]:
     return starts, marks
 
 
-def _begun(row: Row, at: float, starts: Sequence[Start], reached: int) -> Iterator[Mark]:
+def _begun(row: Row, at: float, starts: Sequence[RunStart], reached: int) -> Iterator[Mark]:
     """Yield what the beginning of a start tells of the one before, and where this one goes on."""
     if starts and not starts[-1].is_known_to_end:
         yield Mark(starts[-1].ended, "fault", "ended without a word: killed, or the machine went down")
