@@ -37,6 +37,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry
 # A shell that runs this in the background has it ignore Ctrl-C, and every child too: tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine makes examples slowly; that is no fault of what is tested. `make test` has the same examples each time:
 # what fails there was broken by the change, not found by luck. `make soak` looks for new ones.

@@ -37,7 +37,7 @@ def test_by_its_module(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(Path("runs/line/source.json").read_text())["target"] == target
     assert train(target, "--experts", "3") == 2
     assert f"the recipe {target} does not use it" in capsys.readouterr().err
-    assert train(f"{module}:job", "--seed", "3") == 2, "a function is no recipe, and reads no seed"
+    assert train(f"{module}:job", "--experts", "3") == 2, "a function is no recipe, and reads nothing of theirs"
 
 
 def test_by_its_entry_point(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
