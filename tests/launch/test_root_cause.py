@@ -71,6 +71,19 @@ def test_what_a_rank_did_by_itself(kind: str, message: str, expected: str) -> No
     assert failure.remedy
 
 
+@pytest.mark.parametrize(("word", "name"), [("Killed", "SIGKILL"), ("Terminated", "SIGTERM")])
+@pytest.mark.parametrize("is_direct", [True, False], ids=["in the handler", "wrapped"])
+def test_a_killed_loader_is_killed_from_outside(word: str, name: str, is_direct: bool) -> None:
+    """As by the kernel, for want of memory: it may happen twice in the same step, and is no error of the script."""
+    origin = f"RuntimeError: DataLoader worker (pid 857) is killed by signal: {word}. "
+    message = origin.partition(": ")[2] if is_direct else "DataLoader worker (pid(s) 857) exited unexpectedly"
+    failure = failure_from_error(error("RuntimeError", message, origin=origin), **PLACE)
+    assert (failure.kind, failure.signal) == (c.SIGNAL, name)
+    assert not failure.resembles(failure)
+    own = error("RuntimeError", "DataLoader worker (pid 857) is killed by signal: Segmentation fault. ")
+    assert failure_from_error(own, **PLACE).kind == c.EXCEPTION
+
+
 def test_an_error_on_the_way_out_does_not_hide_the_first() -> None:
     """The rank's own exception closed its connections, and closing the saver then complained of a lost peer."""
     kind, message = LOST_A_PEER[0]

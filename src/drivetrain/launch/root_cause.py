@@ -53,6 +53,7 @@ _BLAMED = re.compile(
     re.IGNORECASE,
 )
 _DEVICE_MEMORY = re.compile(r"CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED|OutOfMemoryError")
+_LOADER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: (Killed|Terminated)")
 _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|MemoryError")
 
 
@@ -123,6 +124,11 @@ def failure_from_error(error: Mapping[str, Any], **place: Any) -> Failure:
         return Failure(DEVICE_MEMORY, headline=exception, traceback=trace, remedy=remedy, **common)
     if _HOST_MEMORY.search(f"{kind}: {message}"):
         return Failure(HOST_MEMORY, headline=exception, traceback=trace, remedy=_LESS_HOST_MEMORY, **common)
+    loader_killed = _LOADER_KILLED.search(f"{origin}\n{message}")
+    if loader_killed:
+        name = "SIGKILL" if loader_killed[1] == "Killed" else "SIGTERM"
+        headline = f"a process that loads its data was ended by {name}, which came from outside"
+        return Failure(SIGNAL, headline=headline, traceback=trace, remedy=_KILLED_FROM_OUTSIDE, signal=name, **common)
     is_collective = bool(_FROM_COLLECTIVES.search(f"{origin}\n{trace}"))
     if is_collective and _LOST_A_PEER.search(origin):
         remedy = "another rank went away; its own log may say why"
@@ -146,8 +152,7 @@ def failure_from_exit(code: int, *, out_of_memory: bool, said: str, searched: st
             return Failure(HOST_MEMORY, headline=headline, remedy=_LESS_HOST_MEMORY, **common)
         if -code in (signal.SIGKILL, signal.SIGTERM):
             headline = f"ended by {name}, which came from outside"
-            remedy = "somebody or a scheduler killed it; `dmesg` tells if it was the kernel, for want of memory"
-            return Failure(SIGNAL, headline=headline, remedy=remedy, **common)
+            return Failure(SIGNAL, headline=headline, remedy=_KILLED_FROM_OUTSIDE, **common)
         if -code == signal.SIGABRT and (found := _aborted_by_nccl(searched or said, common)) is not None:
             return found
         headline = f"crashed with {name}"
@@ -332,6 +337,7 @@ _BROKEN_GPU = re.compile(
     r"CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device|Unable to determine the device handle",
     re.IGNORECASE,
 )
+_KILLED_FROM_OUTSIDE = "somebody or a scheduler killed it; `dmesg` tells if it was the kernel, for want of memory"
 _LESS_HOST_MEMORY = "fewer --num-workers, fewer processes on this machine, or a larger memory limit"
 _REMEDIES = {
     "ModuleNotFoundError": "install it into the environment of this Python on every node",
