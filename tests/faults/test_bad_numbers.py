@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from drivetrain import DrivetrainError, StepContext, every
 from drivetrain.core.records import StepRecord
 from drivetrain.data.division import SampleStream
 from drivetrain.loop.bad_numbers import RollBackError, Skips, SpikeWatch
+from drivetrain.run.out_of_memory import saved_steps
 from drivetrain.strategies.base import BadStepGate
 from tests.api.jobs import Variant, plain_loop, run, vector_loss
 from tests.faults.events import events
@@ -178,3 +180,12 @@ def test_a_run_goes_back_before_a_spike(tmp_path: Path) -> None:
     skipped = [row["step"] for row in found.rows if row["skipped"]]
     assert skipped == list(range(61, told["step"] + 1))
     assert told["step"] in (70, 71)
+
+
+def test_what_was_set_aside_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(path=tmp_path)
+    assert saved_steps(run) == []
+    for name in ("step-00000004", "step-00000008.corrupt", ".step-00000012.tmp-0123456789abcdef", "frozen-00"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    assert saved_steps(run) == [4]

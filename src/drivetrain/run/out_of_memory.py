@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.checkpoint.files import steps_in
 from drivetrain.core.errors import GOES_ON_WITH, DrivetrainError
 from drivetrain.core.isolation import is_out_of_memory, raised_while_compiling
 from drivetrain.core.log import notice
@@ -282,7 +283,8 @@ def has_checkpoint(run: Session) -> bool:
 
 def saved_steps(run: Session) -> list[int]:
     """Return the steps of the run's checkpoints; they are not verified."""
-    return [int(path.parent.name[5:]) for path in (run.path / CHECKPOINTS).glob("step-*/manifest.json")]
+    folder = run.path / CHECKPOINTS
+    return steps_in(folder) if folder.is_dir() else []
 
 
 def give_memory_back() -> None:
