@@ -24,7 +24,7 @@ from rich.text import Text
 from drivetrain.commands.command import Command
 from drivetrain.commands.status import last_change, last_rows, runs_in, state_of
 from drivetrain.config import Flag, Positional, Resolved
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import find_run
 from drivetrain.core.safe_text import printable
 from drivetrain.core.value import format_duration
 from drivetrain.hardware import detect
@@ -88,11 +88,7 @@ class MachineWatch:
     """
 
     def __init__(self, output_dir: Path, run: Path | None = None) -> None:
-        self._output_dir, self._run = output_dir, run
-        if run is not None and not any((path / "job.yaml").exists() for path in (run, output_dir / run)):
-            raise DrivetrainError(
-                f"{run} is no folder of a run", remedy=f"`drivetrain status` shows those below {output_dir}"
-            )
+        self._output_dir, self._run = output_dir, None if run is None else find_run(run, output_dir)
         self._host = HostReader()
         self._host.read()  # the use of the CPU is since the look before
         hardware = detect(output_dir)
@@ -118,8 +114,7 @@ class MachineWatch:
 
     def _states(self) -> Iterator[Any]:
         if self._run is not None:
-            found = self._run if (self._run / "job.yaml").exists() else self._output_dir / self._run
-            yield state_of(found)
+            yield state_of(self._run)
             return
         known = runs_in(self._output_dir)
         yield from known

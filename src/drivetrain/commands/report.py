@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from drivetrain.commands.command import Command
 from drivetrain.config import Positional, Resolved
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.run_folder import find_run
 from drivetrain.report import PAGE, write_report
 
 COMMAND = Command(
@@ -24,12 +24,7 @@ class ReportOptions(BaseModel):
 
 
 def run(options: ReportOptions, resolved: Resolved) -> int:
-    output_dir = resolved.config.run.output_dir
-    folder = next((path for path in (options.run, output_dir / options.run) if (path / "job.yaml").exists()), None)
-    if folder is None:
-        raise DrivetrainError(
-            f"{options.run} is no folder of a run", remedy=f"`drivetrain status` shows those below {output_dir}"
-        )
+    folder = find_run(options.run, resolved.config.run.output_dir)
     problems = write_report(folder)
     print("\n".join(problems) or f"written: {folder / PAGE}, and the pictures and words beside it")
     return 1 if problems else 0

@@ -20,7 +20,7 @@ from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import Account, read_account
-from drivetrain.core.run_folder import as_row, is_finished, read_job, read_yaml
+from drivetrain.core.run_folder import as_row, find_run, is_finished, read_job, read_yaml
 from drivetrain.core.safe_text import printable
 from drivetrain.launch.slurm import SlurmJob, jobs_of
 
@@ -266,7 +266,7 @@ class StatusOptions(BaseModel):
 
 def run(options: StatusOptions, resolved: Resolved) -> int:
     output_dir = resolved.config.run.output_dir
-    runs = runs_in(output_dir) if options.run is None else [_one(options.run, output_dir)]
+    runs = runs_in(output_dir) if options.run is None else [state_of(find_run(options.run, output_dir))]
     jobs, why_not = jobs_of(output_dir) if options.slurm else ([], "")
     if options.as_json:
         slurm = {"jobs": [asdict(job) for job in jobs], "note": why_not} if options.slurm else None
@@ -276,17 +276,6 @@ def run(options: StatusOptions, resolved: Resolved) -> int:
     if options.slurm:
         print(printable("\n".join(["", *_jobs_in_words(jobs, output_dir), *([why_not] if why_not else [])])))
     return 0
-
-
-def _one(folder: Path, output_dir: Path) -> RunState:
-    for path in (folder, output_dir / folder):
-        if (path / "job.yaml").exists():
-            return state_of(path)
-    known = ", ".join(str(path.parent) for path in sorted(output_dir.glob("*/job.yaml"))[:5])
-    raise DrivetrainError(
-        f"{folder} is no folder of a run",
-        remedy=f"name one of {known}" if known else f"`drivetrain status` shows those below {output_dir}",
-    )
 
 
 def _rate(samples_per_second: float) -> str:

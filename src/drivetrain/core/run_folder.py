@@ -285,6 +285,23 @@ def read_job(path: Path, *, history: bool = False) -> dict[str, Any]:
     return found if history else {key: value for key, value in found.items() if key != _HISTORY}
 
 
+def find_run(run: Path, output_dir: Path) -> Path:
+    """Return the folder of a run that was named by it, or by its name below the output folder.
+
+    Args:
+        run: The folder or the name, as the user gave it.
+        output_dir: The folder that holds the run folders.
+    """
+    for path in (run, output_dir / run):
+        if (path / _JOB).exists():
+            return path
+    known = ", ".join(str(path.parent) for path in sorted(output_dir.glob(f"*/{_JOB}"))[:5])
+    raise DrivetrainError(
+        f"{run} is no folder of a run",
+        remedy=f"name one of {known}" if known else f"`drivetrain status` shows those below {output_dir}",
+    )
+
+
 class Fork(NamedTuple):
     """Where a run was forked from."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from drivetrain.core.aims import Aim, Mode
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.core.run_folder import as_row, is_finished, read_yaml
+from drivetrain.core.run_folder import as_row, find_run, is_finished, read_yaml
 from drivetrain.core.value import format_count, format_list
 from drivetrain.report.paired_test import PairedTest, fewest_pairs, paired_test, pairs_needed
 from drivetrain.report.run_data import Row, RunData
@@ -268,7 +268,7 @@ def compare(
 
 def read_runs(runs: Sequence[Path], output_dir: Path) -> list[RunOfArm]:
     """Read runs by their folders or names. At least two are needed, each once."""
-    folders = list(dict.fromkeys(_folder(run, output_dir) for run in runs))
+    folders = list(dict.fromkeys(find_run(run, output_dir) for run in runs))
     if len(folders) < 2:
         raise DrivetrainError(
             "there is one run, and nothing to compare it with" if folders else "no runs are named",
@@ -276,17 +276,6 @@ def read_runs(runs: Sequence[Path], output_dir: Path) -> list[RunOfArm]:
         )
     names = [folder.name for folder in folders]
     return [RunOfArm.read(folder, folder.name if names.count(folder.name) == 1 else str(folder)) for folder in folders]
-
-
-def _folder(run: Path, output_dir: Path) -> Path:
-    for path in (run, output_dir / run):
-        if (path / "job.yaml").exists():
-            return path
-    known = ", ".join(path.parent.name for path in sorted(output_dir.glob("*/job.yaml"))[:5])
-    raise DrivetrainError(
-        f"{run} is no folder of a run",
-        remedy=f"name one of {known}" if known else f"`drivetrain status` shows those below {output_dir}",
-    )
 
 
 def _usual_metric(runs: Sequence[RunOfArm]) -> str:
@@ -351,7 +340,7 @@ def _given_arms(
     """Return the arms that the caller made."""
     by_folder = {run.data.folder: run for run in runs}
     return tuple(
-        Arm(label, tuple(by_folder[_folder(Path(member), output_dir)] for member in members))
+        Arm(label, tuple(by_folder[find_run(Path(member), output_dir)] for member in members))
         for label, members in groups.items()
         if members
     )
