@@ -35,6 +35,7 @@ from drivetrain.data.batch import MicroBatch, to_device
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.resident import Resident, Rows, Window
 from drivetrain.loop.capture_rules import (
+    TURNS_OF_MICRO_STEPS,
     NotStaticError,
     State,
     changes,
@@ -406,7 +407,7 @@ class CapturedStepper(Stepper):
             return super().run(place, micro_batches, stop)
         micros = list(micro_batches)
         if len(micros) > 1 and self._turns is not None:
-            self._give_up("a step has several turns, each of several micro-batches")
+            self._give_up(TURNS_OF_MICRO_STEPS)
             return super().run(place, micros, stop)
         if self._looks_again:
             self._compare()

@@ -34,6 +34,7 @@ from drivetrain.core.world import World
 from drivetrain.data.keyed_items import Draws
 from drivetrain.data.resident import Rows
 
+TURNS_OF_MICRO_STEPS = "a step has several turns, each of several micro-batches"
 MOST_MICRO_STEPS = 16  # of a step that is captured: each is a graph of its own
 _PLAIN_INPUTS = (type(None), bool, int, float, str, bytes)
 MOST_ENTRIES = 100  # of a container that are looked at, from each of its ends
@@ -55,6 +56,7 @@ def why_not_captured(
     precision: Precision,
     *,
     num_micro_steps: int = 1,
+    has_turns: bool = False,  # whether a step has several, each with a loss of its own
     activations: str = "keep",
     compile_mode: str = "",  # empty: not compiled
     asserts: bool = False,
@@ -68,6 +70,8 @@ def why_not_captured(
         return f"the strategy {strategy} gives work to several devices"
     if num_micro_steps > MOST_MICRO_STEPS:
         return f"a step has {num_micro_steps} micro-batches, and at most {MOST_MICRO_STEPS} are captured"
+    if has_turns and num_micro_steps > 1:
+        return TURNS_OF_MICRO_STEPS
     if activations != "keep":
         how = {"recompute": "saves the generators' state", "offload": "copies activations to its own memory"}
         return f"activations: {activations}, for which the host {how[activations]} in every step"

@@ -178,11 +178,8 @@ class StepProbe:
 
     def _made_capturable(self, optimizer: Optimizer, precision: Precision, num_micro_steps: int) -> str:
         """Prepare an optimizer for captured steps; return why they cannot be captured, else nothing."""
-        problem = why_not_captured(
-            self._alone, SingleStrategy.name, optimizer, precision, num_micro_steps=num_micro_steps
-        )
-        if not problem and self._job.turns and num_micro_steps > 1:
-            problem = "a step has several turns, each of several micro-batches"
+        shape: dict[str, Any] = {"num_micro_steps": num_micro_steps, "has_turns": bool(self._job.turns)}
+        problem = why_not_captured(self._alone, SingleStrategy.name, optimizer, precision, **shape)
         if not problem:
             make_capturable(optimizer)
             put_rates_on_device(optimizer)

@@ -320,18 +320,11 @@ def _settle_capture(run: Session, given: StrategyParts, rates: Rates, draws: Dra
     if not found and any(turn.every > 1 for turn in run.job.turns):
         found = "not every step has the same turns"
     if not found and division.micro_batch < division.global_batch:
-        found = _why_micro_steps_not_captured(run, given)
+        counted = given.loss_parts.counted
+        found = f"the items of the part {counted[0]!r} of the loss are counted before each step" if counted else ""
     if not found:
         make_capturable(given.optimizer)
     return found
-
-
-def _why_micro_steps_not_captured(run: Session, given: StrategyParts) -> str:
-    """Return why a step of several micro-batches cannot be captured, where one of a single one can."""
-    if run.job.turns:
-        return "a step has several turns, each of several micro-batches"
-    counted = given.loss_parts.counted
-    return f"the items of the part {counted[0]!r} of the loss are counted before each step" if counted else ""
 
 
 def device_reasons(run: Session, optimizer: Optimizer, draws: Draws, division: Division) -> str:
@@ -344,6 +337,7 @@ def device_reasons(run: Session, optimizer: Optimizer, draws: Draws, division: D
         optimizer,
         run.precision,
         num_micro_steps=-(-division.global_batch // division.micro_batch),
+        has_turns=bool(run.job.turns),
         activations="recompute" if run.way.recompute else run.settings.activations.value,
         compile_mode=run.way.compile_mode or "",
         asserts=run.config.device.assertions,
