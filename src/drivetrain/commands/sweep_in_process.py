@@ -42,10 +42,9 @@ class TargetMaker:
 
         def act(job: Job) -> T:
             with configured(config, self.target):  # without what `with_job` does instead of training
-                return action(job if isinstance(found, Recipe) else replace(job, seed=seed), config)
+                return action(job, config)
 
         if self.target.endswith(".py"):
-            found: Any = None
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in others.items()]
             return with_job(self.target, config, act, [*self.arguments, *flags])
         found = find(self.target)
