@@ -195,7 +195,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class SweepLimits:
-    """What a sweep may use. It can change from start to start."""
+    """Holds the budget of a sweep, which can change from start to start."""
 
     seconds: float | None = None
     steps: int | None = None

@@ -53,7 +53,7 @@ class CacheOptions(BaseModel):
 
 
 class PackedCache(Value):
-    """What a file is for, and what is in it."""
+    """Describes a packed cache: the kind of machine it is for, and how much it holds."""
 
     format: int = FORMAT
     made: str = ""

@@ -303,7 +303,7 @@ def find_run(run: Path, output_dir: Path) -> Path:
 
 
 class Fork(NamedTuple):
-    """Where a run was forked from."""
+    """Names the run and the step that a run was forked from."""
 
     source: str
     step: int

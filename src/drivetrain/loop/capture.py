@@ -64,7 +64,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class MicroInput(NamedTuple):
-    """What one micro-step of a captured step is called with."""
+    """Holds the arguments of one micro-step of a captured step."""
 
     batch: Any
     num_samples: int
