@@ -167,6 +167,7 @@ def _arguments() -> argparse.Namespace:
     contests.add_argument("--only", default="", metavar="A,B", help="these competitors; results of others are kept")
     contests.add_argument("--smoke", action="store_true", help="tiny sizes that run anywhere; they prove nothing")
     contests.add_argument("--budget", type=float, default=1e9, metavar="S", help="begin no competitor after so long")
+    contests.add_argument("--once", action="store_true", help="each competitor once; those that come twice by default")
     contests.add_argument("--cache", type=Path, help="where compilers and plans keep what they found (default: new)")
     arguments = parser.parse_args()
     names = [each for name in arguments.names for each in SEVERAL.get(name, (name,))]
@@ -193,6 +194,7 @@ def _contest(name: str, arguments: argparse.Namespace, hardware: Hardware) -> No
         smoke=arguments.smoke,
         only=arguments.only,
         budget_seconds=arguments.budget,
+        once=arguments.once,
         cache=arguments.cache,
         say=lambda text: print(text, flush=True),
     )

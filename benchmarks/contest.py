@@ -189,14 +189,19 @@ def run_contest(
     smoke: bool = False,
     only: Sequence[str] = (),
     budget_seconds: float = 1e9,
+    once: bool = False,
     cache: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """All competitors in the contest's order, or those of `only`. What would begin after the budget is left out."""
+    """Run all competitors in the contest's order, or those of `only`. What would begin after the budget is left out.
+
+    With `once`, a competitor that stands in the order several times has its first turn only.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         runner = _Runner(contest, book, smoke, cache or Path(folder) / "cache", Path(folder), say)
         order = [name for name in contest.order if not only or name in only]
+        order = list(dict.fromkeys(order)) if once else order
         for name in dict.fromkeys(only):
             book.forget(name)
         left = [*order, *(each.name for each in contest.competitors if each.name in only and each.name not in order)]

@@ -200,14 +200,19 @@ def contest(name: str = NAME, smoke: bool = False) -> Contest:
                 partial(trainer, between, best), **rival,  # type: ignore[arg-type]
             ),
             Competitor(
+                "trainer-eager",
+                "transformers.Trainer, bf16=True, train_sampling_strategy='group_by_length', not compiled",
+                partial(trainer, race, {**best, "torch_compile": False}), **rival,  # type: ignore[arg-type]
+            ),
+            Competitor(
                 "trainer-defaults",
                 "transformers.Trainer, defaults",
                 partial(trainer, race, {"use_cpu": True} if smoke else {}), **rival,  # type: ignore[arg-type]
             ),
         ),
-        order=("ours", "trainer-defaults", "trainer-best", "ours-grouped"),
+        order=("ours", "trainer-defaults", "trainer-eager", "trainer-best", "ours-grouped"),
         aims=(
-            Aim("the Trainer with its best flags", ("trainer-best",), 1.0),
+            Aim("the Trainer with its best flags", ("trainer-eager", "trainer-best"), 1.0),
             Aim("the Trainer with its defaults", ("trainer-defaults",), 2.0),
         ),
         limits=(Limit("seconds until the first step is done", "first_step_seconds", 60.0),),

@@ -64,6 +64,13 @@ def test_some_alone_keep_the_results_of_the_others(tmp_path: Path) -> None:
     assert list(elsewhere["competitors"]) == ["hand-1"], "figures of two machines do not stand side by side"
 
 
+def test_each_has_one_turn_if_asked_for(tmp_path: Path) -> None:
+    found = run(tmp_path / "odd.json", only=["ours", "hand-2"], once=True)
+    assert {name: len(entry["runs"]) for name, entry in found["competitors"].items()} == {"ours": 1, "hand-2": 1}
+    found = run(tmp_path / "odd.json", only=["ours", "hand-2"])
+    assert len(found["competitors"]["ours"]["runs"]) == 2
+
+
 def test_nobody_begins_after_the_budget(tmp_path: Path) -> None:
     found = run(tmp_path / "odd.json", budget_seconds=0.0)
     assert found["left_out"] == list(contest("odd").order)
