@@ -95,6 +95,7 @@ CONTESTS = {
     "cpu-cnn": "benchmarks.cpu",
     "cpu-transformer": "benchmarks.cpu",
     "lora-race": "benchmarks.lora_race",
+    "moe-twin": "benchmarks.moe_twin",
     **dict.fromkeys(zoo.NAMES, "benchmarks.zoo"),
 }
 SEVERAL = {
@@ -130,6 +131,7 @@ NEEDS_A_GPU = {
     "saving",
     "saving-explained",
     "lora-race",
+    "moe-twin",
     *SEVERAL["plan"],
     *SEVERAL["whole-job"],
     *SEVERAL["zoo"],
