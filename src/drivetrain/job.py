@@ -14,12 +14,21 @@ from torch.utils.data import default_collate
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.arguments import returned, suggesting_keywords
 from drivetrain.core.averaging import SWA
+from drivetrain.core.batch_sizes import (
+    BatchSizes,
+    GlobalBatch,
+    batch_sizes_of,
+    in_words,
+    largest_batch,
+    samples_between,
+)
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
 from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, use_fused
 from drivetrain.core.optims import LossByTurn, Optim, Turn, chosen_parameters, turns_of
 from drivetrain.core.schedules import Constant, FactorSchedule, OnPlateau, Schedule
+from drivetrain.data.division import Division
 from drivetrain.data.held_out import sets_of
 from drivetrain.data.source import Source, source_of
 from drivetrain.job_checks import EXAMPLES, problems_of
@@ -80,7 +89,9 @@ class Job:
             Or several losses by name, each trained in a turn of its own by the optimizers that name it.
         optimizer: A function of the parameters that train, in groups, that returns the optimizer. Or several by name,
             each a `dt.Optim` that says which parameters it trains.
-        global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices.
+        global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices. A batch that
+            grows is given by the steps done, as in `{0: 256, 1000: 512}`: the order of the samples stays, and is cut
+            into steps of 512 samples after 1,000 steps.
         epochs: How often to go through the data.
         max_steps: How many optimizer steps to do at most.
         seed: Seed of weights, sample order and whatever a step draws at random.
@@ -141,7 +152,7 @@ class Job:
     data: Any
     loss: LossFunction | Mapping[str, LossFunction]
     optimizer: Callable[[ParameterGroups], torch.optim.Optimizer] | Mapping[str, Optim]
-    global_batch: int | None = None
+    global_batch: GlobalBatch | None = None
     epochs: int | None = None
     max_steps: int | None = None
     seed: int = 0
@@ -207,16 +218,26 @@ class Job:
     @property
     def num_samples(self) -> int | None:
         """The number of samples of an epoch; None if it is not known beforehand."""
-        return self.source.samples_per_epoch(self.global_batch)
+        return self.source.samples_per_epoch(None if self.batch_sizes else self.largest_batch)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """The samples of a step; of the largest, where the global batch changes."""
+        return largest_batch(self.global_batch)
+
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """The samples of a step, by the steps done before; empty where the global batch does not change."""
+        return batch_sizes_of(self.global_batch)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps of an epoch; None if it is not known beforehand.
+        """The number of steps of an epoch; None if it is not known beforehand, or not the same in each.
 
         Epochs end where the data does: each step's `Place` says so.
         """
-        assert self.global_batch is not None, "the global batch is settled before anything counts steps"
-        return self.source.steps_per_epoch(self.global_batch)
+        assert self.largest_batch is not None, "the global batch is settled before anything counts steps"
+        return None if self.batch_sizes else self.source.steps_per_epoch(self.largest_batch)
 
     @property
     def num_steps(self) -> int | None:
@@ -224,9 +245,41 @@ class Job:
 
         The job ends by `epochs` or `max_steps`, not by this.
         """
-        per_epoch = self.steps_per_epoch
-        by_epochs = self.epochs * per_epoch if self.epochs is not None and per_epoch is not None else None
+        per_epoch, by_epochs = self.steps_per_epoch, None
+        if self.epochs is not None and self.batch_sizes:
+            by_epochs = self.divided(1, 1).first_step_of(self.epochs)
+        elif self.epochs is not None and per_epoch is not None:
+            by_epochs = self.epochs * per_epoch
         return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
+
+    def divided(self, micro_batch: int, world_size: int, *, least: int = 1, is_fixed: bool = False) -> Division:
+        """Return how the samples are divided into steps, and steps over ranks and micro-steps."""
+        return Division(
+            self.num_samples or 0,
+            self.largest_batch or 0,
+            micro_batch,
+            world_size,
+            least,
+            is_fixed,
+            self.batch_sizes,
+            self.source.drop_last,
+        )
+
+    def samples_between(self, first_step: int, last_step: int) -> int:
+        """Return the samples of some steps, as if no step ended an epoch: such a one may have fewer."""
+        return samples_between(self.batch_sizes or ((0, self.largest_batch or 0),), first_step, last_step)
+
+    def samples_in_words(self) -> str:
+        """Return how many samples a step has, such as `64 samples`."""
+        return in_words(self.batch_sizes) or f"{self.largest_batch or 0} samples"
+
+    @property
+    def num_epochs(self) -> int | None:
+        """The epochs that the job's steps begin; None if that is not known beforehand."""
+        per_epoch, num_steps = self.steps_per_epoch, self.num_steps
+        if self.batch_sizes and num_steps is not None:
+            return self.divided(1, 1).place(num_steps - 1).epoch + 1
+        return None if num_steps is None or per_epoch is None else -(-num_steps // per_epoch)
 
     @property
     def validate_every(self) -> int | Literal["epoch"]:
@@ -334,7 +387,7 @@ class Job:
             **({"loss_weights": weights} if weights else {}),
             "name": self.name,
             "num_samples": self.num_samples,
-            "global_batch": self.global_batch,
+            "global_batch": {str(steps): size for steps, size in self.batch_sizes} or self.largest_batch,
             "num_steps": self.num_steps,
             "seed": self.seed,
             "shuffle": self.shuffle,

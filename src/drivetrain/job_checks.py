@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.arguments import call_problem
 from drivetrain.core.averaging import SWA
+from drivetrain.core.batch_sizes import problem_of
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import PERIODS, is_period
 from drivetrain.core.metrics import MetricObject
@@ -60,7 +61,7 @@ def problems_of(job: Any) -> Iterable[Problem]:
         ("keep_last", 1),
     ):
         value = getattr(job, name)
-        if name == "checkpoint_every" and value == "epoch":
+        if (name == "checkpoint_every" and value == "epoch") or (name == "global_batch" and isinstance(value, Mapping)):
             continue
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             yield _problem(name, value, f"got {value!r}", f"for example {name}={least}", f"a whole number from {least}")
@@ -87,23 +88,28 @@ def _data_problems(job: Any) -> Iterable[Problem]:
         yield _problem("data", type(job.data).__name__, error.message, error.remedy)
         return
     length = source.samples_per_epoch(None)
+    asked = job.global_batch
+    if isinstance(asked, Mapping):
+        problems = list(_changing_batch_problems(asked, source))
+        yield from problems
+        asked = None if problems else max(asked.values())
     if length == 0:
         yield _problem("data", 0, "the data set is empty", "check the path or the filter it was made with")
-    elif source.is_keyed and length and isinstance(job.global_batch, int) and job.global_batch > length:
+    elif source.is_keyed and length and isinstance(asked, int) and asked > length:
         yield _problem(
             "global_batch",
-            job.global_batch,
-            f"{job.global_batch} samples are asked for per step, and the data set has {length}",
+            asked,
+            f"{asked} samples are asked for per step, and the data set has {length}",
             f"global_batch={length} or less",
         )
     elif source.is_keyed and length and job.global_batch is None and length < (source.global_batch or 1):
         said = f"the DataLoader's batch size is {source.global_batch}, and the data set has {length} samples"
         yield _problem("data", length, said, f"a batch size of {length} or less")
     its_own = source.global_batch if source.batch_sampler is not None else None
-    if its_own is not None and job.global_batch not in (None, its_own):
+    if its_own is not None and asked not in (None, its_own):
         yield _problem(
             "global_batch",
-            job.global_batch,
+            asked,
             "the batches of the DataLoader's batch_sampler are the global batches",
             "leave global_batch out, or give the DataLoader a sampler and a batch size",
         )
@@ -125,6 +131,25 @@ def _data_problems(job: Any) -> Iterable[Problem]:
             "it has to know the last step, and the number of steps in an epoch is not known beforehand",
             "give max_steps, or schedule=Constant(warmup_steps=...)",
         )
+
+
+def _changing_batch_problems(asked: Mapping[Any, Any], source: Source) -> Iterable[Problem]:
+    """Yield what is wrong with a global batch that changes: with its numbers, or with the data it is cut from."""
+    shown, why_not = str(dict(asked)), ""
+    wrong = problem_of(asked)
+    if wrong:
+        remedy = "for example global_batch={0: 256, 1000: 512}: 512 samples per step after 1,000 steps"
+        yield _problem("global_batch", shown, f"{shown}: {wrong}", remedy, "samples per step by steps done, from 0 on")
+    elif source.lengths is not None:
+        why_not, remedy = "dt.by_length groups samples for batches of one size", "leave one of them out"
+    elif source.batch_sampler is not None:
+        why_not = "the batches of the DataLoader's batch_sampler are the global batches"
+        remedy = "leave global_batch out, and let the batch_sampler's batches grow"
+    elif not source.is_keyed:
+        kind = "the DataLoader's sampler" if source.sampler is not None else "data that can only be iterated"
+        why_not, remedy = f"it needs samples by number, and {kind} has none", "a data set with a length and items"
+    if why_not:
+        yield _problem("global_batch", shown, f"the batch cannot change over the run: {why_not}", remedy)
 
 
 def _function_problems(job: Any) -> Iterable[Problem]:

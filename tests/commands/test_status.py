@@ -21,9 +21,9 @@ from tests import warm_python
 JOB = {"name": "mine", "num_steps": 100, "global_batch": 8}
 
 
-def made(folder: Path, steps: int = 10, **files: Any) -> RunFolder:
+def made(folder: Path, steps: int = 10, job: dict[str, Any] | None = None, **files: Any) -> RunFolder:
     """A run that did some steps, as training writes them."""
-    run = RunFolder.claim(folder.parent, folder.name, JOB)
+    run = RunFolder.claim(folder.parent, folder.name, JOB | (job or {}))
     rows = [
         {"step": n, "epoch": n // 50, "samples": 8, "loss": 1 / n, "num_items": 8, "seconds": 0.5, "skipped": False}
         for n in range(1, steps + 1)
@@ -40,12 +40,15 @@ def made(folder: Path, steps: int = 10, **files: Any) -> RunFolder:
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     run = made(tmp_path / "mine")
+    grows = made(tmp_path / "grows", job={"global_batch": {"0": 8, "50": 24}})  # 16 samples per second so far
     child = (  # in a process of its own: a process does not see its own locks
         "import json,sys;from pathlib import Path;from dataclasses import asdict;"
-        "from drivetrain.commands.status import state_of;print(json.dumps(asdict(state_of(Path(sys.argv[1])))))"
+        "from drivetrain.commands.status import state_of;"
+        "print(json.dumps([asdict(state_of(Path(folder))) for folder in sys.argv[1:]]))"
     )
-    done = subprocess.run([sys.executable, "-c", child, str(run.path)], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    command = [sys.executable, "-c", child, str(run.path), str(grows.path)]
+    found, growing = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert growing["seconds_left"] == (40 * 8 + 50 * 24) / 16
     assert found["state"] == "running"
     assert (found["step"], found["num_steps"], found["epoch"], found["loss"]) == (10, 100, 0, 0.1)
     assert (found["samples_per_second"], found["seconds_left"], found["checkpoint"]) == (16.0, 45.0, 8)

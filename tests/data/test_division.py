@@ -2,13 +2,16 @@
 
 import statistics
 import time
+from functools import partial
+from itertools import groupby, takewhile
+from operator import itemgetter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.data.division import Division, Permutation, SampleStream, key_of
+from drivetrain.data.division import Division, Permutation, Place, SampleStream, key_of
 
 divisions = st.builds(
     Division,
@@ -31,6 +34,47 @@ def test_an_epoch_takes_each_position_once(division: Division) -> None:
                 if part.weight:
                     seen += range(part.start, part.stop)
     assert seen == list(range(division.num_samples))
+
+
+@st.composite
+def growing(draw: st.DrawFn) -> Division:
+    num_samples = draw(st.integers(1, 60))
+    changes = sorted(draw(st.sets(st.integers(1, 40), max_size=4)))
+    every_size = [(first, draw(st.integers(1, num_samples))) for first in (0, *changes)]
+    sizes = tuple(next(same) for _, same in groupby(every_size, key=itemgetter(1)))
+    return Division(num_samples, max(size for _, size in sizes), 7, 1, 1, False, sizes, draw(st.booleans()))
+
+
+def walked(division: Division, num_steps: int) -> list[Place]:
+    """Cut the epochs into steps one after the other, each of the size that holds then."""
+    sizes, found, epoch, start = dict(division.batch_sizes), [], 0, 0
+    size = sizes[0]
+    for step in range(num_steps):
+        size = sizes.get(step, size)
+        left = division.num_samples - start
+        if left < (size if division.drops_last else 1):
+            epoch, start = epoch + 1, 0
+            found[-1] = found[-1]._replace(ends_epoch=True)
+        stop = min(start + size, division.num_samples)
+        found.append(Place(step, epoch, start, stop))
+        start = stop
+    return found
+
+
+def has_size(size: int, place: Place) -> bool:
+    return place.num_samples == size and not place.ends_epoch
+
+
+@given(growing())
+def test_a_batch_that_grows_cuts_the_same_stream(division: Division) -> None:
+    expected = walked(division, 90)
+    places = [division.place(step) for step in range(89)]
+    assert places == expected[:-1]
+    for epoch in range(expected[-1].epoch + 1):
+        assert division.first_step_of(epoch) == next(place.step for place in expected if place.epoch == epoch)
+    for place, others in ((place, expected[place.step : -1]) for place in places):
+        alike = list(takewhile(partial(has_size, place.num_samples), others))
+        assert len(alike) == len(others) or division.num_alike(place) == len(alike)
 
 
 @given(divisions, st.integers(0, 50))

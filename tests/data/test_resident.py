@@ -4,6 +4,7 @@ import functools
 import random
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,17 @@ def test_any_structure(shape: Any, size: int, global_batch: int, world: int) -> 
     assert_same(batches(data, division, rank, resident, steps), batches(data, division, rank, None, steps))
 
 
+LATER_SIZES = st.sampled_from([(), (), ((7, 3), (20, 30)), ((2, 50), (31, 1), (33, 12))])  # global batches after steps
+
+
+def growing(division: Division, later: tuple[tuple[int, int], ...]) -> Division:
+    if not later:
+        return division
+    most = division.num_samples
+    sizes = tuple((first, min(size, most)) for first, size in ((0, division.global_batch), *later))
+    return replace(division, global_batch=max(size for _, size in sizes), batch_sizes=sizes)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(1, 400),
@@ -152,11 +164,21 @@ def test_any_structure(shape: Any, size: int, global_batch: int, world: int) -> 
     count=st.integers(1, 60),
     pieces=st.sampled_from([(1, 1), (50, 300), (8192, 65536)]),
     shuffle=st.booleans(),
+    later=LATER_SIZES,
 )
 def test_numbers_ahead_are_those_of_the_stream(
-    size: int, global_batch: int, micro_batch: int, world: int, first: int, count: int, pieces: Any, shuffle: bool
+    size: int,
+    global_batch: int,
+    micro_batch: int,
+    world: int,
+    first: int,
+    count: int,
+    pieces: Any,
+    shuffle: bool,
+    later: Any,
 ) -> None:
-    stream, division = SampleStream(size, 3, shuffle=shuffle), Division(size, global_batch, micro_batch, world)
+    stream = SampleStream(size, 3, shuffle=shuffle)
+    division = growing(Division(size, global_batch, micro_batch, world), later)
     resident = resident_of(torch.arange(size))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("drivetrain.data.feed.FIRST_NUMBERS", pieces[0])
@@ -181,6 +203,7 @@ def test_numbers_ahead_are_those_of_the_stream(
     first=st.integers(0, 30),
     pieces=st.sampled_from([(1, 1), (50, 300), (8192, 65536)]),
     wishes=st.lists(st.integers(0, 30), max_size=40),
+    later=LATER_SIZES,
 )
 def test_steps_that_are_passed_over(
     whole_steps: int,
@@ -191,11 +214,12 @@ def test_steps_that_are_passed_over(
     first: int,
     pieces: Any,
     wishes: list[int],
+    later: Any,
 ) -> None:
     """What is yielded and what is passed over are together all steps, with the samples of the stream, in order."""
     size = max(1, whole_steps * global_batch + left_over)
     data = torch.arange(size)
-    source, division = source_of(data), Division(size, global_batch, micro_batch, world)
+    source, division = source_of(data), growing(Division(size, global_batch, micro_batch, world), later)
     stream, count = SampleStream(size, 5), 60
     resident = resident_of(data)
     wanted = iter(wishes)
@@ -226,6 +250,7 @@ def test_steps_that_are_passed_over(
                 found = Rows(resident, None, rows[0].window, stretch.start + number * rows[0].count, rows[0].count)
                 assert found.samples.tolist() == stream.samples(passed.epoch, passed.start, passed.stop).tolist()
                 assert not passed.ends_epoch
+                assert passed.num_samples == place.num_samples
             assert (stretch.first, stretch.last) == (division.place(following), passed)
             loader.pass_over(stretch)
             following += stretch.num_steps

@@ -113,12 +113,15 @@ VALID = TensorDataset(torch.randn(23, 6), torch.randint(0, 4, (23,)))
         (replace(BASE, dropout=0.1), {"precision": "bf16"}, {"micro_batch": 8, "loss": counted_loss}),
         (BASE, {"precision": "fp16"}, {"micro_batch": 16, "model": counting_model, "loss": exploding_loss}),
         (BASE, {}, {"micro_batch": 8, "model": normed_model, "clip_norm": None}),
+        (replace(BASE, dropout=0.3), {"resident": "on"}, {"global_batch": {0: 16, 50: 64}, "ema": 0.9}),
+        (replace(BASE, dropout=0.3), {}, {"global_batch": {0: 16, 40: 32}, "micro_batch": 16}),
     ],
     ids=[
         "clipped, decayed", "dropout", "bare", "bf16", "fp16 with skipped steps", "average", "counted items",
         "batch norm", "momentum", "two shapes", "saves and validation between", "resident data",
         "weights changed between", "dropout changed between", "micro-batches", "resident micro-batches",
         "counted micro-batches in bf16", "micro-batches in fp16", "batch norm of micro-batches",
+        "a batch that grows", "micro-batches of a batch that grows",
     ],
 )  # fmt: skip
 def test_the_same_as_without(

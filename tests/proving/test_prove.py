@@ -9,6 +9,7 @@ from torch import nn
 
 import drivetrain as dt
 from drivetrain.cli import main
+from drivetrain.job import Job
 from drivetrain.proving import Case, Extent, Kind
 from tests.proving.jobs import mlp, vector_job
 
@@ -94,3 +95,19 @@ def test_data_that_can_only_be_iterated_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(dt.DrivetrainError, match="samples have no numbers"):
         dt.prove(vector_job(data=Stream(), global_batch=1), output=tmp_path / "c.json", quiet=True)
+
+
+def test_a_batch_that_grows_is_proven_and_one_that_does_not_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent = Extent(max_world=1, only=("micro-batches",), repeats=False, num_steps=10)
+    job = vector_job(global_batch={0: 4, 1000: 8})
+    certificate = dt.prove(job, extent=extent, output=tmp_path / "c.json", quiet=True)
+    assert certificate.ok, certificate.checks
+    assert certificate.facts["global_batch"] == {"0": 4, "4": 8}  # soon, so that a short proof sees it
+    assert certificate.notes == [
+        "a step has 4 samples, 8 after 1,000 steps in the job, and 4 samples, 8 after 4 steps here"
+    ]
+    monkeypatch.setattr(Job, "batch_sizes", property(lambda job: () if job.name == "prove" else ((0, 4), (1000, 8))))
+    certificate = dt.prove(job, extent=extent, output=tmp_path / "c.json", quiet=True)
+    assert Kind.GLOBAL_BATCH in {check.verdict.kind for check in certificate.checks if check.verdict}

@@ -23,6 +23,7 @@ from drivetrain.checkpoint import export as export_checkpoint
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, EarlyStopping
 from drivetrain.core.arguments import suggesting_keywords
+from drivetrain.core.batch_sizes import GlobalBatch
 from drivetrain.core.errors import ConfigError, DrivetrainError, Problem
 from drivetrain.core.hook import Hook
 from drivetrain.core.isolation import uncounted
@@ -65,7 +66,7 @@ def drive(
     *,
     turns: bool = False,
     name: str = "drive",
-    global_batch: int | None = None,
+    global_batch: GlobalBatch | None = None,
     epochs: int | None = None,
     max_steps: int | None = None,
     seed: int = 0,
@@ -103,7 +104,8 @@ def drive(
             the batches of a step once for each of them; `run.turn` is the name of the optimizer whose turn it is, and
             only its parameters have gradients. Otherwise all step after one backward.
         name: Name of the run, and of its folder.
-        global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices.
+        global_batch: Samples per optimizer step, over all devices. None: the batch size times the devices. Where it
+            grows, by the steps done: `{0: 256, 1000: 512}`.
         epochs: How often to go through the data.
         max_steps: How many optimizer steps to do at most.
         seed: Seed of the sample order and of whatever a step draws at random.

@@ -113,7 +113,7 @@ def benchmark_performance(job: Job, config: Config | None = None, *, num_iterati
 def _measured(session: Session, num_iterations: int) -> Performance:
     session.follow(session.planned.but(capture=False))  # a CUDA graph would hide the phases of a step
     job, world, device = session.job, session.world, session.world.device
-    division = Division(job.num_samples or 1, job.global_batch or 1, session.way.micro_batch, world.size)
+    division = Division(job.num_samples or 1, job.largest_batch or 1, session.way.micro_batch, world.size)
     loader = make_loader(session, division, job.source, shuffle=job.shuffle)
     place = division.place(0)
     batches = list(_on_device(session, loader, place))

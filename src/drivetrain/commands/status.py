@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from drivetrain.commands.command import Command
 from drivetrain.config import Flag, Positional, Resolved
+from drivetrain.core.batch_sizes import batch_sizes_of, recorded_batch, samples_between
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.goodput import Account, read_account
 from drivetrain.core.run_folder import as_row, find_run, is_finished, read_job, read_yaml
@@ -105,6 +106,9 @@ def _state_of(folder: Path) -> RunState:
     left = None
     if state == "running" and num_steps is not None and timed:
         left = (num_steps - step) * seconds / len(timed)
+        sizes = batch_sizes_of(recorded_batch(job.get("global_batch")))
+        if sizes:  # the steps to come take longer than those done, or less long
+            left = samples_between(sizes, step, num_steps) * seconds / sum(row["samples"] for row in timed)
     return RunState(
         name=str(job.get("name", folder.name)),
         folder=str(folder),

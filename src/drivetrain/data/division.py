@@ -5,7 +5,8 @@ there is no table of the data set's size, nothing to save, and starting in the m
 costs what starting at its beginning does. It knows nothing of devices, micro-batches or workers; `Division` cuts what
 it yields. Only work is divided; what a step means is not.
 
-A step takes the next `global_batch` samples of the stream, the last of an epoch what is left. Each rank takes one
+A step takes the next `global_batch` samples of the stream, the last of an epoch what is left. Where the global batch
+changes at some steps, the same stream is cut into steps of the new size from there on. Each rank takes one
 contiguous slice, as equal as can be; each slice is cut into micro-steps of at most `micro_batch` samples. (A fixed
 division is cut first and then distributed: any number of ranks sees the same micro-batches.) All ranks run equally many
 micro-steps, since collectives need them to; a rank with nothing left repeats one sample at weight 0.
@@ -16,13 +17,17 @@ samples, as long as the step has as many: a step that is too small for all ranks
 
 import hashlib
 import struct
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from drivetrain.core.batch_sizes import BatchSizes
 
 Indices = NDArray[np.int64]
 
@@ -248,28 +253,98 @@ class Position(NamedTuple):
         )
 
 
+class _Segment(NamedTuple):
+    """Steps of one size, from a step on, and where in the data that step begins."""
+
+    first_step: int
+    size: int
+    epoch: int
+    start: int
+    first_steps: int  # of the epoch that it begins in; its other epochs have `epoch_steps`
+    epoch_steps: int
+
+    def begins(self, epoch: int) -> int:
+        """Return the step that a later epoch begins with, if steps keep this size."""
+        return self.first_step + self.first_steps + (epoch - self.epoch - 1) * self.epoch_steps
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return epoch and start of one of its steps."""
+        number = step - self.first_step
+        if number < self.first_steps:
+            return self.epoch, self.start + number * self.size
+        epochs, number = divmod(number - self.first_steps, self.epoch_steps)
+        return self.epoch + 1 + epochs, number * self.size
+
+
 @dataclass(frozen=True)
 class Division:
     """The division of `num_samples` per epoch into steps, and of steps over `world_size` ranks and micro-steps."""
 
     num_samples: int
-    global_batch: int
+    global_batch: int  # where it changes, the largest
     micro_batch: int
     world_size: int
     least: int = 1  # samples of a micro-step
     is_fixed: bool = False  # whether steps are cut into the same micro-steps by any number of ranks
+    batch_sizes: BatchSizes = ()  # from which step on a step has how many samples; empty: always `global_batch`
+    drops_last: bool = False  # with `batch_sizes`: an epoch ends where less than a whole step is left
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps of an epoch, all of `global_batch` samples but the last."""
         return -(-self.num_samples // self.global_batch)
 
     def place(self, step: int) -> Place:
+        if self.batch_sizes:
+            return self._place_in_segment(step)
         epoch, number = divmod(step, self.steps_per_epoch)
         start = number * self.global_batch
         stop = start + self.global_batch
         if stop < self.num_samples:
             return Place(step, epoch, start, stop)
         return Place(step, epoch, start, self.num_samples, True)
+
+    def first_step_of(self, epoch: int) -> int:
+        """Return the step that an epoch begins with."""
+        if not self.batch_sizes or epoch == 0:
+            return epoch * self.steps_per_epoch
+        *others, last = self._segments
+        for segment, following in zip(others, self._segments[1:], strict=True):
+            if following.epoch >= epoch:  # it begins before the next size, or with it
+                return min(segment.begins(epoch), following.first_step)
+        return last.begins(epoch)
+
+    def num_alike(self, place: Place) -> int:
+        """Return how many steps from this one on have as many samples and do not end the epoch."""
+        ends = [
+            self.first_step_of(place.epoch + 1) - 1,
+            *(first for first, _ in self.batch_sizes if first > place.step),
+        ]
+        return min(ends) - place.step
+
+    @cached_property
+    def _segments(self) -> tuple[_Segment, ...]:
+        found: list[_Segment] = []
+        for first_step, size in self.batch_sizes:
+            epoch, start = found[-1].position(first_step - 1) if found else (0, 0)
+            start = min(start + found[-1].size, self.num_samples) if found else 0  # behind the step before
+            first_steps = self._num_steps(self.num_samples - start, size)
+            if first_steps == 0:  # the epoch is over, for steps of this size
+                epoch, start = epoch + 1, 0
+            epoch_steps = self._num_steps(self.num_samples, size)
+            found.append(_Segment(first_step, size, epoch, start, first_steps or epoch_steps, epoch_steps))
+        return tuple(found)
+
+    def _num_steps(self, num_samples: int, size: int) -> int:
+        return num_samples // size if self.drops_last else -(-num_samples // size)
+
+    def _position(self, step: int) -> tuple[int, int, int]:
+        segment = self._segments[bisect_right(self.batch_sizes, step, key=itemgetter(0)) - 1]
+        return *segment.position(step), segment.size
+
+    def _place_in_segment(self, step: int) -> Place:
+        epoch, start, size = self._position(step)
+        return Place(step, epoch, start, min(start + size, self.num_samples), self._position(step + 1)[0] > epoch)
 
     def rank_slice(self, place: Place, rank: int) -> tuple[int, int]:
         """Return this rank's positions: contiguous, and together with the others' exactly the step's."""

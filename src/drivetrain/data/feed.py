@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.data.batch import MicroBatch, in_format, map_leaves, moved, to_device
-from drivetrain.data.division import Division, Indices, MicroStep, SampleStream
+from drivetrain.data.division import Division, Indices, MicroStep, Place, SampleStream
 from drivetrain.data.resident import Resident, Rows, Window
 
 Step = TypeVar("Step")
@@ -234,7 +234,7 @@ class NumbersAhead:
     def _most_numbers(self) -> int:
         """Return the largest size of a piece: this rank's samples of its steps, and those repeated at weight 0."""
         division = self._division
-        place = division.place(0)
+        place = Place(0, 0, 0, min(division.global_batch, division.num_samples))  # the largest
         in_a_step = division.largest_slice(place) + division.least * division.num_micro_steps(place)
         return in_a_step * max(1, max(FIRST_NUMBERS, FOLLOWING_NUMBERS) // division.global_batch)
 
@@ -251,10 +251,10 @@ class NumbersAhead:
         return np.concatenate(list(chain.from_iterable(self._by_epochs(first, last))))
 
     def _by_epochs(self, first: int, last: int) -> Iterator[Iterable[Indices]]:
-        division, per_epoch = self._division, self._division.steps_per_epoch
+        division = self._division
         while first < last:
             begin = division.place(first)
-            end = min(last, (begin.epoch + 1) * per_epoch)
+            end = min(last, division.first_step_of(begin.epoch + 1))
             whole = self._stream.samples(begin.epoch, begin.start, division.place(end - 1).stop)
             # A rank alone takes everything, in order; its micro-steps only cut it.
             yield (whole,) if division.world_size == 1 else self._slices(whole, begin.start, range(first, end))

@@ -78,7 +78,7 @@ class RankSteps:
     @property
     def end(self) -> int | None:
         """The step at which the keyed order ends, not included; None without an end."""
-        by_epochs = None if self.last_epoch is None else self.last_epoch * self.division.steps_per_epoch
+        by_epochs = None if self.last_epoch is None else self.division.first_step_of(self.last_epoch)
         return min((end for end in (self.last_step, by_epochs) if end is not None), default=None)
 
     def without_contents(self, following: Callable[[], int] | None = None) -> Iterator[RankStep]:
@@ -215,7 +215,7 @@ class Loader:
             return None
         # The epoch's last step is not among them, even where it is of the same size.
         start, at_hand = numbers.at_hand()
-        count = min(at_hand, division.num_samples - first.start - 1) // size
+        count = min(at_hand // size, division.num_alike(first))
         return Stretch(first, count, start) if count > 0 else None
 
     def pass_over(self, stretch: Stretch) -> None:

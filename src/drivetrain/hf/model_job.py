@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.core.batch_sizes import positive_batch
 from drivetrain.core.errors import DrivetrainError, InputError
 from drivetrain.core.isolation import generators_kept
 from drivetrain.core.schedules import WarmupCosine
@@ -236,8 +237,8 @@ def _refuse_masked(source: Source, collate: Collator) -> None:
 
 def _warmup_steps(source: Source, fields: Mapping[str, Any]) -> int:
     """Return a tenth of the job's steps, at most 100; 100 where their number is not known."""
-    batch = fields["global_batch"]
-    per_epoch = source.steps_per_epoch(batch) if isinstance(batch, int) and batch > 0 else None
+    batch = positive_batch(fields["global_batch"])
+    per_epoch = source.steps_per_epoch(batch) if batch is not None else None
     by_epochs = per_epoch * fields["epochs"] if per_epoch is not None and fields["epochs"] else None
     steps = min((each for each in (by_epochs, fields.get("max_steps")) if each is not None), default=None)
     return MOST_WARMUP_STEPS if steps is None else min(MOST_WARMUP_STEPS, steps // WARMUP_PART)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drivetrain.core.batch_sizes import positive_batch
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import evaluating, generators_kept
 from drivetrain.data.by_length import by_length
@@ -48,14 +49,14 @@ class RowShape:
         if self.groups:
             source = by_length(source, lengths if lengths is not None else self._length_of)
             lengths = source.lengths
-        batch = fields["global_batch"] if isinstance(fields["global_batch"], int) else 1
-        if self._is_packed(source, lengths, max(1, batch), fields):
+        batch = positive_batch(fields["global_batch"]) or 1
+        if self._is_packed(source, lengths, batch, fields):
             collate = replace(self.collate, packs=True, buckets=self._buckets(lengths, MOST_ROW_LENGTHS))
             opened = self.opened._replace(model=_checked(self.opened.model))
         else:
             collate = replace(self.collate, buckets=self._buckets(lengths, MOST_BUCKETS))
             opened = self.opened
-        note = _note(collate, source, lengths, max(1, batch), fields)
+        note = _note(collate, source, lengths, batch, fields)
         return replace(source, notes=(*source.notes, *note)), opened, collate
 
     def _lengths(self, source: Source) -> Indices | None:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from drivetrain.core.batch_sizes import BatchSizes, samples_between
 from drivetrain.core.log import log
 from drivetrain.core.records import RESERVED_NAMES, StepRecord
 from drivetrain.core.safe_text import printable
@@ -48,6 +50,7 @@ class RunConsole:
         *,
         quiet: bool = False,
         line_every: int | None = None,
+        batch_sizes: BatchSizes = (),
     ) -> None:
         self._console = _Console(highlight=False, quiet=quiet)
         self._progress = Progress(
@@ -59,7 +62,11 @@ class RunConsole:
             expand=True,
             disable=quiet or not self._console.is_terminal,
         )
-        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, before="", after="first step")
+        # What a step takes depends on its samples: where their number changes, samples are counted.
+        self._work = partial(samples_between, batch_sizes or ((0, 1),), 0)
+        total = None if num_steps is None else self._work(num_steps)
+        done = self._work(first_step)
+        self._bar = self._progress.add_task("", total=total, completed=done, before="", after="first step")
         self._quiet = quiet
         self._num_steps, self._steps_per_epoch, self._line_every = num_steps, steps_per_epoch, line_every
         # Since the last line; the seconds are those of the steps, since several records may be read at once.
@@ -162,7 +169,7 @@ class RunConsole:
             self._say_line(record, of_epoch=ends_epoch)
 
     def _move_bar(self, record: StepRecord) -> None:
-        self._progress.update(self._bar, completed=record.step)
+        self._progress.update(self._bar, completed=self._work(record.step))
         self._rate = self._samples / self._seconds if self._seconds else self._rate
         epochs = _epochs(self._num_steps, self._steps_per_epoch)
         left = self._progress.tasks[0].time_remaining

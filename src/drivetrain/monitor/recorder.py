@@ -14,6 +14,7 @@ import torch
 from rich.markup import escape
 
 from drivetrain.config import Config
+from drivetrain.core.batch_sizes import BatchSizes
 from drivetrain.core.goodput import stamp, start_marks
 from drivetrain.core.log import LOGGER
 from drivetrain.core.logged import Media
@@ -49,6 +50,7 @@ class RunPlan:
     data_path: str = "in the training process"
     items: str = "items"  # what the loss is over where that is not samples
     way: str = ""  # of running a step, in words
+    batch_over_steps: str = ""  # in words, where the global batch changes; `global_batch` is the largest then
 
     @property
     def batch_in_words(self) -> str:
@@ -57,7 +59,8 @@ class RunPlan:
         product = self.micro_batch * self.accumulation * self.world_size
         sign = "=" if product == self.global_batch else "holds"
         each = -(-self.micro_batch * self.world_size // self.num_devices)  # the devices of a process share its part
-        return f"{each} × {self.accumulation} accumulated × {devices} {sign} {self.global_batch}"
+        words = f"{each} × {self.accumulation} accumulated × {devices} {sign} {self.global_batch}"
+        return f"{words}, the largest" if self.batch_over_steps else words
 
     def divided(self, micro_batch: int) -> "RunPlan":
         """Return the same plan with steps divided into other micro-batches."""
@@ -72,10 +75,11 @@ class RunFacts:
     name: str
     path: Path
     num_steps: int | None  # None: until the data ends
-    steps_per_epoch: int | None
+    steps_per_epoch: int | None  # None: not known, or not the same in each
     resumed_from: int
     device: torch.device
     plan: RunPlan
+    batch_sizes: BatchSizes = ()  # where the global batch changes
     gpu: Gpu | None = None  # of the main process
     gpus: tuple[Gpu, ...] = ()  # that the run uses on this machine
     flops_per_sample: float | None = None  # forward and backward; None: not counted
@@ -104,6 +108,17 @@ def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
         return escape("; ".join([way, *planned["notes"][:1]]))
     seconds = planned["planning_seconds"]
     return escape(f"{way}; the fastest of {len(tried)} ways measured in {seconds:.1f} s (plan.yaml says why)")
+
+
+def _console_of(facts: RunFacts, line_every: int | None, *, quiet: bool) -> RunConsole:
+    return RunConsole(
+        facts.num_steps,
+        facts.steps_per_epoch,
+        facts.resumed_from,
+        quiet=quiet,
+        line_every=line_every,
+        batch_sizes=facts.batch_sizes,
+    )
 
 
 def _tag(name: str) -> str:
@@ -297,9 +312,7 @@ class RunRecorder(NoRunRecorder):
         every = config.watch.log_every
         self._log_every = self.DEFAULT_LOG_EVERY if every is None else every
         self._least_seconds = self.LEAST_SECONDS if every is None else 0.0
-        self._console = RunConsole(
-            facts.num_steps, facts.steps_per_epoch, facts.resumed_from, quiet=quiet, line_every=every or None
-        )
+        self._console = _console_of(facts, every or None, quiet=quiet)
         written = _last_written(folder.path / "steps.jsonl")
         self._logs = {name: folder.log(f"{name}.jsonl") for name in ("steps", "metrics", "speed", "events")}
         for name in ("steps", "metrics", "speed"):
@@ -335,7 +348,9 @@ class RunRecorder(NoRunRecorder):
         facts, plan = self._facts, self._facts.plan
         verb = f"going on from step {facts.resumed_from} of" if facts.resumed_from else "training"
         many = "" if facts.num_steps is None else f" {facts.num_steps}"
-        self.say(f"[bold]{facts.name}[/]: {verb}{many} steps of {plan.global_batch} samples")
+        self.say(
+            f"[bold]{facts.name}[/]: {verb}{many} steps of {plan.batch_over_steps or f'{plan.global_batch} samples'}"
+        )
         name = facts.gpu.name if facts.gpu is not None else ""
         for heading, words in (
             ("processes", f"{plan.world_size} ({plan.strategy})"),

@@ -200,7 +200,7 @@ class MultiGPUTrainer:
         job = spec.job(world.size)
         if world.size > 1 and spec.source.global_batch:
             each = spec.batch_size or spec.source.global_batch
-            notes.append(f"{each} samples per process × {world.size} processes: {job.global_batch} samples per step")
+            notes.append(f"{each} samples per process × {world.size} processes: {job.largest_batch} samples per step")
         values, more = self._settings(world.size)
         return job, spec.config(**values), [*notes, *more]
 

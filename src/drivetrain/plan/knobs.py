@@ -89,7 +89,7 @@ class KnobFacts:
     pinned: frozenset[str]  # fields of a way that the user fixed
     settings: Settings
     rank_samples: int  # of each step, on the rank that has the most
-    global_batch: int
+    step_samples: str  # of each step over all devices, in words
     num_devices: int  # of the whole run
     num_devices_here: int  # of this process
     world_size: int
@@ -213,7 +213,7 @@ def _tell_accumulation(outcome: PlanningOutcome) -> Choice[int]:
     facts = outcome.facts
     return Choice(
         value=-(-facts.rank_samples // outcome.way.micro_batch),
-        reason=f"follows: {facts.global_batch} samples per step on {facts.num_devices} device(s)",
+        reason=f"follows: {facts.step_samples} per step on {facts.num_devices} device(s)",
     )
 
 

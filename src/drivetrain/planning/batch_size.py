@@ -74,7 +74,7 @@ def with_micro_batch(run: Session, model: nn.Module, planned: PlannedRun) -> Pla
     if why_not:
         return replace(planned, batch_size_found=f"not measured: {why_not}")
     found = search_batch_size(run, model, run.config.memory.gpu_fraction, run.rank_samples, keeps_step=True)
-    words = f"{found.in_words()}; a step stays at {run.job.global_batch} samples"
+    words = f"{found.in_words()}; a step stays at {run.job.largest_batch} samples"
     return replace(planned.but(micro_batch=found.fastest), batch_size_found=words)
 
 

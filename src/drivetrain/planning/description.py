@@ -28,7 +28,7 @@ def facts_of(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:
         pinned=frozenset(run.pinned()),
         settings=run.settings,
         rank_samples=run.rank_samples,
-        global_batch=run.job.global_batch or 0,
+        step_samples=run.job.samples_in_words(),
         num_devices=run.num_devices,
         num_devices_here=len(run.devices),
         world_size=run.world.size,
@@ -78,7 +78,7 @@ def described(
     workers: Choice[Any] | None = choices.get("data.num_workers") if data is None else data
     plan = Plan(
         job=run.name,
-        global_batch=job.global_batch or 0,
+        global_batch=job.largest_batch or 0,
         num_steps=job.num_steps,
         choices=choices,
         forecast=_forecast(run, model, planned, tuned),
@@ -97,7 +97,9 @@ def _forecast(run: Session, model: nn.Module, planned: PlannedRun, tuned: Tuned 
     """Forecast memory and time from what was measured."""
     chosen, num_steps = tuned.chosen if tuned else None, run.job.num_steps
     step_seconds = chosen.sample_seconds * run.rank_samples if chosen and not chosen.problem else None
-    job_seconds = None if step_seconds is None or num_steps is None else step_seconds * num_steps
+    job_seconds = None
+    if step_seconds is not None and num_steps is not None:
+        job_seconds = step_seconds * run.job.samples_between(0, num_steps) / (run.job.largest_batch or 1)
     validation_seconds = None if job_seconds is None else _validation_seconds(run, tuned)
     return Forecast(
         memory=_memory_of_shards(run, model) if run.shards else _memory(model, tuned, planned.way),
@@ -130,15 +132,16 @@ def _repeat_costs(planned: PlannedRun) -> tuple[str, ...]:
 def _validation_seconds(run: Session, tuned: Tuned | None) -> float | None:
     """Estimate the seconds of all validations of the job: they are neither compiled nor captured, as steps may be."""
     job = run.job
-    every = job.steps_per_epoch if job.validate_every == "epoch" else job.validate_every
-    if tuned is None or job.valid is None or job.num_steps is None or every is None:
+    num_validations = job.num_epochs
+    if job.valid_every is not None and job.num_steps is not None:
+        num_validations = -(-job.num_steps // job.valid_every)  # the end is always validated
+    if tuned is None or job.valid is None or num_validations is None:
         return None
     eager = tuned.measurement_of(tuned.way.but(compile_mode=None, capture=False))
     measured = tuned.chosen if eager is None or eager.problem else eager
     if measured is None or measured.problem:
         return None
     samples = sum(-(-len(source.dataset) // run.world.size) for source in job.valid_sets.values())
-    num_validations = -(-job.num_steps // every)  # the end is always validated
     return measured.sample_seconds * FORWARD_SHARE * samples * num_validations
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain.config import Config
+from drivetrain.core.batch_sizes import in_words
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import PrecisionName, format_bytes
 from drivetrain.hardware import Hardware
@@ -62,9 +63,9 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
     if config.batch_asked.is_set and job.default_batch is not None:
         asked = config.batch_asked
         by_rule = (asked.size or job.default_batch) * (asked.accumulation or 1) * num_gpus
-    global_batch = job.global_batch or planned or by_rule
+    global_batch = job.largest_batch or planned or by_rule
     refuse_other_batch(config, global_batch)
-    share = -(-global_batch // num_gpus)
+    share, step_samples = -(-global_batch // num_gpus), in_words(job.batch_sizes) or f"{global_batch} samples"
     fraction = config.memory.gpu_fraction
     limit = machine.gpus()[0].memory_free_bytes * fraction
     model, needs = _model_and_needs(job, here, settings.precision.value, share, limit)
@@ -85,8 +86,8 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
     return Plan(
         job=config.run.name or job.name,
         global_batch=global_batch,
-        num_steps=job.num_steps if job.global_batch else None,
-        choices=_choices(settings, layout, micro_batch, why, share, global_batch, limit),
+        num_steps=job.num_steps if job.largest_batch else None,
+        choices=_choices(settings, layout, micro_batch, why, share, step_samples, limit),
         machine=str(machine),
         forecast=Forecast(
             memory=layout.forecast(needs, micro_batch),
@@ -108,7 +109,9 @@ def _samples_of(job: Job, global_batch: int) -> int | None:
         return None
     by_epochs = None if job.epochs is None else job.epochs * job.num_samples
     by_steps = None
-    if job.max_steps is not None:
+    if job.max_steps is not None and job.batch_sizes:
+        by_steps = job.samples_between(0, job.max_steps)
+    elif job.max_steps is not None:
         num_epochs, num_steps = divmod(job.max_steps, -(-job.num_samples // global_batch))
         by_steps = num_epochs * job.num_samples + num_steps * global_batch  # an epoch's last step may be smaller
     return min((each for each in (by_epochs, by_steps) if each is not None), default=None)
@@ -175,7 +178,7 @@ def _is_allowed(layout: MemoryLayout, settings: Settings) -> bool:
 
 
 def _choices(
-    settings: Settings, layout: MemoryLayout, micro_batch: int, why: str, share: int, global_batch: int, limit: float
+    settings: Settings, layout: MemoryLayout, micro_batch: int, why: str, share: int, step_samples: str, limit: float
 ) -> dict[str, Choice[Any]]:
     num_gpus = len(settings.devices.value)
     is_whole = layout.is_whole
@@ -193,7 +196,7 @@ def _choices(
         "precision.dtype": settings.precision,
         "batch.size": Choice(value=micro_batch, reason=why, pinned=why == "asked for"),
         "batch.accumulation": Choice(
-            value=-(-share // micro_batch), reason=f"follows: {global_batch} samples per step on {num_gpus} GPU(s)"
+            value=-(-share // micro_batch), reason=f"follows: {step_samples} per step on {num_gpus} GPU(s)"
         ),
         "memory.activations": Choice(
             value="recompute" if layout.recomputes else "keep",

@@ -204,7 +204,7 @@ def _with_division_kept(run: Session, checkpoint: Checkpoint, planned: PlannedRu
         notice(
             f"{run.num_devices} devices divide a step into micro-batches of {now} "
             f"samples, and it was {before} before: {held}, so results will differ. "
-            f"Use at most {max(1, (run.job.global_batch or 0) // before)} devices to go on as before",
+            f"Use at most {max(1, (run.job.largest_batch or 0) // before)} devices to go on as before",
         )
     return replace(planned.but(micro_batch=now), keeps_micro_batch=True)
 
@@ -530,7 +530,7 @@ def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int,
     num_steps = max(0, (run.job.num_steps or 0) - steps_done)
     return Scope(
         rank_samples=run.rank_samples,
-        remaining_samples=run.rank_samples * num_steps,
+        remaining_samples=-(-run.job.samples_between(steps_done, steps_done + num_steps) // run.world.size),
         counts_memory=device.type == "cuda",
         # Of the rank that has the least: all have to try the same ways.
         memory_limit_bytes=min(run.world.gather(run.free_bytes())) * config.memory.gpu_fraction,
@@ -584,7 +584,7 @@ def _why_fixed(run: Session, planned: PlannedRun) -> str:
 
 def _key(run: Session, model: nn.Module) -> str:
     job, config = run.job, run.config
-    division = Division(job.num_samples or 1, job.global_batch or 1, 1, run.world.size)
+    division = Division(job.num_samples or 1, job.largest_batch or 1, 1, run.world.size)
     first = make_loader(run, division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
     sections = ("precision", "kernels", "memory", "batch", "data", "compile", "distributed")
     return key_of_facts({
@@ -595,7 +595,7 @@ def _key(run: Session, model: nn.Module) -> str:
         ],
         "batch": [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(first.batch) if isinstance(leaf, Tensor)],
         "source": _sources([*_functions(job), *{type(module) for module in model.modules()}]),
-        "step": [job.global_batch, run.world.size, job.clip_norm, job.ema, *_more(job)],
+        "step": [job.largest_batch, run.world.size, job.clip_norm, job.ema, *_more(job)],
         "machine": [run.machine(), torch.get_num_threads()],
         "versions": [torch.__version__, torch.version.cuda, torch.version.hip, platform.python_version()],
         "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},

@@ -117,7 +117,7 @@ class StepProbe:
 
     def _run(self, way: StepWay, seconds: float) -> Measurement:
         job, device = self._job, self._world.device
-        share = -(-(job.global_batch or 1) // self._world.size)
+        share = -(-(job.largest_batch or 1) // self._world.size)
         meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
         meter.reset()
         batch, num_samples = self._batch(way)
@@ -243,7 +243,7 @@ class StepProbe:
     def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
         job, device = self._job, self._world.device
-        division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, self._world.size)
+        division = Division(job.num_samples or 1, job.largest_batch or 1, way.micro_batch, self._world.size)
         loader, began = self._make_loader(division), time.perf_counter()
         first = loader.first(job.max_steps, job.epochs)
         batch, num_samples = first.batch, first.num_samples
@@ -444,7 +444,7 @@ def measure_data(
     if source.is_iterable:
         return None
     # A sampler's order is not asked for: what its items take to read does not depend on it.
-    division = Division(len(source.dataset), job.global_batch or 1, micro_batch, run.world.size)
+    division = Division(len(source.dataset), job.largest_batch or 1, micro_batch, run.world.size)
     loader = Loader(source.dataset, division, run.world.rank, job.seed, job.collate)
     known = num_bytes_in_memory(source.dataset)
     try:

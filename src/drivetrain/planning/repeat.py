@@ -95,7 +95,7 @@ class FirstSteps:
     def _once(self, run: Session) -> Bits:
         way, job, world = run.way, run.job, World(device=run.world.device)
         self._ready.pop(way, None)
-        division = Division(job.num_samples or 1, job.global_batch or 1, way.micro_batch, 1)
+        division = Division(job.num_samples or 1, job.largest_batch or 1, way.micro_batch, 1)
         loader = make_loader(run, division, job.source, shuffle=job.shuffle)
         first = loader.first(job.max_steps, job.epochs)
         parts = assemble(

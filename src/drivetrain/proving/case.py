@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
 
+from drivetrain.core.batch_sizes import BatchSizes
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.optims import Turn
 from drivetrain.core.schedules import FactorSchedule, Schedule, is_factor
@@ -42,6 +43,7 @@ from drivetrain.proving.recorder import Kill, Recorder
 Trainer = Callable[["Case"], Any]
 Randomness = Literal["off", "own"]
 _BATCH, _TAGS = "batch", "tags"
+CHANGES_EVERY = 4  # steps, where the job's global batch changes over its run
 
 
 class Update(NamedTuple):
@@ -77,6 +79,7 @@ class Case:
         device: `cpu` or `cuda`.
         order: sample numbers by step, for trainers that take an order; those with an order of their own ignore it.
         dtype: what the model is cast to; None: as the user made it.
+        changes_batch: whether steps have the samples of `batch_sizes`; `global_batch` is the largest then.
         randomness: `off`: dropout is off and other draws are keyed by sample; `own`: as the trainer does it.
     """
 
@@ -97,6 +100,7 @@ class Case:
     device: str = "cpu"
     order: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = torch.float64
+    changes_batch: bool = False
     randomness: Randomness = "off"
     keys_draws: bool = False  # whether the loss draws besides dropout, so that its draws must be keyed
     keep_gradients: int = 2
@@ -105,6 +109,19 @@ class Case:
     kill: Kill | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer under test
     recorder: Recorder = field(init=False, repr=False, compare=False)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The samples of a step by the steps done, where they change: soon here, and as they do in the job."""
+        sizes, largest = self.job.batch_sizes if self.changes_batch else (), self.job.largest_batch or 1
+        return tuple(
+            (CHANGES_EVERY * number, max(2, self.global_batch * size // largest))
+            for number, (_, size) in enumerate(sizes)
+        )
+
+    def samples_of(self, step: int) -> int:
+        """Return the samples of a step, from 0, that does not end an epoch."""
+        return next((size for begin, size in reversed(self.batch_sizes) if begin <= step), self.global_batch)
 
     @property
     def rank(self) -> int:
@@ -451,6 +468,7 @@ class Subject:
         counts_beforehand: whether a named part that is a `LossSum` takes `Job.count` where a process has several
             micro-batches in a step; without it, such jobs are tried with one per process.
         several_optimizers: whether it trains jobs with several optimizers and several losses.
+        changes_batch: whether the global batch may change over a run: it uses `case.batch_sizes`.
     """
 
     run: Trainer
@@ -467,3 +485,4 @@ class Subject:
     even_divisions: bool = False
     counts_beforehand: bool = False
     several_optimizers: bool = True
+    changes_batch: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.core.batch_sizes import in_words
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.job import Job
 from drivetrain.proving import reference
@@ -117,7 +118,7 @@ class _Proof:
                 remedy="prove the job on a map-style data set of some of its samples",
             )
         length = len(source.dataset)
-        asked = min(job.global_batch or 8, length)
+        asked = min(job.largest_batch or 8, length)
         batch = self._divisible(asked)
         if batch != asked:
             self.certificate.notes.append(
@@ -138,6 +139,7 @@ class _Proof:
             clip_norm=job.clip_norm,
             clip_norms=clip_norms_of(job),
             seed=job.seed,
+            changes_batch=self._subject.changes_batch,
             order=_order(num_samples, batch, steps, job.seed, shuffle=job.shuffle),
         )
 
@@ -389,13 +391,16 @@ class _Proof:
             "draws_besides_dropout": facts.keys_draws,
             "items_draw": facts.items_draw,
             "num_parameters": facts.num_parameters,
-            "global_batch": case.global_batch,
+            "global_batch": {str(steps): size for steps, size in case.batch_sizes} or case.global_batch,
             "num_steps": case.num_steps,
             "num_samples": case.num_samples,
             "clip_norm": dict(case.clip_norms) or case.clip_norm,
             "device": case.device,
             "torch": torch.__version__,
         }
+        if case.job.batch_sizes:
+            words, here = in_words(case.job.batch_sizes), in_words(case.batch_sizes) or f"{case.global_batch} samples"
+            self.certificate.notes.append(f"a step has {words} in the job, and {here} here")
         if facts.why_not_double:
             self.certificate.notes.append(f"compared in float32, not in float64: {facts.why_not_double}")
         if not self._divides and self._subject.micro_batches:

@@ -120,11 +120,11 @@ def judge_samples(case: Case, trace: Trace, base: Trace | None) -> Classificatio
 
 def _judge_epochs(case: Case, trace: Trace) -> Classification | None:
     """Walk through the steps; an epoch ends when all its samples were seen."""
-    num_samples, batch = case.num_samples, case.global_batch
+    num_samples = case.num_samples
     seen: set[int] = set()
     epochs: list[list[int]] = [[]]
     for step in range(trace.num_steps):
-        samples = trace.samples(step)
+        samples, batch = trace.samples(step), case.samples_of(step)
         twice = [number for number, count in Counter(samples).items() if count > 1]
         if twice:
             return Classification(

@@ -47,6 +47,7 @@ def drivetrain_subject(config: Config, *, on_gpu: bool = False, several_optimize
         device="cuda" if on_gpu else "cpu",
         runs_as_it_is=True,
         counts_beforehand=True,
+        changes_batch=True,
     )
 
 
@@ -107,7 +108,7 @@ def _job_of(case: Case) -> Job:
         optimizer=optimizer,
         collate=case.collate if case.observed else job.collate,
         clip_norm=None if job.optims else case.clip_norm,
-        global_batch=case.global_batch,
+        global_batch=dict(case.batch_sizes) or case.global_batch,
         max_steps=case.num_steps,
         epochs=None,
         seed=case.seed,

@@ -97,7 +97,11 @@ def _subtitle(data: RunData) -> str:
     if plan:
         count = int(plan.get("num_devices") or plan["world_size"])
         devices = f"{count} × {plan['device']}" if count > 1 else str(plan["device"])
-        parts += [f"global batch {plan['global_batch']:,}", devices, plan["precision"]]
+        parts += [
+            f"global batch {'up to ' if plan.get('batch_over_steps') else ''}{plan['global_batch']:,}",
+            devices,
+            plan["precision"],
+        ]
     seconds = sum(row["seconds"] for row in data.steps)
     if seconds:
         parts.append(f"{sum(row['samples'] for row in data.steps) / seconds:,.0f} samples/s")

@@ -43,7 +43,8 @@ def _how(data: RunData) -> Iterator[str]:
         count = int(plan.get("num_devices") or plan["world_size"])
         each = -(-plan["micro_batch"] * plan["world_size"] // count)
         batch = f"{each} × {plan['accumulation']} accumulated × {count} device{'s' if count > 1 else ''}"
-        yield _line("global batch", f"{plan['global_batch']} ({batch})")
+        over_steps = plan.get("batch_over_steps")
+        yield _line("global batch", f"{plan['global_batch']} ({batch})" + (f": {over_steps}" if over_steps else ""))
     yield _line("compilation", end.get("compilation", "unknown"))
     if end.get("capture"):
         yield _line("step capture", end["capture"])

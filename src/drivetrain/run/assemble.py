@@ -57,7 +57,7 @@ def division_of(run: Session, model: nn.Module | None) -> Division:
     if model is not None and not is_synced and couples_samples(model):
         least = 2  # one sample alone has no variance
     is_fixed = bool(run.weighting.holds_division)
-    return Division(job.num_samples or 0, job.global_batch or 0, run.way.micro_batch, run.world.size, least, is_fixed)
+    return job.divided(run.way.micro_batch, run.world.size, least=least, is_fixed=is_fixed)
 
 
 def make_loader(run: Session, division: Division, data: Any, *, shuffle: bool, start: Position | None = None) -> Loader:
@@ -171,7 +171,8 @@ def _pays(run: Session, sets: Mapping[str, Source], micro_batch: int, kind: Lite
     if kind == "valid" and job.valid_every is not None:
         num_times = (job.num_steps or 0) // job.valid_every
     elif kind == "valid":
-        num_times = job.epochs or (job.num_steps or 0) // (job.steps_per_epoch or 1)
+        per_epoch = job.steps_per_epoch or -(-(job.num_steps or 0) // (job.num_epochs or 1)) or 1
+        num_times = job.epochs or (job.num_steps or 0) // per_epoch
     return num_batches * num_times >= ENOUGH_TO_COMPILE
 
 
@@ -374,7 +375,7 @@ def _statistics_pass(run: Session, model: nn.Module, division: Division) -> Batc
     def loader() -> Loader:
         length = len(job.source.dataset)
         most = (job.swa and job.swa.batch_norm_samples) or length
-        all_at_once = replace(division, num_samples=length, global_batch=min(most, length))
+        all_at_once = replace(division, num_samples=length, global_batch=min(most, length), batch_sizes=())
         return make_loader(run, all_at_once, job.source.dataset, shuffle=True)
 
     return BatchNormPass(model, _validated_loss(run), loader, run.precision, run.world, job.seed)

@@ -17,6 +17,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.config import Config
 from drivetrain.core.aims import EarlyStopping
+from drivetrain.core.batch_sizes import GlobalBatch, recorded_batch
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.plugins import STRATEGIES, strategy_facts
 from drivetrain.core.run_folder import has_steps, is_finished, read_job
@@ -140,7 +141,7 @@ def settled_job(
     Returns:
         The job, and whether the samples of a step are by rule: neither given, asked for, nor recorded.
     """
-    recorded = read_job(folder).get("global_batch") if _goes_on(folder, config) else None
+    recorded = recorded_batch(read_job(folder).get("global_batch")) if _goes_on(folder, config) else None
     is_asked = config.batch_asked.is_set or config.plan_pins.global_batch is not None
     by_rule = bool(world.agree(job.global_batch is None and not recorded and not is_asked))
     global_batch = job.global_batch or world.agree(
@@ -157,8 +158,8 @@ def settled_job(
         valid_batch=config.validation.batch_size or job.valid_batch,
         early_stopping=_early_stopping(job, config),
     )
-    refuse_other_batch(config, job.global_batch or 0)
-    _refuse_small_product(config, job.global_batch or 0, num_devices)
+    refuse_other_batch(config, job.largest_batch or 0)
+    _refuse_small_product(config, job.largest_batch or 0, num_devices)
     return job, by_rule
 
 
@@ -202,13 +203,15 @@ def _early_stopping(job: Job, config: Config) -> EarlyStopping | None:
     return replace(job.early_stopping or EarlyStopping(metric=job.best.metric, mode=job.best.mode), patience=patience)
 
 
-def _global_batch(job: Job, config: Config, settings: Settings, num_devices: int, recorded: int | None) -> int:
+def _global_batch(
+    job: Job, config: Config, settings: Settings, num_devices: int, recorded: GlobalBatch | None
+) -> GlobalBatch:
     """Return the global batch recorded at the first start; else as asked for, as planned in a file, or by rule.
 
     Asked for and by rule, it is micro-batch × accumulation × devices.
     """
     if recorded:
-        return int(recorded)
+        return recorded
     asked, planned = config.batch_asked, config.plan_pins.global_batch
     if planned is not None and not asked.is_set:
         return planned

@@ -69,13 +69,13 @@ def _settle(run: Session, model: nn.Module, recorded: Weighting | None) -> None:
     couples = BATCH_NORM if couples_samples(model) else ""
     if asked in ("samples", "sum"):
         run.weighting = Weighting(by=asked, holds_division=couples, reason="asked for")
-    elif run.job.source.is_keyed and run.job.global_batch != 1:
+    elif run.job.source.is_keyed and run.job.largest_batch != 1:
         numbers = _first_samples(run)
         run.weighting = _measured_by_rank_0(run, model, lambda: _parts_by_number(run, numbers))
         _refuse_unfound(run)
     else:
         run.weighting = Weighting(holds_division=couples, reason="not measured yet")
-        run.weighs_first_batch = run.job.global_batch != 1
+        run.weighs_first_batch = run.job.largest_batch != 1
 
 
 def _settle_turns(run: Session, model: nn.Module, settle: Callable[[Session, str], None]) -> None:
@@ -199,7 +199,7 @@ class _UncountedLoss:
 def _first_samples(run: Session) -> list[int]:
     """Return the first samples of the global order: the same on any number of ranks."""
     job = run.job
-    order = job.source.order(job.global_batch or 1, job.seed, shuffle=job.shuffle)
+    order = job.source.order(job.largest_batch or 1, job.seed, shuffle=job.shuffle)
     assert isinstance(order, SampleStream)
     found: list[int] = order.samples(0, 0, min(MOST_LOOKED_AT, order.num_samples)).tolist()
     return found
@@ -209,7 +209,7 @@ def _parts_by_number(run: Session, numbers: Sequence[int]) -> Parts:
     """Make a batch and its parts with the job's own collate function, from samples that count differently."""
     job = run.job
     source, collate = KeyedItems(job.source.dataset, job.seed), Collated(job.collate)
-    wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.global_batch or 1) // 8))
+    wanted = min(MOST_SAMPLES, max(FEWEST_SAMPLES, (job.largest_batch or 1) // 8))
     with generators_kept():
         items: list[Any] = []
         began = time.perf_counter()
@@ -409,9 +409,9 @@ def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
             )
     if weighting.reason == BEFORE:
         lines.append(f"weighted by samples: {BEFORE}")
-    if weighting.holds_division and job.global_batch != 1:
+    if weighting.holds_division and job.largest_batch != 1:
         size = run.way.micro_batch
-        most = max(1, -(-(job.global_batch or 0) // size))
+        most = max(1, -(-(job.largest_batch or 0) // size))
         remedy = "dt.LossSum(sum, count), or Job.count for named parts, makes a loss independent of it"
         if weighting.holds_division.startswith("batch norm"):  # runs before have another spelling
             remedy = "group or layer normalization does not depend on it"

@@ -9,6 +9,7 @@ from math import ceil
 from rich.markup import escape
 from torch.optim import Optimizer
 
+from drivetrain.core.batch_sizes import in_words
 from drivetrain.core.goodput import read_account
 from drivetrain.core.launchers import supervision
 from drivetrain.core.optimizers import tell_plain_steps
@@ -55,6 +56,7 @@ def open_recorder(
         data_path=loader.path_in_words,
         items=job.items,
         way=str(run.way),
+        batch_over_steps=in_words(job.batch_sizes),
     )
     facts = RunFacts(
         name=run.name,
@@ -62,6 +64,7 @@ def open_recorder(
         num_steps=job.num_steps,
         steps_per_epoch=job.steps_per_epoch,
         resumed_from=resumed_from,
+        batch_sizes=job.batch_sizes,
         device=run.world.device,
         plan=plan,
         gpu=own,

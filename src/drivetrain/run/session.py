@@ -258,7 +258,7 @@ class Session:
     @property
     def rank_samples(self) -> int:
         """The samples of each step on the rank that has the most."""
-        return -(-(self.job.global_batch or 0) // self.world.size)
+        return -(-(self.job.largest_batch or 0) // self.world.size)
 
     def device_check(self, model: nn.Module) -> Callable[[Any], None] | None:
         """Return the check of every micro-batch, if asked for. Offloaded shards are meant to be on another device."""

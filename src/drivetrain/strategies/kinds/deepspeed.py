@@ -324,7 +324,7 @@ def _quietly() -> Iterator[None]:
 
 def _config_of(context: StrategyContext) -> dict[str, Any]:
     """Derive the JSON that DeepSpeed gets from the run; raise what contradicts it."""
-    global_batch = context.job.global_batch or 0
+    global_batch = context.job.largest_batch or 0
     rank_samples = -(-global_batch // context.world.size)  # of the rank that has the most
     config = context.config
     facts = ZeroFacts(
