@@ -17,6 +17,7 @@ TYPES = [
     torch.int8,
     torch.bool,
     torch.complex64,
+    torch.complex128,
     torch.float8_e4m3fn,
 ]
 # Rows of odd and even size, in one block and in several, without rows, and no dimension at all.

@@ -111,7 +111,7 @@ def save_with_one_rank_failing(folder: str, size: int, failing: int, kind: str) 
         elif kind == "bug":
             files = BrokenFiles("write_file", ZeroDivisionError("planted"))
         else:
-            shards = [Shard("odd", torch.ones(1, dtype=torch.complex128), (1,), (0,))]
+            shards = [Shard("odd", torch.ones(1, dtype=torch.float8_e4m3fnuz), (1,), (0,))]
     checkpointer = Checkpointer(Path(folder), world, files=files)
     with pytest.raises(CheckpointError) as caught:
         checkpointer.save(2, shards, {})
@@ -126,7 +126,7 @@ def save_with_one_rank_failing(folder: str, size: int, failing: int, kind: str) 
         (2, 1, "disk", ["rank 1: ", "No space left on device", "it needs 16 bytes", "were free"]),
         (3, 0, "disk", ["rank 0: ", "No space left on device", "it needs 24 bytes"]),
         (3, 2, "bug", ["rank 2: ", "ZeroDivisionError: planted"]),
-        (3, 1, "tensor", ["rank 1: ", "'odd'", "complex128"]),
+        (3, 1, "tensor", ["rank 1: ", "'odd'", "float8_e4m3fnuz"]),
     ],
 )
 def test_one_rank_fails_and_all_raise_the_same(

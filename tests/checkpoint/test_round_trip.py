@@ -179,8 +179,8 @@ class Distributed(Tensor):
     ("shard", "named"),
     [
         (
-            Shard.whole("opt/x", torch.ones(2, dtype=torch.complex128)),
-            "'opt/x' cannot be saved: its type is torch.complex128",
+            Shard.whole("opt/x", torch.ones(2, dtype=torch.float8_e4m3fnuz)),
+            "'opt/x' cannot be saved: its type is torch.float8_e4m3fnuz",
         ),
         (Shard.whole("opt/x", torch.ones(2).to_sparse()), "'opt/x' cannot be saved: it is torch.sparse_coo"),
         (Shard.whole("opt/x", torch.ones(2, device="meta")), "'opt/x' cannot be saved: it is without data"),

@@ -227,6 +227,21 @@ def test_a_prefix_that_fits_nothing(checkpoint: Checkpoint, tmp_path: Path) -> N
     assert not (tmp_path / "x.safetensors").exists()
 
 
+def test_what_safetensors_has_no_type_for_is_stored_as_pairs(tmp_path: Path) -> None:
+    wide = torch.complex(torch.arange(6.0).view(2, 3).double(), torch.ones(2, 3).double())
+    Checkpointer(tmp_path / "c", World()).save(1, [Shard.whole("model/w", wide)], {})
+    checkpoint = Checkpoint.open(tmp_path / "c" / "step-00000001")
+    path = export(checkpoint, tmp_path / "m.safetensors")
+    assert torch.equal(load_file(path)["w"], torch.view_as_real(wide)), "what anybody else reads"
+    weights = read_weights(path)
+    assert weights.shapes == {"w": (2, 3)}
+    assert torch.equal(weights.read("w", (1, 0), (1, 2)), wide[1:, :2])
+    assert torch.equal(torch.load(export(checkpoint, tmp_path / "m.pt"))["w"], wide)
+    for told in ('{"w": "C128"}', '{"absent": "C128"}', "[1]", "{"):  # another file may say anything
+        save_file({"w": torch.ones(3)}, tmp_path / "other.safetensors", {"drivetrain.pairs": told})
+        assert read_weights(tmp_path / "other.safetensors").shapes == {"w": (3,)}
+
+
 def test_a_file_that_is_there_is_replaced_whole_or_not_at_all(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()

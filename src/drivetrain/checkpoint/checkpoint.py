@@ -35,7 +35,7 @@ from drivetrain.checkpoint.files import (
     trash_name,
 )
 from drivetrain.checkpoint.manifest import LARGEST_MANIFEST_BYTES, MANIFEST_NAME, Manifest, StoredFile, StoredTensor
-from drivetrain.checkpoint.tensor_file import DTYPES, Box, TensorFile, not_finite
+from drivetrain.checkpoint.tensor_file import DTYPES, Box, TensorFile, in_file, not_finite
 
 MOST_OPEN_FILES = 64  # a checkpoint of thousands of ranks must not use up the process's file descriptors
 # The disk or the folder lost something. Other errors (no permission, a server that does not answer, too many files)
@@ -152,7 +152,7 @@ class Checkpoint:
         result = torch.empty(wanted.shape, dtype=DTYPES[stored.dtype])
         for part in stored.parts_in(key, wanted) if wanted.volume else ():
             if common := part.box.intersection(wanted):
-                piece = self._file(part.file).read(part.name, common.slices_in(part.box))
+                piece = self._file(part.file).read(part.name, common.slices_in(part.box), stored.dtype)
                 result[common.slices_in(wanted)].copy_(piece)
         return result
 
@@ -181,7 +181,7 @@ class Checkpoint:
             raise CheckpointDamagedError(f"{path} is not what was written: its hash does not match", path=path)
         file = self._file(name)
         for key, part_name, code, shape in self._parts_in(name):
-            if file.layout(part_name) != (code, shape):
+            if file.layout(part_name) != in_file(code, shape):
                 raise CheckpointDamagedError(
                     f"{path} does not hold the part {part_name!r} of {key!r} as {code} {list(shape)}", path=path
                 )

@@ -39,9 +39,12 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
     "C64": torch.complex64,
+    "C128": torch.complex128,
 }
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
+_PAIRS = {"C128": "F64"}  # what safetensors has no type for: each number is stored as its two parts
+_PAIRS_KEY = "drivetrain.pairs"
 LARGEST_HEADER_BYTES = 100_000_000  # the library refuses to read a longer one
 RESERVED_NAME = "__metadata__"
 
@@ -63,6 +66,17 @@ class Entry:
         return math.prod(self.shape) * DTYPES[self.code].itemsize
 
 
+def in_file(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return as what a tensor of this type and shape is stored."""
+    return (_PAIRS[code], (*shape, 2)) if code in _PAIRS else (code, shape)
+
+
+def described_pairs(entries: Iterable[Entry]) -> dict[str, str]:
+    """Return the metadata of a file that says which of its tensors hold the two parts of complex numbers."""
+    pairs = {entry.name: entry.code for entry in entries if entry.code in _PAIRS}
+    return {_PAIRS_KEY: json.dumps(pairs)} if pairs else {}
+
+
 class Arrangement(NamedTuple):
     """The header of a file, and the numbers of the tensors that follow it. It does not depend on their values."""
 
@@ -78,7 +92,8 @@ def arranged(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
     for number in order:
         entry = entries[number]
         end = position + entry.num_bytes
-        header[entry.name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [position, end]}
+        code, shape = in_file(entry.code, entry.shape)
+        header[entry.name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -174,12 +189,27 @@ class TensorFile:
         view = self._open.get_slice(name)
         return view.get_dtype(), tuple(view.get_shape())
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+    def pairs(self) -> dict[str, str]:
+        """Return the type code of each tensor that the file says is stored as pairs, where it has their form."""
+        try:
+            told = json.loads((self._open.metadata() or {}).get(_PAIRS_KEY, "{}"))
+        except ValueError:
+            return {}
+        found = {name: self.layout(name) for name in told} if isinstance(told, dict) else {}
+        return {
+            name: code
+            for code, stored in _PAIRS.items()
+            for name, layout in found.items()
+            if told[name] == code and layout is not None and layout[0] == stored and layout[1][-1:] == (2,)
+        }
+
+    def read(self, name: str, slices: tuple[slice, ...], code: str = "") -> Tensor:
+        """Return a range of a tensor. Its type code is needed where it is not stored as what it is."""
         try:
             tensor: Tensor = self._open.get_slice(name)[slices] if slices else self._open.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointDamagedError(f"{name} cannot be read from {self.path}: {error}", path=self.path) from None
-        return tensor
+        return torch.view_as_complex(tensor.contiguous()) if code in _PAIRS else tensor
 
 
 # Boxes that no straight cut divides are compared in pairs; real shards are never that many.

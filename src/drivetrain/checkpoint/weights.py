@@ -18,7 +18,16 @@ from drivetrain.checkpoint.checkpoint import Checkpoint
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError, SharedFileError
 from drivetrain.checkpoint.files import Files
 from drivetrain.checkpoint.manifest import MANIFEST_NAME
-from drivetrain.checkpoint.tensor_file import CODES, DTYPES, RESERVED_NAME, Entry, TensorFile, arranged, encoded
+from drivetrain.checkpoint.tensor_file import (
+    CODES,
+    DTYPES,
+    RESERVED_NAME,
+    Entry,
+    TensorFile,
+    arranged,
+    described_pairs,
+    encoded,
+)
 from drivetrain.core.state import TensorSource, local_part, offsets_of
 
 _COMPILED, _PARALLEL = "_orig_mod.", "module."
@@ -215,6 +224,8 @@ def _nothing_fits(weights: Weights, state: Mapping[str, Tensor], common: list[st
 def _of_file(path: Path) -> Weights:
     file = TensorFile(path)
     layouts = {name: layout for name in sorted(file.names) if (layout := file.layout(name))}
+    pairs = file.pairs()
+    layouts |= {name: (code, layouts[name][1][:-1]) for name, code in pairs.items()}
     unknown = [name for name, (code, _) in layouts.items() if code not in DTYPES]
     if unknown:
         raise CheckpointError(
@@ -224,7 +235,8 @@ def _of_file(path: Path) -> Weights:
         )
 
     def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return file.read(name, tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True)))
+        slices = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
+        return file.read(name, slices, pairs.get(name, ""))
 
     return Weights(path, {name: shape for name, (_, shape) in layouts.items()}, read)
 
@@ -329,7 +341,11 @@ def export(checkpoint: ExportSource, path: Path, prefix: str = "model/", instead
             files.write_file(draft, _pickled({name: checkpoint.read(key) for key, name in names.items()}))
         else:
             files.write_file(
-                draft, encoded(arranged(entries, {"format": "pt"}), lambda number: checkpoint.read(keys[number]))
+                draft,
+                encoded(
+                    arranged(entries, described_pairs(entries) | {"format": "pt"}),
+                    lambda number: checkpoint.read(keys[number]),
+                ),
             )
         files.rename(draft, path)
         files.fsync_folder(path.parent)
