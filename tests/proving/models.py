@@ -174,6 +174,19 @@ class Residual(nn.Module):
         return result
 
 
+class Fourier(nn.Module):
+    """Complex weights between a Fourier transform and its inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(0.3 * torch.randn(4, 4, dtype=torch.complex64))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.fft.irfft(torch.fft.rfft(inputs) @ self.spectrum, 6).relu())
+        return result
+
+
 class Siamese(nn.Module):
     """One network, used twice in a forward."""
 
@@ -292,6 +305,7 @@ OWN: dict[str, Callable[[], Job]] = {
     "vae": lambda: job("vae", Vae, data(6), own_loss),
     "diffusion": lambda: job("diffusion", Diffusion, data(6), own_loss),
     "experts": lambda: job("experts", Experts, data(6)),
+    "fourier": lambda: job("fourier", Fourier, data(6), clip_norm=0.5),
     "routed": lambda: job("routed", Routed, data(6)),
     "tied": lambda: job("tied", Tied, Tokens(), token_mean),
     "counted": lambda: job("counted", Tied, Tokens(), token_sum),

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import drivetrain as dt
 from drivetrain.proving import Case, Certificate, Extent, Subject, prove_subject
+from drivetrain.proving.compare import errors
 from tests.proving.loops import Loop
 from tests.proving.models import ARCHITECTURES, OWN, transformer
 
@@ -38,6 +40,16 @@ def test_a_clean_model_raises_no_alarm(name: str, tmp_path: Path) -> None:
         extent = Extent(num_steps=6, repeats=False, only=("micro-batches", "processes"))
         certificate = prove_subject(job, Subject(run), extent)
     assert_clean(certificate, name)
+
+
+def test_complex_weights_are_proven(tmp_path: Path) -> None:
+    """In float64, clipped, and sharded: their two parts count alike."""
+    extent = Extent(num_steps=6, repeats=False, only=("micro-batches", "processes"))
+    certificate = dt.prove(OWN["fourier"](), extent=extent, output=tmp_path / "certificate.json", quiet=True)
+    assert_clean(certificate, "fourier")
+    assert certificate.facts["compared_in"] == "float64"
+    right = {"w": torch.ones(2, dtype=torch.complex64)}
+    assert errors({"w": right["w"] + 0.5j}, right) == {"w": 0.5}
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from drivetrain.core.attention import repeatable_attention
 from drivetrain.core.value import PrecisionName
@@ -34,6 +35,21 @@ class Precision:
 
 
 FP32_ON_CPU = Precision("fp32", "cpu")
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers as real ones: of each complex number, its two parts in a dimension of their own."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model's weights and buffers in place. Complex ones stay complex: `Module.to` would drop a part of each."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_complex():
+            tensor.data = tensor.data.to(dtype.to_complex())
+        elif tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from drivetrain.core.batch_sizes import BatchSizes
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.optims import Turn
+from drivetrain.core.precision import cast_model
 from drivetrain.core.schedules import FactorSchedule, Schedule, is_factor
 from drivetrain.job import Job
 from drivetrain.proving.loss import (
@@ -310,7 +311,7 @@ def build_model(job: Job, seed: int, dtype: torch.dtype | None) -> nn.Module:
         torch.manual_seed(seed)
         model = deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
     if dtype is not None:
-        model = model.to(dtype)
+        model = cast_model(model, dtype)
     return model.train()
 
 
@@ -382,6 +383,8 @@ def cast_floats(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> A
         return value
     if isinstance(value, Tensor):
         moved = value if value.device.type == device else value.to(device)
+        if dtype is not None and moved.is_complex():
+            return moved.to(dtype.to_complex())
         return moved.to(dtype) if dtype is not None and moved.is_floating_point() else moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_floats(part, dtype, device) for part in value))

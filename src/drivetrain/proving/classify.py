@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from drivetrain.core.precision import as_real
 from drivetrain.proving.case import Case, decay_of
 from drivetrain.proving.compare import Difference, Floor, errors
 from drivetrain.proving.recorder import Trace
@@ -178,8 +179,9 @@ def judge_start(trace: Trace, truth: ReferenceOutcome, floor: Floor) -> Classifi
             right = truth.first_weights.get(name)
             if right is None or right.shape != value.shape:
                 continue
-            size = float(right.double().abs().max()) if right.numel() else 0.0
-            if float((value.double() - right.double()).abs().max()) > floor.least_gradient_limit * max(size, 1e-3):
+            right, value = as_real(right).double(), as_real(value).double()
+            size = float(right.abs().max()) if right.numel() else 0.0
+            if float((value - right).abs().max()) > floor.least_gradient_limit * max(size, 1e-3):
                 detail = f"rank {rank} starts with other weights than the model is made with"
                 return Classification(Kind.STARTING_WEIGHTS, "trainer", name, detail)
     return None
@@ -530,7 +532,7 @@ def clip_hypotheses(case: Case) -> Iterator[tuple[Kind, Bug, str]]:
 
 def _flat(gradients: Mapping[str, Tensor], names: Sequence[str], like: Mapping[str, Tensor]) -> Tensor:
     parts = [
-        gradients[name].double().reshape(-1) if name in gradients else torch.zeros(like[name].numel()).double()
+        as_real(gradients[name] if name in gradients else torch.zeros_like(like[name])).double().reshape(-1)
         for name in names
     ]
     whole = torch.cat(parts)

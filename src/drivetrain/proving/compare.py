@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drivetrain.core.precision import as_real
 from drivetrain.proving.reference import ReferenceOutcome
 
 # What may differ without a cause but rounding: of the gradient of one step, and of the weights after some twenty.
@@ -86,6 +87,8 @@ def errors(
     seen: Mapping[str, Tensor], truth: Mapping[str, Tensor], start: Mapping[str, Tensor] | None = None
 ) -> dict[str, float]:
     """Return the largest difference of each tensor, relative to its largest entry; with `start`, to its movement."""
+    seen, truth = _as_real(seen), _as_real(truth)
+    start = None if start is None else _as_real(start)
     sizes = {name: _size(value, None if start is None else start.get(name)) for name, value in truth.items()}
     floating = [size for name, size in sizes.items() if truth[name].is_floating_point()]
     least = max(floating, default=0.0) * _LEAST_SHARE or 1e-30
@@ -102,6 +105,10 @@ def errors(
     for name in seen.keys() - truth.keys():
         found[name] = _largest(seen[name].double()) / least
     return found
+
+
+def _as_real(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: as_real(tensor) for name, tensor in tensors.items()}
 
 
 def largest_error(found: Mapping[str, float]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.precision import as_real
 from drivetrain.proving import reference
 from drivetrain.proving.case import Case, Subject
 from drivetrain.proving.certificate import Certificate, Check, Status
@@ -326,8 +327,9 @@ def _differs(trace: Trace, name: str) -> bool:
 def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
-    scale = float(right.double().abs().max()) if right.numel() else 0.0
-    return not left.numel() or float((left.double() - right.double()).abs().max()) <= 1e-6 * max(scale, 1e-9)
+    left, right = as_real(left).double(), as_real(right).double()
+    scale = float(right.abs().max()) if right.numel() else 0.0
+    return not left.numel() or float((left - right).abs().max()) <= 1e-6 * max(scale, 1e-9)
 
 
 def _classed(judge: Callable[[], Classification], where: str) -> Classification:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from drivetrain.core.metrics import LossSum
+from drivetrain.core.precision import as_real
 
 SAVING_SECONDS = 0.4
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
@@ -290,7 +291,7 @@ class Recorder:
         def arrived(gradients: Sequence[Tensor | None]) -> None:
             nonlocal recorded
             weight = max(
-                float(gradient.detach().double().abs().max()) for gradient in gradients if gradient is not None
+                float(as_real(gradient.detach()).double().abs().max()) for gradient in gradients if gradient is not None
             )
             weight = weight or float(is_empty)
             if recorded is not None and any(entry is recorded for entry in self._micro_batches):  # part by part
@@ -512,7 +513,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(_gathered(gradient).double())
+    norm: Tensor = torch.linalg.vector_norm(as_real(_gathered(gradient)).double())
     return norm.cpu()
 
 

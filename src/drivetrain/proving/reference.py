@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.precision import as_real
 from drivetrain.moe.layer.mixture import Settlement, auxiliary_loss
 from drivetrain.proving.case import (
     Case,
@@ -600,7 +601,7 @@ def _clip_scales(case: Case, model: nn.Module, gradients: Mapping[str, Tensor]) 
     """Return what each gradient is multiplied by, clipped by the norm of its optimizer's parameters among these."""
     found = dict.fromkeys(gradients, 1.0)
     for name, own in parameters_of(case.job, model).items():
-        most, norms = case.clip_of(name), [gradients[key].double().norm() for key in own if key in gradients]
+        most, norms = case.clip_of(name), [as_real(gradients[key]).double().norm() for key in own if key in gradients]
         if most is not None and norms:
             scale = min(1.0, most / (float(torch.stack(norms).norm()) + 1e-6))
             found.update({key: scale for key in own if key in gradients})
@@ -620,7 +621,7 @@ def _clip(case: Case, bug: Bug, member: _Member, norm: float) -> None:
 
 def _norm(parameters: Sequence[nn.Parameter]) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norms = [(value.to_dense() if value.is_sparse else value).double().norm() for value in gradients]
+    norms = [as_real(value.to_dense() if value.is_sparse else value).double().norm() for value in gradients]
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
@@ -649,7 +650,7 @@ def _put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
     """Return gradients as one vector of at most some hundred thousand entries, evenly taken."""
-    whole = torch.cat([tensor.double().reshape(-1) for tensor in gradients.values()])
+    whole = torch.cat([as_real(tensor).double().reshape(-1) for tensor in gradients.values()])
     return whole[:: max(1, whole.numel() // 200_000)]
 
 

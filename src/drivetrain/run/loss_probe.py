@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.hook import settlement_of
 from drivetrain.core.isolation import uncounted
-from drivetrain.core.precision import Precision, numerics
+from drivetrain.core.precision import Precision, as_real, numerics
 from drivetrain.data.batch import Count, candidates, map_tensors, to_device
 from drivetrain.data.keyed_items import what_draws
 from drivetrain.job import LossFunction
@@ -109,10 +109,10 @@ def _gradient(loss: LossFunction, model: nn.Module, batch: Any) -> Tensor | None
     num_entries = sum(parameter.numel() for parameter in parameters)
     every = max(1, -(-num_entries // MOST_ENTRIES))
     entries = [
-        (torch.zeros_like(parameter) if gradient is None else gradient).to_dense().reshape(-1)[::every].double()
+        as_real((torch.zeros_like(parameter) if gradient is None else gradient).to_dense().reshape(-1)[::every])
         for parameter, gradient in zip(parameters, found, strict=True)
     ]
-    return torch.cat(entries).cpu()
+    return torch.cat([entry.double().reshape(-1) for entry in entries]).cpu()
 
 
 def _tolerance(loss: LossFunction, model: nn.Module, parts: Parts, device: torch.device, whole: Tensor) -> float:

@@ -449,7 +449,7 @@ def norm_over_ranks(parts: Iterable[Tensor], world: World, dtype: torch.dtype) -
     own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     squared = own.to(world.device, torch.float64).square()
     dist.all_reduce(squared, group=world.group)
-    return squared.sqrt().to(dtype)
+    return squared.sqrt().to(dtype.to_real())
 
 
 def share_infinities(found: Iterable[Tensor], world: World) -> None:
