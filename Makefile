@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 ALONE := $$(grep -rlF mark.alone --include='test_*.py' tests)
 
-.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed test-ray ruff lint docs docs-serve bench soak clean
+.PHONY: help install demo test quick test-seconds test-slurm test-deepspeed test-ray ruff lint docs docs-serve bench bench-gpu soak clean
 
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -58,8 +58,12 @@ docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or refer
 docs-serve: $(STAMP)  ## the same on http://127.0.0.1:8000, built again whenever a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
-bench: $(STAMP)  ## measure, and write JSON with machine and versions to benchmarks/results
-	@$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## measure, and write JSON to benchmarks/results (ARGS="side-by-side --quick": only that, one round)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(STAMP)  ## all trainers side by side on a GPU in 240 s (ARGS=--missing: what was left out); then the tables
+	@$(BIN)/python -m benchmarks side-by-side-gpu --budget 210 $(ARGS)
+	@$(BIN)/python -m benchmarks table
 
 soak: $(STAMP)  ## the long runs: deep property tests, repeated crashes and hangs
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600

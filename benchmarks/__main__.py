@@ -6,6 +6,8 @@
 import argparse
 import importlib
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -96,6 +98,8 @@ CONTESTS = {
     "cpu-transformer": "benchmarks.cpu",
     "lora-race": "benchmarks.lora_race",
     "moe-twin": "benchmarks.moe_twin",
+    "side-by-side": "benchmarks.side_by_side",
+    "side-by-side-gpu": "benchmarks.side_by_side",
     **dict.fromkeys(zoo.NAMES, "benchmarks.zoo"),
 }
 SEVERAL = {
@@ -132,6 +136,7 @@ NEEDS_A_GPU = {
     "saving-explained",
     "lora-race",
     "moe-twin",
+    "side-by-side-gpu",
     *SEVERAL["plan"],
     *SEVERAL["whole-job"],
     *SEVERAL["zoo"],
@@ -168,8 +173,9 @@ def _arguments() -> argparse.Namespace:
     contests = parser.add_argument_group("competitors side by side")
     contests.add_argument("--only", default="", metavar="A,B", help="these competitors; results of others are kept")
     contests.add_argument("--smoke", action="store_true", help="tiny sizes that run anywhere; they prove nothing")
+    contests.add_argument("--missing", action="store_true", help="those without a result; results of others are kept")
     contests.add_argument("--budget", type=float, default=1e9, metavar="S", help="begin no competitor after so long")
-    contests.add_argument("--once", action="store_true", help="each competitor once; those that come twice by default")
+    contests.add_argument("--once", "--quick", action="store_true", help="each competitor once, without more rounds")
     contests.add_argument("--cache", type=Path, help="where compilers and plans keep what they found (default: new)")
     arguments = parser.parse_args()
     names = [each for name in arguments.names for each in SEVERAL.get(name, (name,))]
@@ -188,7 +194,15 @@ def _contest(name: str, arguments: argparse.Namespace, hardware: Hardware) -> No
     if unknown:
         raise SystemExit(f"{name} has no competitor {', '.join(unknown)}; it has {', '.join(known)}")
     path = arguments.out / f"{name}{'-smoke' if arguments.smoke else ''}-{label(hardware)}.json"
-    book = Book(path, contest, {**machine(hardware), **rivals_here()}, keep=bool(arguments.only))
+    keep = bool(arguments.only) or arguments.missing
+    book = Book(path, contest, {**machine(hardware), **rivals_here()}, keep=keep)
+    book.document |= circumstances()
+    if arguments.missing:
+        measured = book.document["competitors"]
+        arguments.only = [one for one in known if not measured.get(one, {}).get("runs")]
+        if not arguments.only:
+            print(f"{name}: nothing is missing in {path}")
+            return
     print(f"{name}:")
     run_contest(
         contest,
@@ -213,6 +227,7 @@ def _benchmark(name: str, out: Path, hardware: Hardware) -> None:
         "benchmark": name,
         "command": f"python -m benchmarks {name}",
         "date": datetime.now(UTC).date().isoformat(),
+        **circumstances(),
         "machine": machine(hardware),
         "seconds": round(time.monotonic() - begin, 1),
         "results": {key: summary(values) for key, values in samples.items()},
@@ -245,7 +260,18 @@ def _verdicts(arguments: argparse.Namespace, hardware: Hardware) -> None:
 
 def rivals_here() -> dict[str, str | None]:
     """Their versions; None for what is not installed."""
-    return {name: _version(name) for name in ("lightning", "accelerate")}
+    return {name: _version(name) for name in ("lightning", "accelerate", "transformers")}
+
+
+def circumstances() -> dict[str, Any]:
+    """The revision of this repository, and how busy the machine was: processes that want a core, over a minute."""
+    asked = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, check=False)
+        revision = told.stdout.strip() if told.returncode == 0 else ""
+    except OSError:
+        revision = ""
+    return {"revision": revision or "unknown", "load": round(os.getloadavg()[0], 1)}
 
 
 def _version(name: str) -> str | None:

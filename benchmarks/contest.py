@@ -91,6 +91,7 @@ class Contest:
     order: tuple[str, ...]  # a name may stand there twice; `best:PREFIX` is the fastest of those so far
     aims: tuple[Aim, ...] = ()
     limits: tuple[Limit, ...] = ()
+    shown_as: str = ""  # the kind of table, where it is not that of rates
 
     def competitor(self, name: str) -> Competitor:
         return next(each for each in self.competitors if each.name == name)
@@ -109,6 +110,7 @@ class Book:
             "workload": dict(contest.workload),
             "unit": contest.unit,
             "competitors": {},
+            **({"shown_as": contest.shown_as} if contest.shown_as else {}),
         }
         if keep and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -205,6 +207,7 @@ def run_contest(
         for name in dict.fromkeys(only):
             book.forget(name)
         left = [*order, *(each.name for each in contest.competitors if each.name in only and each.name not in order)]
+        runner.total = len(left)
         warmed = False
         while left:
             spent = time.monotonic() - began
@@ -232,6 +235,7 @@ class _Runner:
         self._contest, self._book, self._smoke, self._say = contest, book, smoke, say
         self._folder = folder
         self._number = 0
+        self.total, self._told, self._began = 0, 0, time.monotonic()
         # What a first start finds: nothing compiled, nothing planned. Later starts find what the first one left.
         self._environment = {
             **os.environ,
@@ -284,7 +288,7 @@ class _Runner:
                         self._tell(current)
                     else:
                         self._book.add_problem(current, row["problem"])
-                        self._say(f"  {current}: {row['problem']}")
+                        self._tell(current, row["problem"])
                     done += 1
                     since = time.monotonic()
                     if done < len(names):
@@ -301,7 +305,7 @@ class _Runner:
                 time.sleep(0.05)
         except _FailedError as error:
             self._book.add_problem(current, str(error))
-            self._say(f"  {current}: {error}")
+            self._tell(current, str(error))
             self._end(child)
             done += 1
         finally:
@@ -347,10 +351,20 @@ class _Runner:
         text = report.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip()
         return " | ".join(text.splitlines()[-3:])[-600:]
 
-    def _tell(self, name: str) -> None:
-        rate = self._book.document["competitors"][name]["rate"]
-        told = "no steps" if rate is None else f"{rate['median']:,.5g} ({rate['least']:,.5g} to {rate['most']:,.5g})"
-        self._say(f"  {name}: {told} {self._contest.unit}")
+    def _tell(self, name: str, problem: str = "") -> None:
+        """Say how a run ended, and how many of all there are: a long contest is never silent for longer than a run."""
+        entry = self._book.document["competitors"][name]
+        if problem:
+            told = problem
+        elif entry["rate"] is None:  # what it measured is no rate
+            facts = {key: value for key, value in entry["runs"][-1].items() if key not in ("at", "rates")}
+            told = ", ".join(f"{key} {value}" for key, value in facts.items())
+        else:
+            rate = entry["rate"]
+            told = f"{rate['median']:,.5g} ({rate['least']:,.5g} to {rate['most']:,.5g}) {self._contest.unit}"
+        self._told += 1
+        seconds = time.monotonic() - self._began
+        self._say(f"  {self._told} of {self.total}, {seconds:.0f} s: {name}: {told}")
 
 
 class _FailedError(Exception):

@@ -1,0 +1,109 @@
+"""Trainers side by side: what is read from their runs is what happened in them."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.contest import Circumstances
+from benchmarks.side_by_side import SMOKE, TRAINERS, contest, ends_of_steps, killed, reached, speed, stalls, windows
+
+from benchmarks import side_by_side
+from tests import warm_python
+
+TOLD = Circumstances(smoke=True, is_warming=False, known={})
+TEN = replace(SMOKE, save_every=20, warm_steps=10)
+
+
+def steps_of(usual: float, blocked: Mapping[int, float], count: int = 60) -> list[float]:
+    """The ends of steps that take `usual` seconds, but for those that took longer, by number."""
+    ends, now = [], 100.0
+    for step in range(1, count + 1):
+        now += blocked.get(step, usual)
+        ends.append(now)
+    return ends
+
+
+def test_saves_are_not_part_of_the_speed() -> None:
+    ends = steps_of(0.1, {1: 30.0, 21: 2.1, 41: 2.1})
+    assert windows(ends, TEN) == pytest.approx([0.1] * 5)
+
+
+@pytest.mark.parametrize(("is_ours", "held_up"), [(False, 21), (True, 20), (True, 23)])
+def test_what_a_save_costs(is_ours: bool, held_up: int) -> None:
+    """Others save between steps 20 and 21; one of ours may hold up any step from 20 on."""
+    longest, everything = stalls(steps_of(0.1, {held_up: 0.35}), TEN, 0.1, is_ours)
+    assert longest == pytest.approx([250.0, 0.0], abs=1e-6)
+    assert everything == pytest.approx([250.0, 0.0], abs=1e-6)
+
+
+def test_a_loss_is_reached_by_the_mean_of_ten_steps() -> None:
+    ends = steps_of(0.1, {}, 30)
+    losses = [5.0] * 10 + [3.0] * 20
+    assert reached(losses, ends, 4.0) == ends[14]  # five of ten
+    assert reached(losses, ends, 2.9) is None
+
+
+def test_steps_of_ours_are_counted_from_the_start_of_the_process() -> None:
+    assert ends_of_steps({"times": [12.0, 13.5], "began": 10.0}) == [2.0, 3.5]
+    ours = {"step_seconds": [1.0, 0.5], "plan": {"seconds_until_start": 4.0}, "times": [0.0], "began": 10.0}
+    assert ends_of_steps(ours) == [5.0, 5.5]
+
+
+def warm(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> int:
+    done = warm_python.run(words, cwd=folder, env=environment)
+    log.write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
+def test_runs_are_watched_killed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes and a real SIGKILL: a loop that keeps its generators is exact, and one that does not is not."""
+    monkeypatch.setattr(side_by_side, "run_python", warm)
+    whole = speed("plain", replace(SMOKE, steps=30, save_every=10), False, TOLD)
+    assert all(seconds > 0 for seconds in whole.seconds)
+    assert whole.facts["first_step_seconds"] > 0
+    assert len(whole.facts["losses"]) == 3
+    assert whole.facts["peak_bytes"] > 1e8
+    json.dumps(whole.facts)
+    found: dict[str, Any] = {name: killed(name, SMOKE, TOLD).facts for name in ("plain", "tuned")}
+    for facts in found.values():
+        assert facts["steps_lost"] == 2  # of 12, with a save every 4 and a kill after 6
+        assert facts["seconds_lost"] > 0
+    assert found["tuned"]["same_bits"]
+    assert not found["plain"]["same_bits"]
+    assert found["plain"]["differs_from_step"] == 5
+
+
+def test_a_failure_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> int:
+        log.write_text("one\ntwo\nno such flag\n")
+        return 2
+
+    monkeypatch.setattr(side_by_side, "run_python", fail)
+    with pytest.raises(RuntimeError, match=r"ended with 2: one \| two \| no such flag"):
+        speed("plain", SMOKE, False, TOLD)
+
+
+def test_ours_is_read_from_its_folder_and_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "run_python", warm)
+    whole = speed("ours", replace(SMOKE, steps=30, save_every=10), True, TOLD)
+    assert whole.facts["planning_seconds"] >= 0
+    assert whole.facts["cpu_ms_per_step"] > 0
+    assert whole.facts["first_step_seconds"] > 0
+    assert statistics.median(whole.seconds) < 1
+    facts = killed("ours", SMOKE, TOLD).facts
+    assert facts["same_bits"]
+    assert facts["steps_lost"] in (2, 6)  # the save after step 4 may still be under way after step 6
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in TRAINERS if name not in ("ours", "plain", "tuned")])
+def test_other_trainers_at_a_tiny_size(name: str) -> None:
+    """Real interpreters: each starts for seconds, so this is no part of `make test`."""
+    for kind in ("", "-default", "-tiny", "-killed"):
+        pytest.importorskip(TRAINERS[name][1][0])
+        contest("side-by-side", True).competitor(f"{name}{kind}").measure(TOLD)
