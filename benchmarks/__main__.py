@@ -194,13 +194,15 @@ def _contest(name: str, arguments: argparse.Namespace, hardware: Hardware) -> No
     if unknown:
         raise SystemExit(f"{name} has no competitor {', '.join(unknown)}; it has {', '.join(known)}")
     path = arguments.out / f"{name}{'-smoke' if arguments.smoke else ''}-{label(hardware)}.json"
-    keep = bool(arguments.only) or arguments.missing
-    book = Book(path, contest, {**machine(hardware), **rivals_here()}, keep=keep)
+    only = arguments.only
+    # Older results know nothing of transformers: only a new kind of contest can name it and keep its results.
+    others = ("transformers",) if contest.shown_as else ()
+    book = Book(path, contest, {**machine(hardware), **rivals_here(*others)}, keep=bool(only) or arguments.missing)
     book.document |= circumstances()
     if arguments.missing:
         measured = book.document["competitors"]
-        arguments.only = [one for one in known if not measured.get(one, {}).get("runs")]
-        if not arguments.only:
+        only = [one for one in known if not measured.get(one, {}).get("runs")]
+        if not only:
             print(f"{name}: nothing is missing in {path}")
             return
     print(f"{name}:")
@@ -208,7 +210,7 @@ def _contest(name: str, arguments: argparse.Namespace, hardware: Hardware) -> No
         contest,
         book,
         smoke=arguments.smoke,
-        only=arguments.only,
+        only=only,
         budget_seconds=arguments.budget,
         once=arguments.once,
         cache=arguments.cache,
@@ -258,9 +260,9 @@ def _verdicts(arguments: argparse.Namespace, hardware: Hardware) -> None:
     print(f"kept in {path}")
 
 
-def rivals_here() -> dict[str, str | None]:
+def rivals_here(*others: str) -> dict[str, str | None]:
     """Their versions; None for what is not installed."""
-    return {name: _version(name) for name in ("lightning", "accelerate", "transformers")}
+    return {name: _version(name) for name in ("lightning", "accelerate", *others)}
 
 
 def circumstances() -> dict[str, Any]:
