@@ -22,7 +22,7 @@ from drivetrain.api.training import train
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.config import configure
 from tests import warm_python
-from tests.api.jobs import Mlp, Variant, Vectors, make_job, vector_loss
+from tests.api.jobs import Mlp, Variant, Vectors, make_job, make_model, vector_loss
 
 SMALL = Variant(dtype=torch.float32, steps=4, num_samples=20, global_batch=8, save_every=2)
 
@@ -102,6 +102,24 @@ class Asserting(torch.optim.SGD):
 def test_optimizers_that_need_a_closure(tmp_path: Path, make: Any) -> None:
     error = fails(tmp_path, "it needs a closure", optimizer=make)
     assert "AdamW or SGD" in error.remedy
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_loss_that_computes_gradients_itself(tmp_path: Path, keeps_graph: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = vector_loss(model, batch)
+        value.backward(retain_graph=keeps_graph)
+        return value
+
+    error = fails(tmp_path, "has computed gradients itself, which would count twice", loss=loss)
+    assert "without calling backward()" in error.remedy
+
+
+def test_gradients_that_were_there_before_are_nothing_of_the_loss(tmp_path: Path) -> None:
+    made = make_model(SMALL)
+    for parameter in made.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert train(make_job(SMALL, model=made, max_steps=1), config(tmp_path), quiet=True).finished
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1, np.int64(7)])

@@ -289,6 +289,20 @@ def loss_with(**others: Any) -> Any:
     return lambda model, batch: {**per_sample(model, batch), **others}
 
 
+def test_a_part_that_is_not_learned_from_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(loss=loss_with(accuracy=torch.tensor(0.5)), loss_weights=None, count=None)
+    trained(tmp_path, job, GLOBAL_BATCH)
+    told = [line for line in capsys.readouterr().err.splitlines() if "nothing is learned from it" in line]
+    assert len(told) == 1
+    assert "the part 'accuracy' of the loss depends on no weight" in told[0]
+    assert 'dt.log("accuracy", value)' in told[0]
+
+
+def total_of(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a trainer that takes `loss` out of a dictionary is given."""
+    return {"loss": sum(parts.values(), torch.zeros(())), **parts}
+
+
 class Growing:
     """A loss that has another part from its second batch on."""
 
@@ -311,6 +325,10 @@ class Growing:
         ({"loss": loss_with(odd=0.0), "loss_weights": None, "count": None}, "'odd' of the loss is float, not a scalar"),
         ({"loss": loss_with(odd=torch.ones(2)), "loss_weights": None, "count": None}, "shape (2,), not a scalar"),
         ({"count": lambda batch: 3}, "Job.count returned int"),
+        (
+            {"loss": lambda model, batch: total_of(per_sample(model, batch)), "loss_weights": None, "count": None},
+            "returned 'loss' beside size, flat: the values of a dictionary are parts that are added up",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

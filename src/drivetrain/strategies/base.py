@@ -494,6 +494,7 @@ def try_out(
     was never stopped.
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]
+    gradients = _versions(model)
     try:
         value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
     except (
@@ -507,11 +508,22 @@ def try_out(
             error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
         raise
     check_objective(value, model)
+    if _versions(model) != gradients:
+        raise DrivetrainError(
+            "the loss function has computed gradients itself, which would count twice",
+            remedy="return the loss without calling backward(); for gradients inside of a loss, torch.autograd.grad "
+            "leaves those of the weights alone",
+        )
     backward(value)
     settlement_of(model).forget()
     with torch.no_grad():
         for buffer, saved in zip(model.buffers(), before, strict=True):
             buffer.copy_(saved)
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """Return a number for each weight that changes whenever something is added to its gradient."""
+    return [-1 if parameter.grad is None else parameter.grad._version for parameter in model.parameters()]
 
 
 def check_objective(value: Tensor, model: nn.Module) -> None:

@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.log import notice
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, NamedLosses, PartCounts, summed_by_count
 from drivetrain.core.records import PartLoss, PartTotals
 from drivetrain.core.widths import wide_dtype, widened
 from drivetrain.core.world import World
 from drivetrain.data.batch import MicroBatch
 from drivetrain.data.resident import Rows
+
+# What people call the sum of the parts, in dictionaries for trainers that take it out and log the rest.
+_TOTALS = ("loss", "total", "total_loss", "loss_total")
 
 
 class LossParts:
@@ -79,6 +83,8 @@ class LossParts:
                 remedy="give every part a weight, or leave loss_weights out: then each counts once",
             )
         names = found if given is None else given
+        if given is None:
+            _check_sum(parts, names, tells=self._world.is_main and not self._alone)
         is_counted = {name for _, by_sum, by_count in told for name in (*by_sum, *by_count)}
         strange = [name for _, _, by_count in told for name in by_count if name not in names]
         if strange:
@@ -334,6 +340,26 @@ def _check(name: Any, part: Any) -> None:
         raise DrivetrainError(
             f"the part {name!r} of the loss is {shape}, not a scalar tensor",
             remedy="return its mean over the batch, or dt.LossSum(sum, count); a batch that lacks it may leave it out",
+        )
+
+
+def _check_sum(parts: NamedLosses, names: Sequence[str], *, tells: bool) -> None:
+    """Refuse a total among the parts, and tell of a part that is not learned from: each value is added to the loss."""
+    totals = [name for name in names if name.lower() in _TOTALS]
+    if totals and len(names) > 1:
+        others = ", ".join(name for name in names if name not in totals)
+        raise DrivetrainError(
+            f"the loss function returned {totals[0]!r} beside {others}: the values of a dictionary are parts that are "
+            "added up, and a total among them would count twice",
+            remedy=f'return the loss alone, and log the others with dt.log("name", value); if {totals[0]!r} is a part '
+            "like the others, give every part a weight in Job.loss_weights",
+        )
+    values = {name: part.total if isinstance(part, LossSum) else part for name, part in parts.items()}
+    learned = [name for name, value in values.items() if value.requires_grad]
+    for name in [name for name in values if name not in learned] if learned and tells else ():
+        notice(
+            f"the part {name!r} of the loss depends on no weight that is trained, at least in the first batch: it is "
+            f'added to the loss that is shown, and nothing is learned from it; dt.log("{name}", value) shows it alone'
         )
 
 
