@@ -508,7 +508,7 @@ def try_out(
             error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
         raise
     check_objective(value, model)
-    if _versions(model) != gradients:
+    if any(now not in (-1, before) for before, now in zip(gradients, _versions(model), strict=True)):
         raise DrivetrainError(
             "the loss function has computed gradients itself, which would count twice",
             remedy="return the loss without calling backward(); for gradients inside of a loss, torch.autograd.grad "
@@ -522,7 +522,7 @@ def try_out(
 
 
 def _versions(model: nn.Module) -> list[int]:
-    """Return a number for each weight that changes whenever something is added to its gradient."""
+    """Return a number for each weight that changes whenever something is added to its gradient; -1: it has none."""
     return [-1 if parameter.grad is None else parameter.grad._version for parameter in model.parameters()]
 
 
