@@ -195,6 +195,9 @@ class _FunctionHook(Hook):
     def __init__(self, period: int | Literal["epoch"], function: Callable[[StepContext], Any]) -> None:
         self.every, self._function = period, function
 
+    def __str__(self) -> str:
+        return getattr(self._function, "__qualname__", type(self._function).__name__)
+
     def __call__(self, context: StepContext) -> Verdict | None:
         found = self._function(context)
         return found if isinstance(found, Verdict) else None

@@ -108,6 +108,35 @@ _TRAIN_IN_TWO_JOBS = (
 )
 
 
+class CountingWatch:
+    """Finds numbers of a model that change with every step, and are not in its state dict.
+
+    Such as a counter that `forward` raises, and that a loss weight depends on. A resumed run would begin it anew.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._numbers()
+        self._changing: set[str] | None = None
+
+    def look(self) -> list[str]:
+        """Return the names of those that have changed between all looks so far."""
+        now = self._numbers()
+        changed = {name for name, value in now.items() if name in self._before and value != self._before[name]}
+        self._before = now
+        self._changing = changed if self._changing is None else self._changing & changed
+        return sorted(self._changing)
+
+    def _numbers(self) -> dict[str, float]:
+        return {
+            f"{name}.{attribute}" if name else attribute: value
+            for name, module in self._model.named_modules()
+            if type(module).__module__.split(".")[0] not in ("torch", "drivetrain")
+            for attribute, value in vars(module).items()
+            if type(value) in (int, float) and not attribute.startswith("_")
+        }
+
+
 class ParameterWatch:
     """Remembers a model's parameters when it is made; `check` raises once they have changed.
 

@@ -1,7 +1,7 @@
 """Calls the hooks of a run at step boundaries, with all that they may ask for."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +54,7 @@ class HookCalls:
         self._model, self._optimizer, self._world, self._folder = model, optimizer, world, folder
         self._recorder, self._stepper, self._validation, self._average = recorder, stepper, validation, average
         self._rehearsal, self._check_model, self._freezer = rehearsal, check_model, freezer
+        self._modules, self._has_told_of_modes = list(model.modules()), False
 
     def check(self, hook: Hook, step: int) -> None:
         """Let a hook look at the run before its first step, if it wants to."""
@@ -99,9 +100,12 @@ class HookCalls:
         verdicts = []
         for hook in hooks:
             put_away(self._model)
+            modes = [module.training for module in self._modules]
             phase = "validation" if hook is self._validation else "hooks"
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
+            if modes[0] and not self._model.training:
+                self._go_back_to_training(hook, modes)
             if logged:
                 media = media_of(logged)
                 self._recorder.logged(context.step, place.epoch, on_host(logged), media)
@@ -109,6 +113,15 @@ class HookCalls:
         self._check_model()
         self._stepper.look_again()
         return Verdict(*(any(wishes) for wishes in zip(*verdicts, strict=True))) if verdicts else Verdict()
+
+    def _go_back_to_training(self, hook: Hook, modes: Sequence[bool]) -> None:
+        """Undo what `model.eval()` in a hook did, and say so once: dropout and batch norm would be off from then on."""
+        for module, is_training in zip(self._modules, modes, strict=True):
+            module.training = is_training
+        if not self._has_told_of_modes:
+            self._has_told_of_modes = True
+            name = str(hook) if type(hook).__str__ is not object.__str__ else type(hook).__name__
+            self._recorder.say(f"  hooks      {name} left the model in evaluation mode: it is back in training mode")
 
     def _companions(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the tensors kept for a parameter element by element: optimizer state and moving average."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from drivetrain.core.hook import Hook, Rehearsal
 from drivetrain.core.launchers import supervision
 from drivetrain.core.records import StepOutcome, StepRecord
+from drivetrain.core.state import CountingWatch
 from drivetrain.core.world import World
 from drivetrain.data.division import Place, Stretch
 from drivetrain.data.loader import Loader, MicroBatch
@@ -60,6 +61,7 @@ class Begun(NamedTuple):
 
 # How long to wait, after an error, for the record of a step whose state was copied: the device may hang.
 LAST_WAIT_SECONDS = 10.0
+COUNTED_STEPS = 3  # whose changes to numbers of the model are looked at
 
 
 class Saver(Protocol):
@@ -160,6 +162,7 @@ class Trainer:
         self._hook_calls = HookCalls(
             model, optimizer, world, folder, recorder, stepper, validation, average, rehearsal, check_model, freezer
         )
+        self._counting, self._say = CountingWatch(model), recorder.say
         self._first_step, self._validation, self._average = first_step, validation, average
         self._before_step, self._set_loss_weights = before_step, set_loss_weights
         self._norms, self._retry = norms, retry
@@ -275,6 +278,8 @@ class Trainer:
         place, in_flight, clock = begun.place, self._in_flight, self._stepper.clock
         in_flight.enqueue_step(place, begun.lr, begun.began, outcome)
         done, is_last, hooks_due = place.step + 1, begun.is_last, begun.hooks
+        if done <= self._first_step + COUNTED_STEPS:
+            self._look_for_counters(done - self._first_step)
         if done == self._first_step + 1:
             clock.look()
             self._saver.prepare()
@@ -317,6 +322,15 @@ class Trainer:
                 self._saver.save(done)
             clock.lap(CHECKPOINT)
         clock.next_step()
+
+    def _look_for_counters(self, num_done: int) -> None:
+        """Tell of numbers in the model that every step changes, which a resumed run would begin anew."""
+        names = self._counting.look()
+        if names and num_done == COUNTED_STEPS:
+            self._say(
+                f"  model      {', '.join(names[:3])} changes with every step, and is not in model.state_dict(): if it "
+                "affects the outputs, a resumed run differs. Keep it with register_buffer"
+            )
 
     def _go_on(self) -> Iterator[StepRecord]:
         """Enqueue the steps after the last one that neither hook nor checkpoint waits for, and yield due records."""

@@ -494,7 +494,7 @@ def try_out(
     was never stopped.
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]
-    gradients = _versions(model)
+    gradients, was_training = _versions(model), model.training
     try:
         value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
     except (
@@ -513,6 +513,12 @@ def try_out(
             "the loss function has computed gradients itself, which would count twice",
             remedy="return the loss without calling backward(); for gradients inside of a loss, torch.autograd.grad "
             "leaves those of the weights alone",
+        )
+    if was_training and not model.training:
+        raise DrivetrainError(
+            "the loss function left the model in evaluation mode: dropout and batch normalization would be off from "
+            "the next micro-batch on",
+            remedy="call model.train() before it returns; or evaluate in Job.valid, or in a hook",
         )
     backward(value)
     settlement_of(model).forget()

@@ -1,0 +1,100 @@
+"""Habits of user code that go wrong in silence elsewhere: told, undone or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import drivetrain as dt
+
+
+class Model(nn.Module):
+    """Notes down its mode in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.5)
+        self.modes: list[tuple[bool, bool]] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.modes.append((self.training, self.norm.training))
+        result: Tensor = self.drop(self.norm(self.body(inputs))).sum(1)
+        return result
+
+
+class Annealed(Model):
+    """Counts its forwards, by which it weighs its output, and notes down what is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards, self.largest_batch, self.is_warm = 0, 0, False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_forwards += 1
+        self.largest_batch, self.is_warm = max(self.largest_batch, len(inputs)), True
+        return super().forward(inputs) * min(1.0, self.num_forwards / 10)
+
+
+class Registered(Annealed):
+    """Has the counter as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.num_forwards
+        self.register_buffer("num_forwards", torch.zeros(()))
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def evaluate(context: dt.StepContext) -> None:
+    context.model.eval()
+
+
+def train(folder: Path, model: nn.Module, **changes: Any) -> None:
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    values: dict[str, Any] = {
+        "name": "habits",
+        "model": model,
+        "data": TensorDataset(inputs, inputs.sum(1)),
+        "loss": loss_of,
+        "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.01),
+        "global_batch": 8,
+        "max_steps": 6,
+    }
+    config = dt.configure(output_dir=folder, gpu_mode="cpu", report=False, loss_weighting="samples")
+    dt.train(dt.Job(**{**values, **changes}), config)
+
+
+def test_a_hook_that_forgets_to_go_back_to_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    train(tmp_path, model, hooks=[dt.every(2, evaluate)])
+    assert len(model.modes) >= 6
+    assert len(set(model.modes)) == 1, "every step has the modes of the first"
+    assert model.modes[0][0]
+    told = [line for line in capsys.readouterr().out.splitlines() if "evaluation mode" in line]
+    assert told == ["  hooks      evaluate left the model in evaluation mode: it is back in training mode"]
+
+
+def test_a_loss_that_forgets_to_go_back_to_training(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = loss_of(model, batch)
+        model.eval()
+        return value
+
+    with pytest.raises(dt.DrivetrainError, match="the loss function left the model in evaluation mode"):
+        train(tmp_path, Model(), loss=loss)
+
+
+def test_a_counter_that_no_checkpoint_holds_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "plain", Annealed())
+    told = [line for line in capsys.readouterr().out.splitlines() if "changes with every step" in line]
+    assert len(told) == 1
+    assert told[0].startswith("  model      num_forwards changes with every step, and is not in model.state_dict()")
+    train(tmp_path / "buffer", Registered())
+    assert "changes with every step" not in capsys.readouterr().out
