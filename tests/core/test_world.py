@@ -1,7 +1,9 @@
 """What the processes of a run tell each other."""
 
 import torch
+import torch.distributed as dist
 
+from drivetrain.core import world
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.world import World
 from tests.gloo_pool import GlooPool
@@ -31,3 +33,16 @@ def test_rank_0_does_it_and_all_have_the_result(gloo_pool: GlooPool) -> None:
 def test_the_error_of_rank_0_is_raised_on_all(gloo_pool: GlooPool) -> None:
     error = "the folder is full; empty it"
     assert gloo_pool.run(do_on_main, True, world=2) == [(error, [0]), (error, [])]
+
+
+def test_a_closed_group_stays_referenced() -> None:
+    """If the group ended with the last DDP module, its destructor could wait for a thread that waits for it."""
+    one = World()
+    group = one.own_group()
+    one.close()
+    assert any(kept is group for kept in world._CLOSED)
+    assert not dist.is_initialized()
+    for _ in range(2):
+        one.own_group()
+        one.close()
+    assert not any(kept is group for kept in world._CLOSED)

@@ -6,6 +6,7 @@ never pickled objects.
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
@@ -20,6 +21,11 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.launchers import ProcessPlace, find_place, refuse_alone
 
 T = TypeVar("T")
+
+# Groups that were left last stay referenced until others are. The destructor of a gloo group waits for the group's
+# threads while it holds Python's lock, and right after a collective a thread may still want that lock, to let go of a
+# tensor: the one that drops the last reference then, DDP for example, would wait forever.
+_CLOSED: deque[dist.ProcessGroup | None] = deque(maxlen=2)
 
 
 class World:
@@ -200,10 +206,13 @@ class World:
         return dist.group.WORLD
 
     def close(self) -> None:
+        """Leave the groups that this world has made."""
         if self._aside is not None:
+            _CLOSED.append(self._aside.group)
             dist.destroy_process_group(self._aside.group)
             self._aside = None
         if self._owns_group:
+            _CLOSED.append(dist.group.WORLD)
             dist.destroy_process_group()
             self._owns_group = False
 
