@@ -1,11 +1,15 @@
 """`dt.sweep` and `drivetrain sweep`: variants, rungs, forks, and going on after whatever happened."""
 
+import dataclasses
 import json
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -173,6 +177,38 @@ def test_several_processes_do_the_same_runs(tmp_path: Path) -> None:
     assert result.is_done
     for lr in (0.1, 0.05):
         assert losses(folder_of(result, lr, 1)) == losses(trained(tmp_path, lr, 1))
+
+
+def _sweep_until_killed(output_dir: Path) -> None:
+    dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=output_dir, quiet=True)
+
+
+def slow(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
+    """The same job, which takes its time in the sweep that is killed."""
+    job, config = make(lr, seed)
+    delay = dt.every(1, lambda context: time.sleep(0.2 if "SLOW_SWEEP" in os.environ else 0.0))
+    return dataclasses.replace(job, hooks=[*job.hooks, delay]), config
+
+
+def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the sweep itself is killed: its processes end with it, and no run is lost or done twice."""
+    monkeypatch.setenv("SLOW_SWEEP", "1")
+    process = multiprocessing.get_context("spawn").Process(target=_sweep_until_killed, args=(tmp_path,))
+    process.start()
+    while len([path for path in tmp_path.glob("sweep/*/steps.jsonl") if path.stat().st_size > 300]) < 2:
+        time.sleep(0.02)
+        assert process.is_alive()
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+    monkeypatch.delenv("SLOW_SWEEP")
+    result = dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], output_dir=tmp_path, quiet=True)
+    assert result.is_done
+    for lr in (0.1, 0.05):
+        for seed in (0, 1):
+            assert losses(folder_of(result, lr, seed)) == losses(trained(tmp_path, lr, seed))
 
 
 def test_optuna_searches_and_goes_on(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ successive halving, runs stop at a validation, and the better ones go on from th
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -25,6 +26,7 @@ from drivetrain.api.training import train
 from drivetrain.config import Config
 from drivetrain.core.aims import Aim, Mode
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.processes import die_with_parent
 from drivetrain.core.run_folder import is_finished, read_rows, write_atomically
 from drivetrain.core.stopping import pausing
 from drivetrain.core.value import format_count, format_duration
@@ -487,7 +489,8 @@ class _Runner:
         if self._pool is None:
             context = get_context("spawn")  # a fork would have the locks of our threads, and no working CUDA
             numbers = context.Value("i", 0)
-            self._pool = ProcessPoolExecutor(self._parallel, context, _start_worker, (numbers, self._parallel))
+            told = (numbers, self._parallel, os.getpid())
+            self._pool = ProcessPoolExecutor(self._parallel, context, _start_worker, told)
         running: dict[Future[Row], Any] = {}
         while True:
             while len(running) < self._parallel and not self.is_interrupted and not why_not_more():
@@ -519,8 +522,13 @@ class _Runner:
 _worker: list[int] = []
 
 
-def _start_worker(numbers: Any, parallel: int) -> None:
-    """Prepare a process: its share of the cores, its GPU, and no traceback when Ctrl-C comes between runs."""
+def _start_worker(numbers: Any, parallel: int, parent: int) -> None:
+    """Prepare a process: its share of the cores, its GPU, and no traceback when Ctrl-C comes between runs.
+
+    It ends with the sweep, even one that is killed: an orphan would go on with a run that the same command begins anew,
+    and then wait forever for another.
+    """
+    die_with_parent(parent)
     with numbers.get_lock():
         _worker[:] = [numbers.value]
         numbers.value += 1
