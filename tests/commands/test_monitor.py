@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from drivetrain.cli import main
+from drivetrain.commands import monitor
 from drivetrain.commands.monitor import MachineWatch, running_folders, screen
 from drivetrain.commands.monitor_server import MonitorServer
 from drivetrain.core.errors import DrivetrainError
@@ -318,3 +319,7 @@ def test_live_in_a_browser(tmp_path: Path, server: MonitorServer) -> None:
         thread.join()
         log.close()
         run.close()
+
+
+def test_large_rates_are_written_out() -> None:
+    assert [monitor._rate(value) for value in (1_268_400.0, 999.96, 0.01234)] == ["1,268,400", "1000", "0.01234"]

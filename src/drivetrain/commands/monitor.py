@@ -29,7 +29,7 @@ from drivetrain.core.safe_text import printable
 from drivetrain.core.value import format_duration
 from drivetrain.hardware import detect
 from drivetrain.hardware.cuda_driver import load_nvml
-from drivetrain.hardware.telemetry import HostReader, NvmlReader
+from drivetrain.hardware.telemetry import HostReader, NvmlReader, label
 
 COMMAND = Command(
     summary="Shows the runs and GPUs of this machine, live: in the terminal, or with --web in a browser.",
@@ -92,7 +92,7 @@ class MachineWatch:
         self._host = HostReader()
         self._host.read()  # the use of the CPU is since the look before
         hardware = detect(output_dir)
-        self._gpus = {f"gpu{gpu.physical_index}": gpu.name for gpu in hardware.gpus}
+        self._gpus = {label(gpu): gpu.name for gpu in hardware.gpus}
         self._nvml = NvmlReader(load_nvml() if hardware.gpus else None, hardware.gpus)
 
     def look(self) -> dict[str, Any]:
@@ -241,9 +241,14 @@ def _facts(row: Mapping[str, Any]) -> list[str]:
         for name, value in row["metrics"].items()
         if name != "valid_loss" and isinstance(value, (int, float))
     ][:2]
-    facts += [] if row["samples_per_second"] is None else [f"{row['samples_per_second']:,.4g} samples/s"]
+    facts += [] if row["samples_per_second"] is None else [f"{_rate(row['samples_per_second'])} samples/s"]
     facts += [] if row["goodput"] is None else [f"goodput {row['goodput']:.0%}"]
     return [*facts, "no checkpoint" if row["checkpoint"] is None else f"checkpoint {row['checkpoint']}"]
+
+
+def _rate(value: float) -> str:
+    """Return four digits, or more where the number has them before the point: 1,268,400 is not 1.268e+06."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _idle(row: Mapping[str, Any]) -> str:
