@@ -1,6 +1,6 @@
 """`make bench`, or `python -m benchmarks [NAME ...]`: run the benchmarks, print and keep their results.
 
-`python -m benchmarks table` writes the kept results to docs/benchmarks/index.md.
+`python -m benchmarks table` writes the kept results to the pages of docs/benchmarks.
 """
 
 import argparse
@@ -146,7 +146,7 @@ NEEDS_A_GPU = {
 def main() -> None:
     arguments = _arguments()
     if arguments.names == ["table"]:
-        print(f"written to {table.write(arguments.out)}")
+        print(f"written to {', '.join(map(str, table.write(arguments.out)))}")
         return
     hardware = detect()
     left_out = ONLY_BY_NAME | (set() if hardware.gpus else NEEDS_A_GPU)

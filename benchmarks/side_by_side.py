@@ -232,6 +232,9 @@ def killed(trainer: str, setting: Setting, told: Circumstances) -> Measured:
         second = again.run(**task)
     done = len(second["times"])
     went_on_after = steps - done
+    # Up to the kill both did the same. Where that differs, the job does not even repeat, and nothing can be said.
+    before = first["losses"] or second["losses"][:went_on_after]
+    repeats = before == whole["losses"][: len(before)]
     differs = None
     if second["weights"] != whole["weights"]:
         pairs = zip(whole["losses"][-done:], second["losses"][-done:], strict=False)
@@ -242,6 +245,7 @@ def killed(trainer: str, setting: Setting, told: Circumstances) -> Measured:
         {
             "steps_lost": kill_at - went_on_after,
             "seconds_lost": round(back - first["times"][-1], 2),
+            "repeats": repeats,
             "same_bits": differs is None,
             "differs_from_step": differs,
             "last_losses": [_rounded(each["losses"][-1], 6) for each in (whole, second)],

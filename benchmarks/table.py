@@ -1,9 +1,11 @@
-"""docs/benchmarks/index.md, as far as it is figures: written from the kept results, never by hand."""
+"""docs/benchmarks/index.md and side-by-side.md, as far as they are figures: written from the kept results."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks import side_by_side_page
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "index.md"
 RESULTS = Path(__file__).parent / "results"
@@ -11,24 +13,35 @@ BEGIN = "<!-- begin: written by `python -m benchmarks table` -->"
 END = "<!-- end -->"
 
 
-def write(results: Path = RESULTS, document: Path = DOCUMENT) -> Path:
-    text = document.read_text(encoding="utf-8")
-    document.write_text(filled(text, results), encoding="utf-8")
-    return document
+def write(results: Path = RESULTS) -> list[Path]:
+    for document, written in PAGES.items():
+        text = document.read_text(encoding="utf-8")
+        document.write_text(filled(text, results, written), encoding="utf-8")
+    return list(PAGES)
 
 
-def filled(text: str, results: Path = RESULTS) -> str:
+def filled(text: str, results: Path = RESULTS, written: Callable[[Path], str] | None = None) -> str:
     """The document with its tables as the results have them."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"docs/benchmarks/index.md has no lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{tables(results)}\n{END}{after}"
+        raise SystemExit(f"a page of docs/benchmarks has no lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{(written or tables)(results)}\n{END}{after}"
+
+
+def _documents(results: Path) -> list[Any]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+
+
+def side_by_side(results: Path = RESULTS) -> str:
+    """The tables with a column for each trainer."""
+    kept = [document for document in _documents(results) if document.get("shown_as")]
+    return "\n".join("\n".join([*_head(document), side_by_side_page.shown(document)]) for document in kept)
 
 
 def tables(results: Path = RESULTS) -> str:
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-    contests = [document for document in documents if "competitors" in document]
+    documents = _documents(results)
+    contests = [document for document in documents if "competitors" in document and not document.get("shown_as")]
     plain = [document for document in documents if "results" in document]
     return "\n".join([*map(_contest, contests), *map(_benchmark, plain)])
 
@@ -117,13 +130,20 @@ def _head(document: Mapping[str, Any]) -> list[str]:
     machine = document["machine"]
     devices = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['usable_cores']} cores"
     versions = [f"Python {machine['python']}"]
-    versions += [f"{name} {machine[name]}" for name in ("torch", "lightning", "accelerate") if machine.get(name)]
+    names = ("torch", "lightning", "accelerate", "transformers")
+    versions += [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    when = document["date"]
+    if document.get("shown_as"):
+        when += f"; revision {document['revision']}; load at the beginning {document['load']}"
     return [
         f"### {document['benchmark']}",
         "",
-        f"`{document['command']}`; {devices}; {', '.join(versions)}; {document['date']}.",
+        f"`{document['command']}`; {devices}; {', '.join(versions)}; {when}.",
         "",
     ]
+
+
+PAGES: dict[Path, Callable[[Path], str]] = {DOCUMENT: tables, side_by_side_page.DOCUMENT: side_by_side}
 
 
 def in_words(words: str, found: Mapping[str, Any]) -> str:

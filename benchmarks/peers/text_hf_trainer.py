@@ -2,7 +2,7 @@ import os
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from benchmarks.peers.text import (
@@ -32,6 +32,7 @@ def collate(items):
     return {"words": torch.stack([words for (words,) in items])}
 
 
+set_seed(0)
 arguments = TrainingArguments(
     output_dir="checkpoints",
     max_steps=max_steps,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.contest import Circumstances
 from benchmarks.side_by_side import SMOKE, TRAINERS, contest, ends_of_steps, killed, reached, speed, stalls, windows
+from benchmarks.side_by_side_page import shown
 
 from benchmarks import side_by_side
 from tests import warm_python
@@ -94,6 +95,39 @@ def test_ours_is_read_from_its_folder_and_is_exact(monkeypatch: pytest.MonkeyPat
     facts = killed("ours", SMOKE, TOLD).facts
     assert facts["same_bits"]
     assert facts["steps_lost"] in (2, 6)  # the save after step 4 may still be under way after step 6
+
+
+def kept(name: str, **facts: object) -> dict[str, object]:
+    return {"what": name, "rate": None, "runs": [{"rates": [], **facts}]}
+
+
+def test_the_page_has_a_column_for_each_trainer_and_says_where_ours_is_behind() -> None:
+    entries: dict[str, object] = {
+        "ours": kept("a", rates=[90.0, 110.0], save_stall_ms=[5.0], planning_seconds=2.0),
+        "plain": kept("b", rates=[50.0, 60.0], save_stall_ms=[40.0]),
+        "tuned": kept("c", rates=[104.0, 108.0], save_stall_ms=[40.0], target_seconds=None),
+        "hf": {"what": "d", "rate": None, "runs": [], "problem": "left out: transformers is not installed here"},
+        "ours-tiny": kept("a", step_us=[120.0]),
+        "tuned-tiny": kept("c", step_us=[100.0]),
+        "plain-tiny": kept("b", step_us=[300.0]),
+        "ours-killed": kept("a", steps_lost=2, seconds_lost=5.0, same_bits=True, repeats=True),
+        "tuned-killed": kept("a", steps_lost=2, seconds_lost=5.0, same_bits=False, repeats=False, differs_from_step=3),
+        "plain-killed": kept("b", steps_lost=2, seconds_lost=4.0, same_bits=False, repeats=True, differs_from_step=5),
+    }
+    machine = {"gpus": [], "cpu": "a chip"}
+    workload = {"model": "small", "target_loss": 3.5}
+    document = {"competitors": entries, "machine": machine, "unit": "tokens/s", "workload": workload}
+    rows = {row.split(" | ")[0].strip("| "): row for row in shown(document).splitlines() if row.startswith("|")}
+    cells = rows["killed and resumed: same bits"].split(" | ")[1:5]
+    assert cells == ["yes", "no, from step 5 on", "cannot be told: it does not repeat undisturbed", "not run"]
+    assert "| 5 | 40 | 40 | not run" in rows["a save stops training for (ms)"]
+    text = shown(document)
+    assert "left out: transformers is not installed here" in text
+    behind = text.split("Where ours is behind:")[1]
+    assert "| tokens/s, best flags | 100 (90 to 110) | 106 (104 to 108) (tuned loop) | within the spread" in behind
+    assert "| a tiny step over the tuned loop's (µs of CPU) | 20 | 0 (tuned loop) |" in behind
+    assert "| killed: until back at that step (s) | 5 | 4 (plain loop) |" in behind
+    assert "a save stops training" not in behind
 
 
 @pytest.mark.soak

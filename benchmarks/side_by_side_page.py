@@ -1,0 +1,187 @@
+"""docs/benchmarks/side-by-side.md, as far as it is figures: a column for each trainer, and where ours is behind."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.peers.lines import lines_of_code
+from benchmarks.side_by_side import PEERS, TRAINERS
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "side-by-side.md"
+TITLES = {
+    "ours": "**Drivetrain, no flags**",
+    "plain": "plain loop",
+    "tuned": "tuned loop",
+    "accelerate": "Accelerate",
+    "fabric": "Fabric",
+    "lightning": "Lightning",
+    "hf": "HF Trainer",
+}
+Entry = Mapping[str, Any]
+
+
+class Metric(NamedTuple):
+    """A row: what is read from which kind of run, and which way is better."""
+
+    title: str
+    kind: str  # the part of a competitor's name after the trainer's
+    values: Callable[[Entry], list[float]]  # of all runs; of lists that are lists in each run, all of these
+    sign: int = -1  # 1: more is better
+    topic: str = ""  # of REASONS: why ours is behind, where it is
+
+
+def of_runs(entry: Entry, key: str, which: slice = slice(None)) -> list[float]:
+    found: list[float] = []
+    for run in entry["runs"][which]:
+        value = run.get(key)
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return found
+
+
+def _scaled(key: str, factor: float = 1.0, which: slice = slice(None)) -> Callable[[Entry], list[float]]:
+    return lambda entry: [factor * value for value in of_runs(entry, key, which)]
+
+
+def metrics(document: Mapping[str, Any]) -> list[Metric]:
+    """The rows of a document; times over the tuned loop are differences, so they depend on its entry."""
+    lean = statistics.median(of_runs(document["competitors"].get("tuned-tiny", {"runs": []}), "step_us") or [0.0])
+    unit, on_gpu = document["unit"], bool(document["machine"]["gpus"])
+    memory = "GB of the GPU" if on_gpu else "MB of the process"
+    first, later = slice(0, 1), slice(1, None)
+
+    def over_lean(entry: Entry) -> list[float]:
+        return [value - lean for value in of_runs(entry, "step_us")]
+
+    return [
+        Metric(f"{unit}, best flags", "", _scaled("rates"), 1, "speed"),
+        Metric(f"{unit}, defaults", "-default", _scaled("rates"), 1, "speed"),
+        Metric("CPU time per step (ms)", "", _scaled("cpu_ms_per_step"), -1, "speed"),
+        Metric("first step done after, first start (s)", "", _scaled("first_step_seconds", 1, first), -1, "start"),
+        Metric("... later starts (s)", "", _scaled("first_step_seconds", 1, later), -1, "start"),
+        Metric("... in CPU time (s)", "", _scaled("first_step_cpu_seconds"), -1, "start"),
+        Metric(f"loss {document['workload']['target_loss']} after (s)", "", _scaled("target_seconds"), -1, "loss"),
+        Metric(f"peak memory ({memory})", "", _scaled("peak_bytes", 1e-9 if on_gpu else 1e-6), -1, "memory"),
+        Metric("a save stops training for (ms)", "", _scaled("save_stall_ms"), -1, "save"),
+        Metric(
+            f"a tiny step over the tuned loop's ({'µs' if on_gpu else 'µs of CPU'})", "-tiny", over_lean, -1, "step"
+        ),
+        Metric("search for a plan, first start (s)", "", _scaled("planning_seconds", 1, first), -1, "search"),
+        Metric("killed: steps lost", "-killed", _scaled("steps_lost"), -1, "kill"),
+        Metric("killed: until back at that step (s)", "-killed", _scaled("seconds_lost"), -1, "kill"),
+    ]
+
+
+REASONS = {
+    "speed": "every step is written down and everything is watched that is watched by default; loops by hand, and "
+    "trainers with their logger off, write nothing",
+    "start": "more to import, the machine is detected, and before the first step the loss is tried, disk and memory "
+    "are checked, and a plan is made",
+    "loss": "the start is part of it, see above; order and dropout differ between trainers, so the loss is reached "
+    "some steps earlier or later",
+    "memory": "more modules (pydantic, rich, the report at the end), and the copy of the state that is written beside "
+    "training",
+    "save": "the state is copied in one step, and a thread that hashes and syncs files takes its share of the next; "
+    "others write without syncing",
+    "step": "a line of JSON per step, phases, checks for bad numbers and hangs, and generators keyed by step, so that "
+    "dropout does not depend on what ran before",
+    "search": "nobody else searches: the flags of the others were set by hand",
+    "kill": "starting takes longer, see above; a save counts only once it is on the disk",
+}
+
+
+def shown(document: Mapping[str, Any]) -> str:
+    """The tables of one document."""
+    entries, rows = document["competitors"], metrics(document)
+    lines = [
+        "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in document["workload"].items()) + ".",
+        "",
+        f"| | {' | '.join(TITLES.values())} |",
+        f"|---|{'---:|' * len(TITLES)}",
+    ]
+    for metric in rows:
+        cells = [_cell(entries, trainer, metric) for trainer in TRAINERS]
+        if any(cell not in ("", "not run") for cell in cells):
+            lines.append(f"| {metric.title} | {' | '.join(cells)} |")
+    lines.append(f"| killed and resumed: same bits | {' | '.join(_bits(entries, name) for name in TRAINERS)} |")
+    lines.append(f"| lines of code | {' | '.join(str(_lines(name)) for name in TRAINERS)} |")
+    lines += ["", *_behind(entries, rows)]
+    lines += [f"- {TITLES[name].strip('*')}: {entries[name]['what']}." for name in TRAINERS if name in entries]
+    if document.get("left_out"):
+        lines += ["", f"Left out for want of time: {', '.join(dict.fromkeys(document['left_out']))}."]
+    return "\n".join([*lines, ""])
+
+
+def _cell(entries: Mapping[str, Entry], trainer: str, metric: Metric) -> str:
+    if metric.kind == "-default" and f"{trainer}-tiny" in entries and f"{trainer}-default" not in entries:
+        return ""  # it has no flags to leave out
+    entry = entries.get(f"{trainer}{metric.kind}")
+    if entry is None:
+        return "not run"
+    if not entry["runs"]:
+        return str(entry.get("problem", "no result")).replace("|", "/")[:120]
+    values = metric.values(entry)
+    if values:
+        return _figure(values)
+    if metric.title.startswith("search"):
+        return "none"
+    if metric.title.startswith("loss"):
+        return "not reached"
+    return ""
+
+
+def _figure(values: Sequence[float]) -> str:
+    from benchmarks.table import number
+
+    def brief(value: float) -> str:
+        return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else number(value)
+
+    if len(values) == 1 or min(values) == max(values):
+        return brief(statistics.median(values))
+    return f"{brief(statistics.median(values))} ({brief(min(values))} to {brief(max(values))})"
+
+
+def _bits(entries: Mapping[str, Entry], trainer: str) -> str:
+    entry = entries.get(f"{trainer}-killed")
+    if entry is None:
+        return "not run"
+    if not entry["runs"]:
+        return str(entry.get("problem", "no result")).replace("|", "/")[:120]
+    run = entry["runs"][-1]
+    if not run.get("repeats", True):
+        return "cannot be told: it does not repeat undisturbed"
+    return "yes" if run["same_bits"] else f"no, from step {run['differs_from_step']} on"
+
+
+def _lines(trainer: str) -> int:
+    return lines_of_code((PEERS / f"text_{TRAINERS[trainer][0]}.py").read_text(encoding="utf-8"))
+
+
+def _behind(entries: Mapping[str, Entry], rows: Sequence[Metric]) -> list[str]:
+    """Every row in which another trainer is better than ours, and why."""
+    found = []
+    for metric in rows:
+        mine = metric.values(entries[f"ours{metric.kind}"]) if f"ours{metric.kind}" in entries else []
+        others = {
+            name: metric.values(entries[f"{name}{metric.kind}"])
+            for name in TRAINERS
+            if name != "ours" and entries.get(f"{name}{metric.kind}", {"runs": []})["runs"]
+        }
+        others = {name: values for name, values in others.items() if values}
+        if not mine or (not others and not metric.title.startswith("search")):
+            continue
+        if not others:
+            found.append(f"| {metric.title} | {_figure(mine)} | none (all others) | {REASONS[metric.topic]} |")
+            continue
+        best = max(others, key=lambda name: metric.sign * statistics.median(others[name]))
+        if metric.sign * statistics.median(mine) < metric.sign * statistics.median(others[best]):
+            ahead = [
+                name for name in others if metric.sign * (statistics.median(others[name]) - statistics.median(mine)) > 0
+            ]
+            names = ", ".join(TITLES[name] for name in ahead)
+            within = len(mine) > 1 and min(others[best]) <= max(mine) and min(mine) <= max(others[best])
+            reason = f"{'within the spread of both; ' if within else ''}{REASONS[metric.topic]}"
+            found.append(f"| {metric.title} | {_figure(mine)} | {_figure(others[best])} ({names}) | {reason} |")
+    if not found:
+        return []
+    return ["Where ours is behind:", "", "| | ours | best (who is ahead) | why |", "|---|---:|---:|---|", *found, ""]
