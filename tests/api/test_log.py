@@ -16,6 +16,7 @@ from drivetrain import DrivetrainError, Job, LossSum
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.division import SampleStream
+from drivetrain.strategies.step_log import StepLog
 from tests.gloo_pool import GlooPool
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS = 45, 16, 6
@@ -243,3 +244,17 @@ def test_in_a_loop_of_ones_own(tmp_path: Path, micro_batch: int) -> None:
             loop.log("score", loop.steps / 2)
     assert_same(rows_of(loop.folder), plain_values())
     assert [(row["step"], row["score"]) for row in rows_of(loop.folder, "metrics")] == [(3, 1.5), (6, 3.0)]
+
+
+def test_a_value_of_one_micro_batch_is_what_was_logged() -> None:
+    log = StepLog()
+    for _ in range(2):
+        log.add({"value": [torch.tensor(0.1, dtype=torch.float64, requires_grad=True)]}, 3)  # 0.1 * 3 / 3 is not 0.1
+        totals = log.take()
+        assert totals is not None
+        assert totals.read(totals.on_host()) == {"value": 0.1}
+    log.add({"value": [torch.tensor(1.0)]}, 1)
+    log.add({"value": [torch.tensor(4.0)]}, 2)
+    totals = log.take()
+    assert totals is not None
+    assert totals.read(totals.on_host()) == {"value": 3.0}

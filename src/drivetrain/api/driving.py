@@ -382,7 +382,7 @@ class Drive:
             media = media_of(values)
             self._driven.recorder.logged(self.steps, self.epoch, on_host(values), media)
         else:
-            log(name, value)
+            log(name, value.detach() if isinstance(value, Tensor) else value)  # no graph is kept until the step
 
     def step(self, closure: Closure | None = None) -> None:
         """Step the optimizer with the last batch of a global batch; do nothing for the others.

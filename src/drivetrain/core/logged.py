@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum
@@ -168,7 +169,9 @@ def log(name: str, value: LoggedValue) -> None:
         # Only the dictionary is touched here: this is traced by the compiler. Values are checked when they are read.
         if _current.copies:
             value = copied(value)
-        kept = value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+        # What is not traced is detached where it is read: on a CPU the number is all that is taken, and a tensor more
+        # costs as much as all else.
+        kept = value.detach() if is_compiling() and isinstance(value, Tensor) and value.requires_grad else value
         if name in found:
             found[name].append(kept)
         else:

@@ -40,19 +40,24 @@ class LoggedTotals(NamedTuple):
     values: Tensor | Sequence[float]  # all sums; behind them all counts, where the host does not know these
     names: Sequence[str]
     factor: float = 1.0  # of the sums
-    counts: Sequence[float] | None = None
+    counts: Sequence[float] | float | None = None  # one for each, or the one that all have
 
     def on_host(self) -> Sequence[float]:
         """Return the values as numbers; the host waits for the device."""
-        return self.values.tolist() if isinstance(self.values, Tensor) else self.values
+        values = self.values
+        return values if type(values) is list else torch.as_tensor(values).tolist()
 
     def read(self, values: Sequence[float]) -> dict[str, float]:
         """Return the mean of each, given the values on the host; nan for one without an item."""
-        counts = self.counts
+        counts, factor = self.counts, self.factor
+        if counts == factor and counts:  # means over one micro-batch: they are what was logged
+            return dict(zip(self.names, values))  # noqa: B905  (a keyword takes longer than the rest)
+        if isinstance(counts, float):
+            counts = [counts] * len(self.names)
         if counts is None:
             counts = values[len(self.names) :]
         return {
-            name: total * self.factor / count if count else math.nan
+            name: total * factor / count if count else math.nan
             for name, total, count in zip(self.names, values, counts, strict=False)
         }
 
@@ -117,22 +122,16 @@ class StepRecord(NamedTuple):
 
     def as_json(self) -> str:
         """Return the JSON that `json.dumps` would write, in a third of the time: this runs in every step."""
-        norm = self.grad_norm
-        line = (
+        norm, more = self.grad_norm, "" if self.parts is None else self._parts_json(self.parts)
+        if self.logged:
+            for name, value in self.logged.items():
+                more += f", {_quoted(name)}: {repr(value) if isfinite(value) else _json_or_null(value)}"
+        return (
             f'{{"step": {self.step}, "epoch": {self.epoch}, "samples": {self.samples}, "loss": {_json(self.loss)}, '
             f'"num_items": {_json(self.num_items)}, "lr": {_json(self.lr)}, '
             f'"grad_norm": {"null" if norm is None else _json(norm)}, "seconds": {self.seconds!r}, '
-            f'"skipped": {"true" if self.skipped else "false"}}}'
+            f'"skipped": {"true" if self.skipped else "false"}{more}}}'
         )
-        if self.parts is not None:
-            line = f"{line[:-1]}{self._parts_json(self.parts)}}}"
-        if self.logged is not None:
-            values = [
-                f"{_quoted(name)}: {value!r}" if isfinite(value) else f"{_quoted(name)}: {_json_or_null(value)}"
-                for name, value in self.logged.items()
-            ]
-            line = f"{line[:-1]}, {', '.join(values)}}}" if values else line
-        return line
 
     def _parts_json(self, parts: Mapping[str, PartLoss]) -> str:
         """Return `loss_NAME` for each part, and `num_items_NAME` where its count differs from the step's."""

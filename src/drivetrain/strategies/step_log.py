@@ -5,7 +5,7 @@ the device, reduced over ranks once per step, and they reach the host with the s
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ from drivetrain.core.records import RESERVED_NAMES, LoggedTotals
 from drivetrain.core.widths import wide_dtype, widened
 from drivetrain.core.world import World
 
-
-class _Term(NamedTuple):
-    """What a micro-batch adds: a vector of totals, times a factor, and their counts."""
-
-    totals: Tensor | list[float]
-    factor: float
-    counts: Sequence[float] | Tensor
+# What a micro-batch adds: a vector of totals, a factor of these, and their counts, or the one that all have.
+_Term = tuple[Tensor | list[float], float, Sequence[float] | Tensor | float]
 
 
 class StepLog:
@@ -31,7 +26,8 @@ class StepLog:
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
         # A CPU's values are numbers at once, without a wait; to stack them would take longer than all else.
-        self._is_on_host = self._world.group is None and self._world.device.type == "cpu"
+        self._is_alone = self._world.group is None
+        self._is_on_host = self._is_alone and self._world.device.type == "cpu"
         self.names: tuple[str, ...] = ()
         self.numbers: dict[str, float] = {}  # values that were numbers in Python: a captured step would repeat them
         self._is_settled = False
@@ -53,10 +49,12 @@ class StepLog:
             self._early.append((values, num_samples))
             return
         if self._is_on_host and tuple(values) == self.names:
-            numbers = _as_numbers(values)
-            if numbers is not None:
-                count = float(num_samples)
-                self._terms.append(_Term(numbers, count, [count] * len(numbers)))
+            try:
+                numbers = [value.item() for (value,) in values.values()]  # type: ignore[union-attr]
+            except (ValueError, AttributeError, RuntimeError):  # several values, or none that is one number
+                numbers = []
+            if numbers and type(sum(numbers)) is not complex:
+                self._terms.append((numbers, count := float(num_samples), count))
                 return
         new = [name for name in values if name not in self.names]
         if new:
@@ -69,10 +67,10 @@ class StepLog:
             self._terms.append(self._term(values, num_samples))
 
     def _term(self, values: LoggedValues, num_samples: int) -> _Term:
-        means = [logged[0] for name in self.names if (logged := values.get(name)) and len(logged) == 1]
+        means: list[Any] = [logged[0] for name in self.names if (logged := values.get(name)) and len(logged) == 1]
         if len(means) == len(self.names) and all(isinstance(mean, Tensor) and not mean.dim() for mean in means):
             # The usual case. As few operations as possible, since each costs microseconds.
-            return _Term(self._stacked(means), float(num_samples), [float(num_samples)] * len(means))
+            return self._stacked([mean.detach() for mean in means]), float(num_samples), float(num_samples)
         found = [one_value(name, values[name]) if name in values else (0.0, 0.0) for name in self.names]
         self.numbers |= {
             name: total for name, (total, _) in zip(self.names, found, strict=True) if type(total) is float
@@ -80,7 +78,7 @@ class StepLog:
         totals = [total * num_samples if count is None else total for total, count in found]
         counts: list[Any] = [float(num_samples) if count is None else count for _, count in found]
         on_device = any(isinstance(count, Tensor) for count in counts)
-        return _Term(self._stacked(totals), 1.0, self._stacked(counts) if on_device else counts)
+        return self._stacked(totals), 1.0, self._stacked(counts) if on_device else counts
 
     def _stacked(self, values: Sequence[Any]) -> Tensor:
         """Stack numbers and scalars to a vector. Numbers are filled in on the device: a copy would wait."""
@@ -117,7 +115,7 @@ class StepLog:
         if not self.names:
             return None
         terms, self._terms = self._terms, []
-        if self._world.group is None and len(terms) == 1:
+        if self._is_alone and len(terms) == 1:
             values, factor, counts = terms[0]
             if not isinstance(counts, Tensor):
                 return LoggedTotals(values, self.names, factor, counts)
@@ -128,10 +126,8 @@ class StepLog:
         for values, factor, counts in terms:
             found = values if isinstance(values, Tensor) else torch.tensor(values, dtype=wide_dtype(device))
             sums[0] += widened(found) * factor
-            if isinstance(counts, Tensor):
+            if isinstance(counts, (Tensor, float)):
                 sums[1] += counts
-            elif all(count == counts[0] for count in counts):
-                sums[1] += counts[0]
             else:
                 sums[1] += self._stacked(counts)
         return LoggedTotals(self._world.all_reduce(sums).flatten(), self.names)
@@ -142,18 +138,9 @@ class StepLog:
         for values, factor, _ in terms:
             sums = [total + value * factor for total, value in zip(sums, values, strict=True)]
             counts += factor  # of means: the number of samples
-        return LoggedTotals(sums, self.names, 1.0, [counts] * len(sums))
+        return LoggedTotals(sums, self.names, 1.0, counts)
 
     def forget(self) -> None:
         """Discard a step that was begun."""
         self._terms.clear()
         self._early.clear()
-
-
-def _as_numbers(values: LoggedValues) -> list[float] | None:
-    """Return logged means as numbers, where each was logged once and is a scalar on the host; else None."""
-    try:
-        numbers = [value.item() for (value,) in values.values()]  # type: ignore[union-attr]
-    except (ValueError, AttributeError, RuntimeError):  # several values, or none that is one number
-        return None
-    return None if complex in map(type, numbers) else numbers
