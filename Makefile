@@ -62,7 +62,7 @@ bench: $(STAMP)  ## measure, and write JSON to benchmarks/results (ARGS="side-by
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-gpu: $(STAMP)  ## all trainers side by side on a GPU in 240 s (ARGS=--missing: what was left out); then the tables
-	@$(BIN)/python -m benchmarks side-by-side-gpu --budget 210 $(ARGS)
+	@$(BIN)/python -m benchmarks side-by-side-gpu --budget 195 $(ARGS)
 	@$(BIN)/python -m benchmarks table
 
 soak: $(STAMP)  ## the long runs: deep property tests, repeated crashes and hangs

@@ -207,13 +207,13 @@ def tiny(trainer: str, setting: Setting, told: Circumstances) -> Measured:
     if trainer == "ours":
         task["notes_cpu"] = not setting.on_gpu
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"size": "tiny", "steps": steps, "save_every": 10 * steps, "tuned": True}
+        sizes = {"size": "tiny", "steps": steps, "save_every": 10 * steps, "tuned": True, "compiled": False}
         found = Runner(trainer, setting, Path(folder) / "run", sizes).run(**task)
     wall = ends_of_steps(found)[-steps:]
     clock = wall if setting.on_gpu else found["cpu_seconds"][-steps:]
     width = max(1, (steps - warm) // 6)
-    cuts = list(range(warm, steps, width))
-    micros = [1e6 * (clock[last] - clock[first]) / width for first, last in pairwise(cuts)]
+    cuts = list(range(warm, steps + 1, width))
+    micros = [1e6 * (clock[last - 1] - clock[first - 1]) / width for first, last in pairwise(cuts)]
     clock_name = "wall" if setting.on_gpu else "CPU"
     return Measured([], {"step_us": [_rounded(value, 1) for value in micros], "clock": clock_name})
 

@@ -107,8 +107,9 @@ def shown(document: Mapping[str, Any]) -> str:
     lines.append(f"| lines of code | {' | '.join(str(_lines(name)) for name in TRAINERS)} |")
     lines += ["", *_behind(entries, rows)]
     lines += [f"- {TITLES[name].strip('*')}: {entries[name]['what']}." for name in TRAINERS if name in entries]
-    if document.get("left_out"):
-        lines += ["", f"Left out for want of time: {', '.join(dict.fromkeys(document['left_out']))}."]
+    never = [name for name in dict.fromkeys(document.get("left_out", ())) if name not in entries]
+    if never:
+        lines += ["", f"Left out for want of time: {', '.join(never)}."]
     return "\n".join([*lines, ""])
 
 

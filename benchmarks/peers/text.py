@@ -44,7 +44,8 @@ learning_rate = 3e-4 if size.width > 512 else 3e-3
 device = "cuda" if torch.cuda.is_available() else "cpu"
 is_bf16 = device == "cuda"
 is_tuned = _told.get("tuned", False)
-is_compiled = is_pinned = is_tuned and device == "cuda"  # compiled was measured slower on a CPU
+is_pinned = is_tuned and device == "cuda"
+is_compiled = is_pinned and _told.get("compiled", True)  # slower on a CPU, where it was measured
 
 
 def _text():
