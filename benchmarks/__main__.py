@@ -199,6 +199,7 @@ def _contest(name: str, arguments: argparse.Namespace, hardware: Hardware) -> No
     others = ("transformers",) if contest.shown_as else ()
     book = Book(path, contest, {**machine(hardware), **rivals_here(*others)}, keep=bool(only) or arguments.missing)
     book.document |= circumstances()
+    book.revision = book.document["revision"]
     if arguments.missing:
         measured = book.document["competitors"]
         only = [one for one in known if not measured.get(one, {}).get("runs")]

@@ -102,6 +102,7 @@ class Book:
 
     def __init__(self, path: Path, contest: Contest, machine: Mapping[str, Any], *, keep: bool) -> None:
         self._path, self._contest = path, contest
+        self.revision = ""  # of this repository: kept with each run, since a later one may keep the results of others
         self.document: dict[str, Any] = {
             "benchmark": contest.name,
             "command": f"python -m benchmarks {contest.name}",
@@ -124,7 +125,10 @@ class Book:
         entry = self._entry(name)
         entry.pop("problem", None)
         rates = [self._contest.units_per_step / each for each in seconds]
-        entry["runs"].append({"at": _now(), "rates": [_short(rate) for rate in rates], **facts})
+        when = {"at": _now()}
+        if self.revision:
+            when |= {"revision": self.revision}
+        entry["runs"].append({**when, "rates": [_short(rate) for rate in rates], **facts})
         every = [rate for run in entry["runs"] for rate in run["rates"]]
         entry["rate"] = summary(every) if every else None
         self.write()
@@ -357,7 +361,7 @@ class _Runner:
         if problem:
             told = problem
         elif entry["rate"] is None:  # what it measured is no rate
-            facts = {key: value for key, value in entry["runs"][-1].items() if key not in ("at", "rates")}
+            facts = {key: value for key, value in entry["runs"][-1].items() if key not in ("at", "rates", "revision")}
             told = ", ".join(f"{key} {value}" for key, value in facts.items())
         else:
             rate = entry["rate"]

@@ -73,8 +73,8 @@ def metrics(document: Mapping[str, Any]) -> list[Metric]:
 
 
 REASONS = {
-    "speed": "every step is written down and everything is watched that is watched by default; loops by hand, and "
-    "trainers with their logger off, write nothing",
+    "speed": "the same operations of torch, and about 500 more lines of Python: every step is written down and what "
+    "is watched by default is watched; loops by hand, and trainers with their logger off, write nothing",
     "start": "more to import, the machine is detected, and before the first step the loss is tried, disk and memory "
     "are checked, and a plan is made",
     "loss": "the start is part of it, see above; order and dropout differ between trainers, so the loss is reached "
@@ -85,7 +85,7 @@ REASONS = {
     "others write without syncing",
     "step": "a line of JSON per step, phases, checks for bad numbers and hangs, and generators keyed by step, so that "
     "dropout does not depend on what ran before",
-    "search": "nobody else searches: the flags of the others were set by hand",
+    "search": "the others do not search: their flags were set by hand",
     "kill": "starting takes longer, see above; a save counts only once it is on the disk",
 }
 
@@ -96,6 +96,7 @@ def shown(document: Mapping[str, Any]) -> str:
     lines = [
         "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in document["workload"].items()) + ".",
         "",
+        *_busy(document),
         f"| | {' | '.join(TITLES.values())} |",
         f"|---|{'---:|' * len(TITLES)}",
     ]
@@ -111,6 +112,15 @@ def shown(document: Mapping[str, Any]) -> str:
     if never:
         lines += ["", f"Left out for want of time: {', '.join(never)}."]
     return "\n".join([*lines, ""])
+
+
+def _busy(document: Mapping[str, Any]) -> list[str]:
+    """A warning where other processes wanted the cores, too."""
+    load, cores = document.get("load", 0.0), document["machine"].get("usable_cores", 1)
+    if load <= cores:
+        return []
+    words = "seconds, rates and what a save costs say little beyond their spread, and CPU times are to be compared"
+    return [f"The machine was busy (a load of {load} on {cores} cores): {words}.", ""]
 
 
 def _cell(entries: Mapping[str, Entry], trainer: str, metric: Metric) -> str:

@@ -134,7 +134,9 @@ def _head(document: Mapping[str, Any]) -> list[str]:
     versions += [f"{name} {machine[name]}" for name in names if machine.get(name)]
     when = document["date"]
     if document.get("shown_as"):
-        when += f"; revision {document['revision']}; load at the beginning {document['load']}"
+        runs = [run for entry in document["competitors"].values() for run in entry["runs"]]
+        revisions = dict.fromkeys(run.get("revision", document["revision"]) for run in runs)
+        when += f"; revision {', '.join(revisions)}; load at the beginning {document['load']}"
     return [
         f"### {document['benchmark']}",
         "",
