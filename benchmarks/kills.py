@@ -210,11 +210,14 @@ class Lane:
                 lose(process)
                 self._back[host] = now + self._repair
         able = [host for host, one in self._running.items() if host and host not in self._back and takes_part(one)]
-        if now > self.due and able and (self._hosts.folder / "diary-0").exists():
-            victim = self._chance.choice(able)
-            lose(self._running[victim])
-            self._back[victim], self.due = now + self._repair, now + self._chance.uniform(*self._every)
-            self.num_kills += 1
+        if now > self.due:
+            # One that is due while the job is down meets nothing: it does not wait for the job's first step.
+            self.due = now + self._chance.uniform(*self._every)
+            if able and (self._hosts.folder / "diary-0").exists():
+                victim = self._chance.choice(able)
+                lose(self._running[victim])
+                self._back[victim] = now + self._repair
+                self.num_kills += 1
 
     def stop(self) -> str:
         """Have the job save and end; return what went wrong with that."""
@@ -432,7 +435,10 @@ def main() -> None:
     hardware, settings = detect(), settings_of(arguments)
     path = arguments.out / f"kills-{label(hardware)}.json"
     if arguments.table:
-        write_table(path)
+        measured_here = [path] if path.exists() else sorted(arguments.out.glob("kills-*.json"))
+        if not measured_here:
+            raise SystemExit(f"there is no result in {arguments.out}: leave --table out")
+        write_table(measured_here[-1])
         return
     found = json.loads(path.read_text()) if path.exists() else {}
     ways = found["ways"] if found.get("settings") == settings else {}

@@ -157,8 +157,9 @@ def test_a_short_step_is_captured_by_itself_and_learns_the_same(tmp_path: Path) 
     assert "step captured" in events
 
 
+@pytest.mark.alone
 def test_the_second_start_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)  # other tests may run beside
+    monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)
     job = job_of(small, global_batch=64, steps=60)
     train(job, configure(output_dir=tmp_path / "a"), quiet=True)
     again = train(replace(job, name="again"), configure(output_dir=tmp_path / "b"), quiet=True).folder
