@@ -39,6 +39,7 @@ from benchmarks import (
     resident,
     revisions,
     saving,
+    short_jobs,
     startup,
     sweep_honesty,
     table,
@@ -52,6 +53,7 @@ RESULTS = Path(__file__).parent / "results"
 BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "startup": startup.measure,
     "launch": launch.measure,
+    "short-jobs": short_jobs.measure,
     "overhead": overhead.measure,
     "revisions": revisions.measure,
     "logged-values": logged_values.measure,

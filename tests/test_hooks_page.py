@@ -27,7 +27,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     names: dict[str, Any] = {"__name__": "hooks_page"}
     before = Path.cwd()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "write_report", lambda folder: [])
+        patch.setattr(training, "write_report", lambda folder, **how: [])
         patch.setenv("DRIVETRAIN_GPU_MODE", "cpu")
         os.chdir(tmp_path_factory.mktemp("hooks"))
         try:

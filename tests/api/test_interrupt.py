@@ -200,7 +200,7 @@ def test_a_signal_waits_for_the_report(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def slow_report(folder: Path) -> list[str]:
+    def slow_report(folder: Path, **how: bool) -> list[str]:
         os.kill(os.getpid(), number)
         time.sleep(0.05)
         (folder / "report.html").write_text("all of it")

@@ -26,7 +26,7 @@ from drivetrain.planning import planner
 from drivetrain.planning.probe import StepProbe
 
 planner.LEAST_STEPS, planner.LEAST_JOB_SECONDS = 1, 0.0
-StepProbe.__call__ = lambda self, way, seconds: Measurement(sample_seconds=1.0 if way.flush_denormal else 2.0)
+StepProbe.__call__ = lambda self, way, seconds, **how: Measurement(sample_seconds=1.0 if way.flush_denormal else 2.0)
 folder = Path(sys.argv[1])
 
 def run(name, steps=400, fails=False, **settings):

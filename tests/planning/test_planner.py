@@ -165,9 +165,9 @@ def counted_probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds: list[float] = []
     original = StepProbe.__call__
 
-    def probe(self: StepProbe, way: StepWay, time: float) -> Measurement:
+    def probe(self: StepProbe, way: StepWay, time: float, **how: bool) -> Measurement:
         seconds.append(time)
-        return original(self, way, time)
+        return original(self, way, time, **how)
 
     monkeypatch.setattr(StepProbe, "__call__", probe)
     return seconds
@@ -200,9 +200,13 @@ def test_what_does_not_hold_any_more_is_measured_again(tmp_path: Path, monkeypat
     calls = [0]
     original = StepProbe.__call__
 
-    def probe(self: StepProbe, way: StepWay, time: float) -> Measurement:
+    def probe(self: StepProbe, way: StepWay, time: float, **how: bool) -> Measurement:
         calls[0] += 1
-        return Measurement(problem="out of memory", out_of_memory=True) if calls[0] == 1 else original(self, way, time)
+        return (
+            Measurement(problem="out of memory", out_of_memory=True)
+            if calls[0] == 1
+            else original(self, way, time, **how)
+        )
 
     monkeypatch.setattr(StepProbe, "__call__", probe)
     again = run(tmp_path / "b", make_job(VARIANT))
@@ -251,8 +255,8 @@ def test_one_slow_step_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seconds = counted_probes(monkeypatch)
     original = StepProbe.__call__
 
-    def hiccup(self: StepProbe, way: StepWay, time: float) -> Measurement:
-        found = original(self, way, time)
+    def hiccup(self: StepProbe, way: StepWay, time: float, **how: bool) -> Measurement:
+        found = original(self, way, time, **how)
         return found if time else found.model_copy(update={"sample_seconds": 100 * max(before)})
 
     monkeypatch.setattr(StepProbe, "__call__", hiccup)

@@ -51,6 +51,7 @@ from drivetrain.run import (
     Session,
     best_of,
     done_instead,
+    draws_always,
     tell_end,
 )
 from drivetrain.strategies.base import around_forward, check_objective
@@ -481,7 +482,7 @@ class Drive:
                 self._is_over = True
         if self.finished and self.world.is_main and self._session.config.watch.report:
             with written_first(driven.recorder.say):
-                for problem in write_report(self.folder):
+                for problem in write_report(self.folder, always_draws=draws_always(self._session)):
                     driven.recorder.say(problem)
         tell_end(self._session, self.steps, self.best, self.last, driven.recorder)
 

@@ -51,6 +51,7 @@ from drivetrain.run import (
     checkpoint_of,
     configured,
     done_instead,
+    draws_always,
     falls_back,
     folder_of,
     make_checkpointer,
@@ -80,7 +81,7 @@ from drivetrain.run.assemble import (
     make_validation,
     make_validator,
     resume,
-    trial_of,
+    small_trial,
 )
 from drivetrain.run.changes import changes_since_start, keep_fingerprint
 from drivetrain.run.grad_norm import NormCadence
@@ -247,7 +248,7 @@ class _Run(Session):
     def _train(self, start: _Start) -> Result:
         """Assemble the run, go through its steps, and write the report."""
         loader, first = self._data(start)
-        trial = trial_of(self, first.batch, first.num_samples)
+        trial = small_trial(self, loader, first)
         watches = self.config.watch.log_every != 0
         parts = assemble(
             self,
@@ -287,7 +288,7 @@ class _Run(Session):
             note_end(loop.finished)
         if self.world.is_main and self.config.watch.report:
             with written_first(recorder.say):
-                for problem in write_report(self.path):
+                for problem in write_report(self.path, always_draws=draws_always(self)):
                     recorder.say(problem)
         start.checkpointer.close()
         result = loop.result(resumed_from)

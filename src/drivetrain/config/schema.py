@@ -613,7 +613,9 @@ class WatchSection(Section):
         "step 120, on rank 1 (default: every rank); several separated by commas",
     )
     report: Annotated[bool, Flag("report")] = Field(
-        True, description="write report.html, performance_summary.txt and pictures at the end"
+        True,
+        description="write report.html and performance_summary.txt at the end, and pictures of runs that took a minute "
+        "or have experts; given by name, it draws them of any run",
     )
     quiet: Annotated[bool, Flag("quiet")] = Field(False, description="show nothing but errors on the terminal")
 

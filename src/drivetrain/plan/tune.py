@@ -27,6 +27,7 @@ SHORT_STEP_SECONDS, LAUNCH_BOUND = 0.02, 0.75
 # a short job's time than other ways, which gain a few percent.
 LAUNCHES_SECONDS, CAPTURE_SHARE = 0.004, 0.2
 STEPS_TO_COMPARE = 14  # two ways, each warmed up and timed
+STEPS_TO_TIME = 25  # in the time for measuring, where there is nothing to compare with: a fifth of them times a way
 
 
 class Measurement(Value):
@@ -172,7 +173,8 @@ class _Search:
         scope = self._scope
         for knob in knobs_of("compare"):
             best = self._best_of(best, knob)
-        measured = self._try(best)
+        has_more = any(scope.others_of(knob.field).values for knob in knobs_of("compare_short", "capture"))
+        measured = self._try(best, brief=not has_more and self._num_steps * scope.budget_share < STEPS_TO_TIME)
         step_seconds = measured.sample_seconds * scope.rank_samples
         is_short = step_seconds < SHORT_STEP_SECONDS
         for knob in knobs_of("compare_short") if is_short else ():
@@ -322,8 +324,7 @@ class _Search:
 
     def _compiled(self, way: StepWay, mode: CompileMode, scope: CompileScope) -> StepWay:
         """Return the way that takes less time until the job's end: as it is, or with this compiled as one."""
-        before = self._try(way)
-        remaining = before.sample_seconds * self._scope.remaining_samples
+        remaining = self._seconds_left(way)
         cost = self._scope.compile_costs[scope]
         field = "compile_mode" if way.compile_mode is None else "compile_scope"
         what = "" if field == "compile_mode" else "the whole loss at once: "
@@ -334,7 +335,7 @@ class _Search:
             )
             return way
         other = way.but(compile_mode=mode, compile_scope=scope)
-        after = self._try(other)
+        before, after = self._try(way), self._try(other)
         if after.problem:
             self._reasons[field] = f"{what}not used: {after.problem}"
             return way

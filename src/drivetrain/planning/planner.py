@@ -44,7 +44,7 @@ from drivetrain.planning.batch_size import with_micro_batch
 from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
 from drivetrain.planning.repeat import RepeatProbe
-from drivetrain.run.assemble import make_loader
+from drivetrain.run.assemble import make_loader, takes_any_number
 from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
@@ -321,6 +321,7 @@ class _Search:
             lambda division: make_loader(run, division, job.source, shuffle=job.shuffle),
             Journal(self.cache.journal),
             cudnn_benchmark=run.config.kernels.cudnn_benchmark,
+            takes_any_number=takes_any_number(run),
         )
         self._num_measured, self._aside = 0, SetAside()
         self._budget: float | None = None  # seconds, once the first measurement told how long the job is
@@ -377,7 +378,7 @@ class _Search:
         self._num_measured += 1
         if self._on_probe is not None:
             self._on_probe.begins(f"trying {way}", self._expected_seconds(way))
-        found = self._probe(way, seconds)
+        found = self._probe(way, seconds, of_part=not seconds)
         if self._on_probe is not None:
             self._on_probe(way, found)
         if not found.problem:

@@ -58,7 +58,7 @@ from drivetrain.strategies.optimizer_state import put_rates_on_device
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn, turns_in
 
 WARM_STEPS, LEAST_ROUNDS, MOST_STEPS, LAUNCH_LOOKS = 2, 3, 50, 2
-ROUND_SECONDS = 0.02
+ROUND_SECONDS, BRIEF_PARTS = 0.02, 4
 FORGOTTEN_AFTER = 600  # seconds: longer than any way is tried
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
 # How far a loss may be from fp32's: rounding of the type, many times over, but far from a wrong result.
@@ -78,7 +78,9 @@ class StepProbe:
         journal: "Journal",
         *,
         cudnn_benchmark: bool = True,
+        takes_any_number: bool = False,
     ) -> None:
+        self._takes_any_number = takes_any_number and world.device.type == "cpu" and world.size == 1
         self._job, self._model, self._world = job, model, world
         self._cudnn_benchmark = cudnn_benchmark
         self._make_loader, self._journal = make_loader, journal
@@ -87,12 +89,13 @@ class StepProbe:
         self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
         self.read_sample_seconds = math.inf  # of the micro-batch that was read the quickest, collating included
 
-    def __call__(self, way: StepWay, seconds: float) -> Measurement:
+    def __call__(self, way: StepWay, seconds: float, *, of_part: bool = False) -> Measurement:
+        """Measure a way for some seconds; 0 is a brief look: `of_part` of a micro-batch, where a CPU can."""
         if self._world.any(self._journal.crashed_in(way)):
             return Measurement(problem="the last start crashed while it was tried")
         self._journal.begin(way)
         with untouched(self._world.device):
-            own = self._measured(way, seconds)
+            own = self._measured(way, seconds, of_part)
         self._journal.end(way)
         return self._agreed(own)
 
@@ -104,10 +107,11 @@ class StepProbe:
         worst = ("sample_seconds", "peak_bytes", "setup_seconds", "launch_share")
         return own.model_copy(update={name: max(getattr(each, name) for each in found) for name in worst})
 
-    def _measured(self, way: StepWay, seconds: float) -> Measurement:
+    def _measured(self, way: StepWay, seconds: float, of_part: bool) -> Measurement:
         try:
             with own_stream(self._world.device) if way.capture else nullcontext():
-                return self._run(way, seconds)
+                part = of_part and self._takes_any_number and way.compile_mode is None
+                return self._run(way, seconds, BRIEF_PARTS if part else 1)
         except MemoryError:
             return Measurement(problem="out of host memory", out_of_memory=True)
         except Exception as error:  # noqa: BLE001  (a way that fails is one that is not used, whatever the reason)
@@ -115,12 +119,12 @@ class StepProbe:
                 return Measurement(problem="out of memory", out_of_memory=True)
             return Measurement(problem=f"{type(error).__name__}: {_first_line(error)}")
 
-    def _run(self, way: StepWay, seconds: float) -> Measurement:
+    def _run(self, way: StepWay, seconds: float, num_parts: int) -> Measurement:
         job, device = self._job, self._world.device
         share = -(-(job.largest_batch or 1) // self._world.size)
         meter = CudaPeakMeter(device) if device.type == "cuda" else NoPeakMeter()
         meter.reset()
-        batch, num_samples = self._batch(way)
+        batch, num_samples = self._batch(way.but(micro_batch=max(1, way.micro_batch // num_parts)))
         model = self._copy(way)
         precision = Precision(way.precision, device.type)
         # As the run has them: otherwise kernels would be measured that the run does not use. A brief look is for
@@ -163,7 +167,7 @@ class StepProbe:
             if way.compile_mode and not self._was_compiled(way, model, graphs):
                 return Measurement(problem="nothing was compiled")
             one, more = _step_seconds(step, device, seconds, count, at_once)
-            whole = one + (count - 1) * max(more, 0.0)
+            whole = one + (count - 1) * max(more, 0.0) if num_parts == 1 else one / num_samples * share
             held = count_held(model, optimizer)
             return Measurement(
                 sample_seconds=whole / share,

@@ -93,13 +93,15 @@ def show(result: Result) -> None:
         print(f"\n{result.metrics['valid_accuracy']:.1%} of the held-out digits are read correctly.")
     print(f"Results are in {folder}:")
     for name, about in (
+        ("report.html", "all of it on one page"),
         ("training_metrics.png", "loss, accuracy and time by epoch"),
         ("performance_summary.txt", "speed and accuracy in words"),
         ("model.safetensors", "the weights, for plain PyTorch"),
         ("steps.jsonl", "every optimizer step"),
         ("checkpoints/", "what an interrupted run goes on from"),
     ):
-        print(f"  {name:<24} {about}")
+        if (folder / name).exists():  # a picture is drawn of longer runs, or by `drivetrain report`
+            print(f"  {name:<24} {about}")
 
 
 RECIPE = Recipe(make=job, about="a small network on handwritten digits", show=show)

@@ -27,17 +27,23 @@ PICTURES = {
     "expert_placement.png": "Who lives with whom",
 }
 MOST_GRAPHS = 6  # of single epochs: the first, the last, and some between
+# Drawing takes more than a second, most of it to load matplotlib: 2 % of a run of this length.
+PICTURE_SECONDS = 60.0
 
 
-def write_report(folder: Path) -> list[str]:
+def write_report(folder: Path, *, always_draws: bool = True) -> list[str]:
     """Write `performance_summary.txt`, the pictures and `report.html`.
 
     Never raises: returns what went wrong, in words.
+
+    Args:
+        folder: The run's folder.
+        always_draws: Whether to draw `training_metrics.png` of a short run, too. The page has its curves in any case.
     """
     epochs = {f"knowledge_graph_epoch_{epoch}.png": partial(draw_knowledge, epoch=epoch) for epoch in _epochs(folder)}
     makers: dict[str, Callable[[RunData], bytes | None]] = {
         SUMMARY: lambda data: summary(data).encode(),
-        PICTURE: draw,
+        PICTURE: draw if always_draws else _draw_if_long,
         "expert_lifecycle.png": draw_lifecycle,
         "expert_activations.png": draw_activations,
         "knowledge_graph.png": draw_knowledge,
@@ -66,6 +72,12 @@ def write_report(folder: Path) -> list[str]:
             error.add_note(f"the run is saved, its report is not whole; remedy: `drivetrain report {folder}` writes it")
             raise
     return problems
+
+
+def _draw_if_long(data: RunData) -> bytes | None:
+    """Draw the picture of a run that took long, that has pictures of experts as well, or that has one from before."""
+    is_long = sum(row["seconds"] for row in data.steps) >= PICTURE_SECONDS
+    return draw(data) if is_long or data.told("load") or (data.folder / PICTURE).exists() else None
 
 
 def _epochs(folder: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from drivetrain.run.command_context import configured, done_instead, last_one_finished, note_end, num_trained
 from drivetrain.run.model_factory import take_weights, write_down
 from drivetrain.run.recorder import (
+    draws_always,
     open_recorder,
     tell_batch_size,
     tell_capture,
@@ -34,6 +35,7 @@ __all__ = [
     "checkpoint_of",
     "configured",
     "done_instead",
+    "draws_always",
     "falls_back",
     "folder_of",
     "last_one_finished",

@@ -30,7 +30,7 @@ from drivetrain.data.batch import to_device
 from drivetrain.data.division import Division, Position
 from drivetrain.data.feed import ResidentFeed, feed_for
 from drivetrain.data.keyed_items import DRAWS_FROM_ALL, Columns, Draws, what_draws
-from drivetrain.data.loader import Loader
+from drivetrain.data.loader import Loader, MicroBatch
 from drivetrain.data.source import Source, source_of
 from drivetrain.loop import CapturedStepper, Stepper, make_capturable, why_not_captured
 from drivetrain.loop.batch_norm import BatchNormPass
@@ -48,6 +48,7 @@ from drivetrain.strategies.step_log import StepLog
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn
 
 ENOUGH_TO_COMPILE = 500  # full batches that a run validates: then it compiles their forward as well
+TRIAL_PARTS = 8  # of a micro-batch: one of them is enough to try a model on
 
 
 def division_of(run: Session, model: nn.Module | None) -> Division:
@@ -403,6 +404,25 @@ def _try_out(
 def trial_of(run: Session, batch: Any, num_samples: int) -> Trial:
     """Return a batch from the loader as a trial on the run's device."""
     return Trial(to_device(batch, run.world.device, channels_last=run.way.channels_last), num_samples)
+
+
+def small_trial(run: Session, loader: Loader, first: MicroBatch) -> Trial:
+    """Return a batch to try the parts on: on a CPU, where a whole one takes as long as a step, an eighth of it.
+
+    That is done only where the loss was seen to take other numbers of samples, and where nothing is compiled for one.
+    """
+    is_small = run.world.device.type != "cpu" or run.world.size > 1 or first.num_samples < 2 * TRIAL_PARTS
+    if not is_small and run.way.compile_mode is None and takes_any_number(run):
+        division = replace(loader.division, micro_batch=first.num_samples // TRIAL_PARTS)
+        job = run.job
+        first = make_loader(run, division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
+    return trial_of(run, first.batch, first.num_samples)
+
+
+def takes_any_number(run: Session) -> bool:
+    """Return whether the model was run on another number of samples than a micro-batch has, and may be."""
+    weighting = run.weighting
+    return run.job.source.is_keyed and not weighting.holds_division and weighting.reason != "asked for"
 
 
 def resume(run: Session, parts: RunParts, checkpoint: Checkpoint | None) -> int:

@@ -163,6 +163,14 @@ def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | Non
     report = run.path / "report.html"
     if report.exists() and run.config.watch.report:
         recorder.say(f"  report     {escape(str(report))}")
+        if not (run.path / "training_metrics.png").exists():
+            name = escape(run.path.name)
+            recorder.say(f"  pictures   not drawn of so short a run; `drivetrain report {name}` draws them")
+
+
+def draws_always(run: Session) -> bool:
+    """Return whether pictures are drawn however short the run is: where the report was asked for in so many words."""
+    return "report" in run.config.watch.model_fields_set
 
 
 def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunRecorder) -> None:
