@@ -25,6 +25,7 @@ from benchmarks import (
     darkroom,
     exchange,
     feed,
+    fp8,
     fsdp,
     gpt2,
     launch,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, list[float]]]] = {
     "logged-values": logged_values.measure,
     "gpt2": gpt2.measure,
     "fsdp": fsdp.measure,
+    "fp8": fp8.measure,
     "feed": feed.measure,
     "capture": capture.measure,
     "resident": resident.measure,
@@ -127,6 +129,7 @@ ONLY_BY_NAME = {  # long, or in need of more than this folder
 NEEDS_A_GPU = {
     "capture",
     "feed",
+    "fp8",
     "fsdp",
     "gpt2",
     "moe",

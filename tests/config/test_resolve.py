@@ -147,7 +147,7 @@ def test_every_problem_at_once() -> None:
         ({"device_ids": []}, "device_ids", "whole numbers"),
         ({"device_ids": [-1]}, "device_ids", "whole numbers"),
         ({"device_ids": "a,b"}, "device_ids", "whole numbers"),
-        ({"precision": "fp8"}, "precision", "auto, fp32, tf32, fp16, bf16"),
+        ({"precision": "fp4"}, "precision", "auto, fp32, tf32, fp16, bf16, fp8, fp8-tensor"),
         ({"compile": 2}, "compile", "true or false"),
         ({"name": 3}, "name", "letters, digits"),
     ],

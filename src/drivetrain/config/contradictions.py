@@ -8,6 +8,7 @@ from drivetrain.config.schema import Config, DistributedSection, Switch
 from drivetrain.config.settings import Given
 from drivetrain.core.errors import Problem
 from drivetrain.core.plugins import STRATEGIES, StrategyFacts, strategy_facts
+from drivetrain.core.value import FP8_CAPABILITY
 from drivetrain.hardware import Gpu, Hardware, has_apple_gpu
 
 _NEEDS_THE_MACHINE = (
@@ -80,6 +81,13 @@ class _MachineCase(_Case):
     @property
     def missing_ids(self) -> str:
         return ", ".join(str(index) for index in self.ids if index >= self.num_gpus)
+
+    @property
+    def without_fp8(self) -> list[Gpu]:
+        """The GPUs to be used that cannot multiply in the FP8 that is asked for."""
+        ids, least = self.config.device.ids, FP8_CAPABILITY[self.config.precision.dtype]
+        used = [gpu for gpu in self.hardware.gpus if ids is None or gpu.index in ids]
+        return [gpu for gpu in used if gpu.capability is None or gpu.capability < least]
 
     @property
     def without_tf32(self) -> list[Gpu]:
@@ -213,7 +221,7 @@ _BETWEEN_VALUES: tuple[_Rule[_Case], ...] = (
         lambda case: (
             case.config.precision.mixed is not None
             and case.config.precision.dtype != "auto"
-            and case.config.precision.mixed != (case.config.precision.dtype in ("fp16", "bf16"))
+            and case.config.precision.mixed == (case.config.precision.dtype in ("fp32", "tf32"))
         ),
         lambda case: (
             f"{case.config.precision.dtype} is {'not ' if case.config.precision.mixed else ''}mixed precision, but "
@@ -354,6 +362,19 @@ _WITH_THE_MACHINE: tuple[_Rule[_MachineCase], ...] = (
         ),
         allowed="auto, fp32, fp16, bf16 there",
         remedy="use --precision fp16, or leave that GPU out with --device-ids",
+    ),
+    _Rule(
+        "precision.dtype",
+        lambda case: (
+            case.device_known and case.config.precision.dtype in FP8_CAPABILITY and not case.on_cpu and case.without_fp8
+        ),
+        lambda case: (
+            f"{case.config.precision.dtype} needs compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY[case.config.precision.dtype]))}, which {case.without_fp8[0].name} "
+            f"(cuda:{case.without_fp8[0].index}) does not have"
+        ),
+        allowed="auto, fp32, tf32, fp16, bf16 there",
+        remedy="use --precision bf16, or leave that GPU out with --device-ids",
     ),
     _Rule(
         "data.pin_memory",

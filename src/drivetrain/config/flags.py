@@ -34,6 +34,7 @@ _BOOLEAN_WORDS = _TRUE_WORDS | {"false", "no", "off", "0"}
 
 
 _WIDEST_CHOICES = 60  # letters that stand beside a flag in its help
+_WIDEST_LINE = 96  # of names and choices
 
 
 class _Missing:
@@ -268,7 +269,7 @@ class FlagParser:
         text = setting.help + ("" if says_default else f" (default: {_shown(setting.default)})")
         choices = [*setting.choices, *(["MODULE:NAME"] if setting.takes_own else [])]
         metavar = "{" + ",".join(choices) + "}" if setting.choices else setting.field.upper()
-        if len(metavar) > _WIDEST_CHOICES:  # the description names them
+        if len(metavar) > _WIDEST_CHOICES or len(", ".join((*names, metavar))) > _WIDEST_LINE:  # described in words
             metavar = setting.field.upper()
         if setting.is_bool:
             group.add_argument(*names, nargs="?", const="true", action=_Record, dest=names[0][2:], help=text)

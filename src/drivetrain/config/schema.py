@@ -128,7 +128,9 @@ class PrecisionSection(Section):
         Planned(),
     ] = Field(
         "auto",
-        description="auto is bf16 on compute capability 8.0 and newer, fp16 before, fp32 on a CPU; none is fp32",
+        description="fp32, tf32, fp16, bf16, fp8 or fp8-tensor; auto is bf16 on compute capability 8.0 and newer, fp16 "
+        "before, fp32 on a CPU; none is fp32; fp8 is bf16 with linear layers of blocks in FP8, scaled by row (9.0), "
+        "and fp8-tensor by tensor (8.9)",
     )
     mixed: Annotated[bool | None, Flag("mixed-precision")] = Field(
         None, description="false is fp32; true leaves fp32 out of what auto may take (auto: as precision says)"

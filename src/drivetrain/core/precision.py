@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.attention import repeatable_attention
-from drivetrain.core.value import PrecisionName
+from drivetrain.core.value import Fp8Recipe, PrecisionName
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of a run. Weights keep the model's dtype; matrix products run in the named format."""
+    """The precision of a run. Weights keep the model's dtype; matrix products run in the named format.
+
+    With `fp8` those of the linear layers that `core.fp8` changed do, and all others in bf16.
+    """
 
     name: PrecisionName
     device_type: str
@@ -27,7 +30,14 @@ class Precision:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
+        if self.fp8 is not None:
+            return torch.bfloat16
         return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.name)
+
+    @property
+    def fp8(self) -> Fp8Recipe | None:
+        """The way in which linear layers multiply in FP8; None if they do not."""
+        return self.name if self.name == "fp8" or self.name == "fp8-tensor" else None
 
     def around_forward(self) -> AbstractContextManager[Any] | None:
         dtype = self.autocast_dtype

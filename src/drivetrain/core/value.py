@@ -8,8 +8,12 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-PrecisionName = Literal["fp32", "tf32", "fp16", "bf16"]
+Fp8Recipe = Literal["fp8", "fp8-tensor"]
+"""The ways of multiplying in 8-bit floating point: scaled row by row, or tensor by tensor."""
+PrecisionName = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp8-tensor"]
 """The number formats in which a model computes."""
+FP8_CAPABILITY: dict[str, tuple[int, int]] = {"fp8": (9, 0), "fp8-tensor": (8, 9)}
+"""The compute capability that a GPU needs for each: rows have scales of their own from Hopper on."""
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 """Memory of GPUs and machines is told in GiB, as `nvidia-smi` and `free` do; sizes of data and weights in GB."""
 

@@ -74,7 +74,8 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
         free = machine.gpus()[0].memory_free_bytes
         how_much = f"{format_bytes(limit)} to use ({format_bytes(free)} × {fraction:g})"
         raise does_not_fit(needs, limit, str(machine), how_much, num_gpus)
-    peak = machine.gpus()[0].peaks.get(settings.precision.value)
+    peaks: dict[Any, Any] = machine.gpus()[0].peaks  # of FP8 none is tabled
+    peak = peaks.get(settings.precision.value)
     pace = sample_seconds(
         needs.flops,
         0.0 if peak is None else peak.value * 1e12,

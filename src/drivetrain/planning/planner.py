@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.fp8 import RECIPES, fits
 from drivetrain.core.log import notice
 from drivetrain.core.processes import SetAside
+from drivetrain.core.value import FP8_CAPABILITY, Fp8Recipe
 from drivetrain.data.batch import leaves
 from drivetrain.data.division import Division
 from drivetrain.hardware import cache_folder
@@ -32,6 +34,8 @@ from drivetrain.plan.knobs import BY_FIELD, CompileScope, StepWay, others_of
 from drivetrain.plan.plan import PlanCache, PlannedRun, Repeated, key_of_facts
 from drivetrain.plan.repeat import Repeatability, find_repeatable
 from drivetrain.plan.tune import (
+    MOST_SECONDS,
+    STEPS_TO_COMPARE,
     DoesNotFitError,
     Measurement,
     Scope,
@@ -73,6 +77,8 @@ COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less 
 REPEAT_START_SECONDS = {"cuda": 20.0, "cpu": 10.0}
 REPEAT_COMPILING, REPEAT_STEPS, REPEAT_SHARE = 1.5, 16, 0.05
 CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
+# What FP8 has to gain to be offered, the steps over which losses are compared, and the share of the job for both.
+LEAST_OFFER, OFFER_STEPS, OFFER_SHARE = 1.05, 20, 0.02
 READING_SECONDS = 0.5  # that measuring what reading takes may take
 MUCH_SLOWER, SURE_SECONDS = 1.5, 0.2  # than at an earlier start; for how long it is looked at again
 
@@ -295,6 +301,7 @@ def measured(
     way, repeatability = _repeatable(run, model, tuned, steps_done, search.cache, is_short_of_time=is_short_of_time)
     if way != tuned.way:
         tuned = _followed_instead(tuned, way, repeatability.cost or 0.0)
+    notes += search.offers(tuned, way, steps_done, is_short_of_time=is_short_of_time)
     data = _data_path(run, tuned, steps_done, search.read_sample_seconds, is_short_of_time=is_short_of_time)
     planned = replace(
         planned, way=way, repeatability=repeatability, data_path=planned.data_path if data is None else data.value
@@ -348,6 +355,41 @@ class _Search:
         ]
         return tuned, notes
 
+    def offers(self, tuned: Tuned, way: StepWay, steps_done: int, *, is_short_of_time: bool) -> list[str]:
+        """Measure what FP8 would gain, and how far it moves the loss. It is told, and never taken: it rounds more."""
+        run, chosen = self._run, tuned.measurement_of(way)
+        found = list[str]()
+        if chosen is None or chosen.problem or chosen.is_brief or _why_no_fp8(run, self._model, way):
+            return found
+        step_seconds = chosen.sample_seconds * run.rank_samples
+        seconds = 2 * chosen.setup_seconds + (OFFER_STEPS * 2 + STEPS_TO_COMPARE) * step_seconds
+        left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
+        if is_short_of_time and seconds > OFFER_SHARE * left:
+            return found
+        for recipe in _fp8_recipes(run):
+            other = way.but(precision=recipe)
+            measured = self._probe(other, MOST_SECONDS)
+            if measured.problem:
+                found.append(f"{recipe} is not offered: {measured.problem}")
+                continue
+            gain = chosen.sample_seconds / measured.sample_seconds
+            if gain < LEAST_OFFER:
+                found.append(f"{recipe} is not offered: {gain:.2f} × as fast here (measured)")
+                continue
+            words = (
+                f"{recipe} would be {gain:.2f} × as fast here (measured), and its loss differs by "
+                f"{self._loss_moved(way, other):.2%} after {OFFER_STEPS} steps; say --precision {recipe} to have it"
+            )
+            found.append(words)
+            if not run.quiet:
+                notice(words)
+        return found
+
+    def _loss_moved(self, way: StepWay, other: StepWay) -> float:
+        """Return how far apart the losses of two ways are after a few steps, relative to the first."""
+        first, second = (self._probe.losses(each, OFFER_STEPS)[-5:] for each in (way, other))
+        return float(max(self._run.world.gather(abs(sum(second) / sum(first) - 1))))
+
     @property
     def read_sample_seconds(self) -> float:
         return self._probe.read_sample_seconds
@@ -391,6 +433,24 @@ class _Search:
         if way.compile_mode is not None and way not in self._compiled:
             self._compiled[way] = max(self._scope.compile_costs.values(), default=0.0)
         return None if self._budget is None else self._budget + sum(self._compiled.values())
+
+
+def _fp8_recipes(run: Session) -> list[Fp8Recipe]:
+    """Return the kinds of FP8 that every GPU in use has."""
+    if run.world.device.type != "cuda":
+        return []
+    oldest = min((gpu.capability or (0, 0) for gpu in run.hardware.gpus), default=(0, 0))
+    return [recipe for recipe in RECIPES if oldest >= FP8_CAPABILITY[recipe]]
+
+
+def _why_no_fp8(run: Session, model: nn.Module, way: StepWay) -> str:
+    """Return why FP8 is no matter here; empty where it may be offered."""
+    if way.precision != "bf16" or "precision" in run.pinned():
+        return "another precision is used"
+    if run.job.turns or way.repeat == "strict":
+        return "the loss of such steps is not compared"
+    layers = (layer for block in repeated_blocks(model).values() for layer in block.modules())
+    return "" if any(map(fits, layers)) else "no layer is large enough"
 
 
 def _repeatable(

@@ -33,6 +33,7 @@ from drivetrain.core.metrics import LossSum
 from drivetrain.core.optims import Turn
 from drivetrain.core.precision import Precision, num_threads, numerics
 from drivetrain.core.run_folder import read_rows
+from drivetrain.core.schedules import is_factor
 from drivetrain.core.world import World, synchronize
 from drivetrain.data.batch import leaves, to_device
 from drivetrain.data.division import Division
@@ -52,7 +53,7 @@ from drivetrain.run.session import Session, switches_of
 from drivetrain.strategies import SingleStrategy, StrategyParts, Trial, make_average
 from drivetrain.strategies.base import LossFunction
 from drivetrain.strategies.compiling import compile_repeated, compiled, forget_compiled, num_graphs, varying_dims_of
-from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout
+from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout, use_fp8
 from drivetrain.strategies.loss_parts import LossParts
 from drivetrain.strategies.optimizer_state import put_rates_on_device
 from drivetrain.strategies.turns import OwnLoss, TurnsStrategy, clips_of, parts_by_turn, turns_in
@@ -62,7 +63,7 @@ ROUND_SECONDS, BRIEF_PARTS = 0.02, 4
 FORGOTTEN_AFTER = 600  # seconds: longer than any way is tried
 MOST_LOOKED_AT, LOOK_SECONDS = 64, 0.3  # samples, for the longest
 # How far a loss may be from fp32's: rounding of the type, many times over, but far from a wrong result.
-LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
+LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2, "fp8": 0.1, "fp8-tensor": 0.1}
 MOST_BATCHES, ENOUGH_SECONDS = 9, 0.5
 
 
@@ -180,6 +181,31 @@ class StepProbe:
                 is_brief=not seconds,
             )
 
+    def losses(self, way: StepWay, num_steps: int) -> list[float]:
+        """Train a copy for some steps of one micro-batch each, and return the losses of this rank.
+
+        Steps are run eagerly: how numbers are rounded does not depend on how kernels are launched.
+        """
+        job, device = self._job, self._world.device
+        precision = Precision(way.precision, device.type)
+        division = Division(job.num_samples or 1, job.largest_batch or 1, way.micro_batch, self._world.size)
+        with untouched(device), numerics(precision, **switches_of(way, False)):
+            model, loader = self._copy(way.but(compile_mode=None, capture=False)), self._make_loader(division)
+            optimizer, found = job.make_optimizer(model), list[float]()
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for step in range(num_steps):
+                batch = to_device(loader.micro_batch(division.place(step), 0).batch, device)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * (job.lr_factor(step, job.num_steps) if is_factor(job.schedule) else 1.0)
+                torch.manual_seed(step)  # the same dropout in every precision
+                with precision.around_forward() or nullcontext():
+                    loss = _total(job, job.loss_function(model, batch), batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(loss.detach()))  # waits for the device: nothing is timed here
+        return found
+
     def _made_capturable(self, optimizer: Optimizer, precision: Precision, num_micro_steps: int) -> str:
         """Prepare an optimizer for captured steps; return why they cannot be captured, else nothing."""
         shape: dict[str, Any] = {"num_micro_steps": num_micro_steps, "has_turns": bool(self._job.turns)}
@@ -224,6 +250,7 @@ class StepProbe:
         """Return a copy of the model, prepared for a way of running a step."""
         model = copy.deepcopy(self._model)
         forget_compiled(model)
+        use_fp8(model, Precision(way.precision, self._world.device.type).fp8)
         if way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if way.compile_mode and not way.compiles_loss:
@@ -286,9 +313,15 @@ def _loss(job: Job, model: nn.Module, batch: Any, precision: Precision) -> float
         else:
             with around:
                 result = job.loss_function(model, batch)
+    return float(_total(job, result, batch))
+
+
+def _total(job: Job, result: Any, batch: Any) -> Tensor:
+    """Return the mean that a loss function's result stands for."""
     if isinstance(result, Mapping):
-        return float(LossParts(job.loss_weights, job.count).total(result, batch))
-    return float(result.total / result.count) if isinstance(result, LossSum) else float(result)
+        result = LossParts(job.loss_weights, job.count).total(result, batch)
+    mean: Tensor = result.total / result.count if isinstance(result, LossSum) else result
+    return mean
 
 
 class Journal:

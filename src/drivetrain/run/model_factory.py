@@ -44,7 +44,7 @@ from drivetrain.strategies.compiling import (
     forget_compiled,
     varying_dims_of,
 )
-from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout
+from drivetrain.strategies.layers import recompute, repeated_blocks, split_recurrent_dropout, use_fp8
 from drivetrain.strategies.sharding import build, compile_blocks, refuse_uncuttable, shard
 from drivetrain.strategies.shared_experts import HeldExperts
 
@@ -104,6 +104,7 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
         if run.world.device.type != "cuda":
             raise DrivetrainError("synchronized batch norm needs GPUs", remedy="drop --sync-batchnorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    use_fp8(model, run.precision.fp8)
     _compile_parts(run, model)
     if run.way.splits_recurrent_dropout:
         split_recurrent_dropout(model)

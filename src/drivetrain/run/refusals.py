@@ -9,11 +9,13 @@ from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.weights import read_weights
 from drivetrain.core.averaging import SWA
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.fp8 import LEAST_FEATURES, MULTIPLE, fits
 from drivetrain.core.schedules import is_factor
 from drivetrain.job import Job
 from drivetrain.run.session import Session
 from drivetrain.strategies.compiling import modules_named
 from drivetrain.strategies.ema import batch_norms
+from drivetrain.strategies.layers import repeated_blocks
 
 
 def refuse_before_planning(run: Session, model: nn.Module, checkpoint: Checkpoint | None) -> None:
@@ -26,12 +28,23 @@ def refuse_before_planning(run: Session, model: nn.Module, checkpoint: Checkpoin
     """
     for name in run.config.compile.only:
         modules_named(model, name)
+    if run.precision.fp8 is not None:
+        _refuse_fp8(run.precision.name, model)
     _refuse_schedule(run.job)
     if run.job.swa is not None:
         _refuse_averaging(run.job, run.job.swa, model)
     source = run.job.init_from
     if checkpoint is None and source is not None:
         run.world.main_does(lambda: _refuse_weights(Path(source)))
+
+
+def _refuse_fp8(precision: str, model: nn.Module) -> None:
+    if not any(fits(layer) for block in repeated_blocks(model).values() for layer in block.modules()):
+        raise DrivetrainError(
+            f"--precision {precision}: the model's repeated blocks have no linear layer that it would speed up, of at "
+            f"least {LEAST_FEATURES} features in and out, and multiples of {MULTIPLE}",
+            remedy="use --precision bf16",
+        )
 
 
 def _refuse_weights(source: Path) -> None:

@@ -6,6 +6,8 @@ Dropout between the layers of `nn.LSTM`, `nn.GRU` and `nn.RNN` is computed outsi
 state for it. Setting the generator's seed, which every step does, throws that state away; making it again waits for the
 device, which cannot be captured. Layer by layer with `F.dropout` between them the same is computed, with draws from
 torch's generator.
+
+With `--precision fp8` linear layers multiply in FP8. That does change what they compute: it rounds.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +20,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
+
+from drivetrain.core.fp8 import compute_in_fp8
+from drivetrain.core.value import Fp8Recipe
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,6 +49,15 @@ def one_of_each_kind(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _is_inside(name: str, blocks: dict[str, nn.Module]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)
+
+
+def use_fp8(model: nn.Module, recipe: Fp8Recipe | None) -> int:
+    """Have the linear layers of repeated blocks multiply in FP8, in place, and no others; returns how many do.
+
+    What comes before and after the blocks, such as the layer that computes logits, is small or sensitive to rounding.
+    """
+    compute_in_fp8([model], None)  # an instance that was trained before
+    return compute_in_fp8(list(repeated_blocks(model).values()), recipe)
 
 
 def recompute(model: nn.Module) -> list[str]:

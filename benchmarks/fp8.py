@@ -1,0 +1,73 @@
+"""What FP8 gains over bf16 on transformers, and how far it moves the loss: GPT-2 124M, and a GPT of 1.4 B weights.
+
+Each precision trains the same job, compiled, on text that can be learned: the source of torch, two bytes a token.
+`FP8_STEPS` says how many steps; the first 20 are not timed.
+"""
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from benchmarks.gpt2 import CONTEXT, VOCABULARY, Gpt2, loss_of
+from benchmarks.rivals import rows, step_seconds
+from drivetrain import Job, configure, train
+
+STEPS, WARM_STEPS = int(os.environ.get("FP8_STEPS", "120")), 20
+PRECISIONS = ("bf16", "fp8", "fp8-tensor")
+# Width, depth, heads, and samples of a step.
+SIZES = {"124M": (768, 12, 12, 64), "1.4B": (2048, 26, 16, 16)}
+
+
+def measure() -> dict[str, list[float]]:
+    if not torch.cuda.is_available():
+        raise SystemExit("fp8 needs a GPU")
+    data, found = text(), dict[str, list[float]]()
+    for size in os.environ.get("FP8_SIZES", ",".join(SIZES)).split(","):
+        for precision in PRECISIONS:
+            seconds, losses = one(size, precision, data)
+            batch = SIZES[size][3]
+            found[f"{size}, {precision}: thousand tokens/s"] = [batch * CONTEXT / each / 1e3 for each in seconds]
+            found[f"{size}, {precision}: loss of the last 10 steps"] = losses[-10:]
+        bf16 = found[f"{size}, bf16: thousand tokens/s"]
+        for precision in PRECISIONS[1:]:
+            ours, last = (f"{size}, {precision}: {what}" for what in ("thousand tokens/s", "loss of the last 10 steps"))
+            found[f"{size}, {precision} / bf16: speed"] = [statistics.median(found[ours]) / statistics.median(bf16)]
+            moved = sum(found[last]) / sum(found[f"{size}, bf16: loss of the last 10 steps"]) - 1
+            found[f"{size}, {precision} / bf16: loss (%)"] = [100 * moved]
+    return found
+
+
+def text() -> TensorDataset:
+    """Return windows of torch's own source, two bytes a token."""
+    content, wanted = b"", 2 * 4096 * (CONTEXT + 1)
+    for path in sorted(Path(torch.__file__).parent.rglob("*.py")):
+        content += path.read_bytes()
+        if len(content) > wanted:
+            break
+    pairs = torch.frombuffer(bytearray(content[: len(content) // 2 * 2]), dtype=torch.int16).long() % VOCABULARY
+    windows = pairs[: len(pairs) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    return TensorDataset(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+
+def one(size: str, precision: str, data: TensorDataset) -> tuple[list[float], list[float]]:
+    """Return the seconds of the timed steps, and the losses of all."""
+    width, depth, heads, batch = SIZES[size]
+    job = Job(
+        name="fp8",
+        model=lambda: Gpt2(width, depth, heads),
+        data=data,
+        loss=loss_of,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=2e-4, fused=True),
+        global_batch=batch,
+        max_steps=STEPS,
+        seed=0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"compile": True, "batch_size": batch, "auto_optimize": False, "report": False}
+        done = train(job, configure(output_dir=folder, precision=precision, checkpoint_every=10**6, **settings))
+        losses = [float(row["loss"]) for row in rows(done.folder / "steps.jsonl")]
+        return step_seconds(done.folder)[WARM_STEPS:], losses
