@@ -94,10 +94,9 @@ def test_no_sample_is_lost_or_comes_twice(tmp_path: Path, name: str) -> None:
         lane = kills.Lane(way, hosts, settings(every=(never, never)))
         for num_kills, steps in enumerate((30, 60, 90, 130)):
             while saved_step(tmp_path) < steps or lane.num_kills < num_kills:
+                lane.due = 0.0 if lane.num_kills < num_kills else never  # one that meets nothing is tried again
                 lane.look(time.monotonic())
                 time.sleep(0.2)
-            if num_kills < 3:
-                lane.due = 0.0
         assert lane.stop() == ""
     found = kills.measured(way, tmp_path, 1.0)
     assert lane.endings == []
