@@ -67,7 +67,7 @@ def metrics(document: Mapping[str, Any]) -> list[Metric]:
             f"a tiny step over the tuned loop's ({'µs' if on_gpu else 'µs of CPU'})", "-tiny", over_lean, -1, "step"
         ),
         Metric("search for a plan, first start (s)", "", _scaled("planning_seconds", 1, first), -1, "search"),
-        Metric("killed: steps lost", "-killed", _scaled("steps_lost"), -1, "kill"),
+        Metric("killed: steps lost", "-killed", _scaled("steps_lost"), -1, "lost"),
         Metric("killed: until back at that step (s)", "-killed", _scaled("seconds_lost"), -1, "kill"),
     ]
 
@@ -86,7 +86,16 @@ REASONS = {
     "step": "a line of JSON per step, phases, checks for bad numbers and hangs, and generators keyed by step, so that "
     "dropout does not depend on what ran before",
     "search": "the others do not search: their flags were set by hand",
-    "kill": "starting takes longer, see above; a save counts only once it is on the disk",
+    "lost": "a save counts only once it is on the disk, which it reaches beside training; the kill came before",
+    "kill": "the start is part of it, see above, and so are the steps that were lost",
+}
+ON_A_GPU = {
+    "speed": "probably compiling block by block, which the plan chose for a job of 4,000 steps since it is quicker to "
+    "compile; the tuned loop is compiled whole, with its loss",
+    "start": "a plan is searched and the model compiled, which pays in the steps that follow; the plain loop does not "
+    "compile, and all others that do take longer",
+    "memory": "a second copy of weights and moments stays on the GPU, so that a save does not stop training, and "
+    "captured steps have memory of their own",
 }
 
 
@@ -106,7 +115,8 @@ def shown(document: Mapping[str, Any]) -> str:
             lines.append(f"| {metric.title} | {' | '.join(cells)} |")
     lines.append(f"| killed and resumed: same bits | {' | '.join(_bits(entries, name) for name in TRAINERS)} |")
     lines.append(f"| lines of code | {' | '.join(str(_lines(name)) for name in TRAINERS)} |")
-    lines += ["", *_behind(entries, rows)]
+    reasons = REASONS | (ON_A_GPU if document["machine"]["gpus"] else {})
+    lines += ["", *_behind(entries, rows, reasons)]
     lines += [f"- {TITLES[name].strip('*')}: {entries[name]['what']}." for name in TRAINERS if name in entries]
     never = [name for name in dict.fromkeys(document.get("left_out", ())) if name not in entries]
     if never:
@@ -120,6 +130,8 @@ def _busy(document: Mapping[str, Any]) -> list[str]:
     if load <= cores:
         return []
     words = "seconds, rates and what a save costs say little beyond their spread, and CPU times are to be compared"
+    if document["machine"]["gpus"]:
+        words = "what the CPU does, above all starting, may take longer than on an idle one"
     return [f"The machine was busy (a load of {load} on {cores} cores): {words}.", ""]
 
 
@@ -168,7 +180,7 @@ def _lines(trainer: str) -> int:
     return lines_of_code((PEERS / f"text_{TRAINERS[trainer][0]}.py").read_text(encoding="utf-8"))
 
 
-def _behind(entries: Mapping[str, Entry], rows: Sequence[Metric]) -> list[str]:
+def _behind(entries: Mapping[str, Entry], rows: Sequence[Metric], reasons: Mapping[str, str]) -> list[str]:
     """Every row in which another trainer is better than ours, and why."""
     found = []
     for metric in rows:
@@ -182,7 +194,7 @@ def _behind(entries: Mapping[str, Entry], rows: Sequence[Metric]) -> list[str]:
         if not mine or (not others and not metric.title.startswith("search")):
             continue
         if not others:
-            found.append(f"| {metric.title} | {_figure(mine)} | none (all others) | {REASONS[metric.topic]} |")
+            found.append(f"| {metric.title} | {_figure(mine)} | none (all others) | {reasons[metric.topic]} |")
             continue
         best = max(others, key=lambda name: metric.sign * statistics.median(others[name]))
         if metric.sign * statistics.median(mine) < metric.sign * statistics.median(others[best]):
@@ -191,7 +203,7 @@ def _behind(entries: Mapping[str, Entry], rows: Sequence[Metric]) -> list[str]:
             ]
             names = ", ".join(TITLES[name] for name in ahead)
             within = len(mine) > 1 and min(others[best]) <= max(mine) and min(mine) <= max(others[best])
-            reason = f"{'within the spread of both; ' if within else ''}{REASONS[metric.topic]}"
+            reason = f"{'within the spread of both; ' if within else ''}{reasons[metric.topic]}"
             found.append(f"| {metric.title} | {_figure(mine)} | {_figure(others[best])} ({names}) | {reason} |")
     if not found:
         return []
