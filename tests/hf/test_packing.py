@@ -106,6 +106,55 @@ def test_loss_and_gradients_are_those_of_the_samples_alone(name: str, dtype: tor
             torch.testing.assert_close(weight.grad, gradients[each], rtol=0, atol=tolerance)
 
 
+def flexible() -> tuple[Any, Any]:
+    """The same weights with flex attention and with sdpa. Its kernels take heads of 16 and more."""
+    made = []
+    for attention in ("flex_attention", "sdpa"):
+        torch.manual_seed(1)
+        config = tiny_llama()
+        config.hidden_size, config.head_dim, config._attn_implementation = 32, 16, attention
+        made.append(LlamaForCausalLM(config))
+    return made[0], made[1]
+
+
+def test_flex_attention_tells_packed_samples_apart_and_is_not_trained_on_a_cpu(tmp_path: Path) -> None:
+    flex, sdpa = flexible()
+    data = samples()
+    job: Any = dt.hf.job(flex, data, packing=True, max_steps=2)
+    expected, _ = reference(sdpa, data)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # no CPU but x86 compiles it
+        found = job.loss(flex, job.collate(data))
+    assert abs(float(found.total) / float(found.count) - expected) < 1e-5
+    config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", report=False)
+    with pytest.raises(dt.DrivetrainError, match="flex attention cannot be trained on a CPU"):
+        dt.train(job, config, quiet=True)
+
+
+@pytest.mark.gpu
+def test_flex_attention_trains_packed_samples_as_each_alone() -> None:
+    flex, sdpa = flexible()
+    data = samples()
+    job: Any = dt.hf.job(flex, data, packing=True)
+    expected, gradients = reference(sdpa, data)  # on the CPU
+    flex.cuda()
+    found = job.loss(flex, {name: each.cuda() for name, each in job.collate(data).items()})
+    (found.total / found.count).backward()
+    assert abs(float(found.total.detach()) / float(found.count) - expected) < 1e-5
+    for name, weight in flex.named_parameters():
+        torch.testing.assert_close(weight.grad.cpu(), gradients[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_packed_run_with_flex_attention_has_the_losses_of_sdpa(tmp_path: Path) -> None:
+    losses = []
+    for name, model in zip(("flex", "sdpa"), flexible(), strict=True):
+        job = dt.hf.job(model, samples(count=40), packing=True, name=name, global_batch=8, max_steps=10, seed=3)
+        config = dt.configure(output_dir=tmp_path, precision="fp32", auto_optimize=False, report=False)
+        result = dt.train(job, config, quiet=True)
+        losses.append(read(result.folder, result.resumed_from).losses)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
 def test_rows_of_packed_samples() -> None:
     data = [{"input_ids": [5] * 6}, {"input_ids": [6] * 3}, {"input_ids": [7] * 2}, {"input_ids": [8] * 4}]
     job: Any = dt.hf.job(tiny_llama(), data, packing=True, length=8)

@@ -29,6 +29,10 @@ OWN_LOSS = (
     "make the job with dt.Job(…, loss=lambda model, batch: model(**batch).loss): what it is a mean of is measured"
 )
 
+SDPA = (
+    'use a GPU; or attn_implementation="sdpa" in the configuration, or from_pretrained(…, attn_implementation="sdpa")'
+)
+
 
 class Head(NamedTuple):
     """The task of a model, and the columns that its `forward` takes."""
@@ -89,7 +93,12 @@ def class_for(config: Any, task: Task | None) -> type:
 
 
 def make_loss(
-    head: Head, varying_dims: tuple[int, ...] = (), label_smoothing: float = 0.0, *, masks_rows: bool = False
+    head: Head,
+    varying_dims: tuple[int, ...] = (),
+    label_smoothing: float = 0.0,
+    config: Any = None,
+    *,
+    masks_rows: bool = False,
 ) -> Callable[[nn.Module, Any], LossSum]:
     """Make the loss function of a job: the model's own loss, as a sum over the labels that count.
 
@@ -97,14 +106,20 @@ def make_loss(
         head: What the model learns.
         varying_dims: The dimensions of its batches that vary, for the compiler (`strategies/compiling.py`).
         label_smoothing: The part of each label that is spread over all classes, as torch's `cross_entropy` does.
+        config: The model's configuration, which names its implementation of attention.
         masks_rows: Whether the mask of samples that share a row is made here. Transformers makes the same one, but asks
             the device first whether there are such rows, so that the host waits in every step.
     """
 
+    is_flex = getattr(config, "_attn_implementation", None) == "flex_attention"
     # A cache of keys and values is of no use here.
     options = {"use_cache": False} if "use_cache" in head.inputs else {}
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossSum:
+        if is_flex and batch["labels"].device.type == "cpu" and torch.is_grad_enabled():
+            raise DrivetrainError(
+                "flex attention cannot be trained on a CPU: torch has no backward for it", remedy=SDPA
+            )
         masks = {"attention_mask": row_mask(batch["position_ids"])} if masks_rows else {}
         output = model(**{**options, **batch, **masks})
         mean = output.loss

@@ -133,7 +133,7 @@ def job(
             remedy="leave collate out; or group with data=dt.by_length(data, lengths)",
         )
     masks_rows = fields["collate"] is collate and collate.packs and takes_row_masks(opened.config)
-    loss = make_loss(head, collate.varying_dims, label_smoothing, masks_rows=masks_rows)
+    loss = make_loss(head, collate.varying_dims, label_smoothing, opened.config, masks_rows=masks_rows)
     made = Job(model=opened.model, data=source, loss=loss, valid=valid_rows, test=test_rows, **fields)
     for each in (made.source, *made.valid_sets.values(), *made.test_sets.values()):
         if made.collate is collate:

@@ -1,6 +1,8 @@
 """Decides how samples become the rows of a batch: padded to which lengths, packed or not, grouped by length or not."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -170,10 +172,18 @@ def _tells_samples_apart(model: nn.Module) -> bool:
     return bool((first - second).abs().max() <= rounding * first.abs().max())
 
 
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run as it is what layers compile for themselves, as flex attention does: compiling takes longer than a trial."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of flex attention, that it is slow so
+        yield
+
+
 def _trial_logits(model: nn.Module, device: torch.device, token: int) -> Tensor:
     """Return the outputs for a sample that shares its row with one of another token."""
     tokens = torch.tensor([[token] * _TRIAL_TOKENS + [0, 1, 0, 1, 1, 0]], device=device)
     positions = torch.arange(_TRIAL_TOKENS, device=device).repeat(1, 2)
-    with generators_kept(), torch.no_grad(), evaluating(model):
+    with generators_kept(), torch.no_grad(), evaluating(model), _uncompiled():
         found: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     return found[0, _TRIAL_TOKENS:].float()
