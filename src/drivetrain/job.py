@@ -269,9 +269,10 @@ class Job:
         """Return the samples of some steps, as if no step ended an epoch: such a one may have fewer."""
         return samples_between(self.batch_sizes or ((0, self.largest_batch or 0),), first_step, last_step)
 
-    def samples_in_words(self) -> str:
-        """Return how many samples a step has, such as `64 samples`."""
-        return in_words(self.batch_sizes) or f"{self.largest_batch or 0} samples"
+    def samples_in_words(self, default: int = 0) -> str:
+        """Return how many samples a step has, such as `64 samples per step`; as many as the default if none is set."""
+        sizes = self.batch_sizes
+        return f"steps of {in_words(sizes)}" if sizes else f"{self.largest_batch or default} samples per step"
 
     @property
     def num_epochs(self) -> int | None:

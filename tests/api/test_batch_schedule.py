@@ -131,7 +131,7 @@ def test_the_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     found = plan(job, config)
     words = "8 samples, 16 after 3 steps, 5 after 9 steps"
     assert found.choices["batch.accumulation"].value == 4
-    assert found.choices["batch.accumulation"].reason == f"follows: {words} per step on 1 device(s)"
+    assert found.choices["batch.accumulation"].reason == f"follows: steps of {words} on 1 device(s)"
     result = dt.train(job, config)
     shown = capsys.readouterr().out
     assert f"training 14 steps of {words}" in shown

@@ -213,7 +213,7 @@ def _tell_accumulation(outcome: PlanningOutcome) -> Choice[int]:
     facts = outcome.facts
     return Choice(
         value=-(-facts.rank_samples // outcome.way.micro_batch),
-        reason=f"follows: {facts.step_samples} per step on {facts.num_devices} device(s)",
+        reason=f"follows: {facts.step_samples} on {facts.num_devices} device(s)",
     )
 
 

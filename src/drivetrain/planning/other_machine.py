@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from drivetrain.config import Config
-from drivetrain.core.batch_sizes import in_words
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import PrecisionName, format_bytes
 from drivetrain.hardware import Hardware
@@ -65,7 +64,7 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
         by_rule = (asked.size or job.default_batch) * (asked.accumulation or 1) * num_gpus
     global_batch = job.largest_batch or planned or by_rule
     refuse_other_batch(config, global_batch)
-    share, step_samples = -(-global_batch // num_gpus), in_words(job.batch_sizes) or f"{global_batch} samples"
+    share, step_samples = -(-global_batch // num_gpus), job.samples_in_words(global_batch)
     fraction = config.memory.gpu_fraction
     limit = machine.gpus()[0].memory_free_bytes * fraction
     model, needs = _model_and_needs(job, here, settings.precision.value, share, limit)
@@ -197,7 +196,7 @@ def _choices(
         "precision.dtype": settings.precision,
         "batch.size": Choice(value=micro_batch, reason=why, pinned=why == "asked for"),
         "batch.accumulation": Choice(
-            value=-(-share // micro_batch), reason=f"follows: {step_samples} per step on {num_gpus} GPU(s)"
+            value=-(-share // micro_batch), reason=f"follows: {step_samples} on {num_gpus} GPU(s)"
         ),
         "memory.activations": Choice(
             value="recompute" if layout.recomputes else "keep",
