@@ -178,6 +178,8 @@ def test_the_plan_offers_it_with_its_gain_and_never_takes_it(tmp_path: Path, mon
     monkeypatch.setattr(planner, "_fp8_recipes", lambda run: ["fp8", "fp8-tensor"])
     monkeypatch.setattr(planner, "_why_no_fp8", lambda run, model, way: "")
     config = dt.configure(output_dir=tmp_path, gpu_mode="cpu", plan_cache=False, num_workers=0, compile=False)
+    assert "fp8 was not measured: some " in str(plan(job_of(), config, measure=True).notes)
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"budget_seconds": 1e6})})
     found = plan(job_of(), config, measure=True)
     assert found.choices["precision.dtype"].value == "fp32"
     offered, refused = (note for note in found.notes if note.startswith("fp8"))

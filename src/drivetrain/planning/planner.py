@@ -362,10 +362,12 @@ class _Search:
         if chosen is None or chosen.problem or chosen.is_brief or _why_no_fp8(run, self._model, way):
             return found
         step_seconds = chosen.sample_seconds * run.rank_samples
-        seconds = 2 * chosen.setup_seconds + (OFFER_STEPS * 2 + STEPS_TO_COMPARE) * step_seconds
+        seconds = (OFFER_STEPS * 2 + STEPS_TO_COMPARE) * step_seconds
+        if is_short_of_time:  # the budget of `drivetrain plan` leaves compiling aside
+            seconds += 2 * chosen.setup_seconds
         left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
-        if is_short_of_time and seconds > OFFER_SHARE * left:
-            return found
+        if seconds > (OFFER_SHARE * left if is_short_of_time else self._scope.budget_seconds):
+            return [f"fp8 was not measured: some {seconds:.0f} s for it are too much here"] if _fp8_recipes(run) else []
         for recipe in _fp8_recipes(run):
             other = way.but(precision=recipe)
             measured = self._probe(other, MOST_SECONDS)
