@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
@@ -74,7 +74,8 @@ def dispatch(words: list[str]) -> int:
     parsed = parser.parse(words[1:])
     problems = [*parsed.problems, *parser.missing_positionals(parsed)]
     from_file, more = from_yaml(parsed.config_file) if parsed.config_file is not None else ([], [])
-    machine = cache(detect)
+    there = getattr(module, "machine_of", None)  # some commands are about a machine that is not here
+    machine = cache(detect if there is None else partial(there, parsed.options))
     resolved = resolve([from_file, as_launched(parsed.given, os.environ)], [*problems, *more], machine)
     for notice in filter(None, (*resolved.notes, parser.passed_on(parsed))):
         print(f"drivetrain: {notice}", file=sys.stderr, flush=True)

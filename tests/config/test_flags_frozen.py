@@ -210,7 +210,18 @@ OWN_FLAGS = {
     "continual": ["--data", "--data-dir", "--methods", "--num-tasks", "--seeds", "--steps", "--tasks", "--tune"],
     "eval": ["--json", "--which"],
     "prove": ["--full", "--json", "--output", "--trainer"],
-    "plan": ["--cpu", "--for", "--gpu-memory", "--gpus", "--json", "--measure", "--num-processes", "--out"],
+    "plan": [
+        "--cpu",
+        "--for",
+        "--from-run",
+        "--gpu-memory",
+        "--gpus",
+        "--json",
+        "--measure",
+        "--mfu",
+        "--num-processes",
+        "--out",
+    ],
 }
 
 

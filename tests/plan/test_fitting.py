@@ -8,16 +8,12 @@ from torch import nn
 
 from drivetrain.core.precision import Precision
 from drivetrain.plan.fitting import (
-    LEAST_OF_PEAK,
-    MOST_OF_PEAK,
-    SLOWEST_LINK,
     MemoryLayout,
     Needs,
     by_group,
     does_not_fit,
     first_that_fits,
     layouts,
-    sample_seconds,
     ways_out,
 )
 from drivetrain.plan.memory import FRAGMENTATION, MemoryModel
@@ -161,20 +157,3 @@ def test_flops_are_counted_on_shapes_alone() -> None:
     found = simulate(model, lambda model, batch: model(batch).sum(), torch.zeros(5, 8), Precision("fp32", "cpu"))
     first, second = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4
     assert found.flops == 2 * first + 3 * second
-
-
-def test_the_range() -> None:
-    found = sample_seconds(1e12, 1e14, 4, 100, 10**9, recomputes=False)
-    assert found is not None
-    best, worst = found
-    assert best == pytest.approx(1e12 / 4e14 / MOST_OF_PEAK)
-    exchange = 2 * 1e9 * 3 / 4 / SLOWEST_LINK / 100  # a ring all-reduce, per sample
-    assert worst == pytest.approx(1e12 / 4e14 / LEAST_OF_PEAK + exchange)
-    again = sample_seconds(1e12, 1e14, 4, 100, 10**9, recomputes=True)
-    assert again is not None
-    assert again[0] == pytest.approx(best * 4 / 3)
-
-
-@pytest.mark.parametrize(("flops", "peak"), [(0.0, 1e14), (1e12, 0.0), (1e3, 1e14)])
-def test_where_flops_say_nothing(flops: float, peak: float) -> None:
-    assert sample_seconds(flops, peak, 1, 8, 0, recomputes=False) is None

@@ -2,8 +2,9 @@
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -12,6 +13,8 @@ from drivetrain.commands.train import started
 from drivetrain.config import Allowed, Flag, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
+from drivetrain.hardware import Hardware, detect
+from drivetrain.hardware.catalogue import machine_named, machine_of_memory
 from drivetrain.launch.layout import LaunchOptions
 
 COMMAND = Command(
@@ -25,7 +28,8 @@ EXAMPLES = (
     "drivetrain plan train.py --measure              tries ways of running the script's own job",
     "drivetrain plan digits --measure --out p.yaml   keeps it: `train digits --plan p.yaml` pins it",
     "drivetrain plan digits --cpu --num-processes 2  on two processes, as `train` with the same flags",
-    "drivetrain plan train.py --for 4xL4             for a machine that is not here, without measuring",
+    "drivetrain plan train.py --for 8xH100           memory, time and days on other GPUs",
+    "drivetrain plan train.py --for 2x8xH100 --mfu 0.4   the same on two nodes, at a stated MFU",
 )
 
 
@@ -39,7 +43,19 @@ class PlanOptions(ForScript):
     )
     as_json: Annotated[bool, Flag("json")] = Field(False, description="the whole plan as JSON")
     machine: Annotated[str | None, Flag("for"), Allowed("a number, x, and a card: 4xL4")] = Field(
-        None, description="plan for a machine that is not here, such as 4xL4 or 8xA100-80; nothing is measured"
+        None,
+        description="plan for a machine that is not here, such as 4xL4, 8xA100-80, or 2x8xH100 (nodes of 8), with a "
+        "forecast of its time; with --measure from a step on one GPU here",
+    )
+    from_run: Annotated[Path | None, Flag("from-run")] = Field(
+        None, description="with --for: forecast time from the steps of this run on one GPU, not from FLOPs"
+    )
+    mfu: Annotated[float | None, Flag("mfu")] = Field(
+        None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="with --for: the part of the data sheet's FLOP/s to count with (default: 0.15 to 0.45)",
     )
     gpus: Annotated[int | None, Flag("gpus")] = Field(
         None, ge=1, description="the same for cards that are not in the table: how many; needs --gpu-memory"
@@ -56,6 +72,23 @@ class PlanOptions(ForScript):
     cpu: Annotated[bool, Flag("cpu")] = Field(False, description="hide the GPUs from them")
 
 
+def machine_of(given: Mapping[str, Any]) -> Hardware:
+    """Return the machine that settings have to suit: the one that is planned for.
+
+    Args:
+        given: The options of the command, as far as they could be parsed.
+    """
+    here = detect()
+    try:
+        if given.get("machine") is not None:
+            return machine_named(given["machine"]).hardware(here)
+        if given.get("gpu_memory") is not None:
+            return machine_of_memory(given.get("gpus") or 1, given["gpu_memory"]).hardware(here)
+    except ConfigError:
+        pass  # the command itself says what is wrong with it
+    return here
+
+
 def run(options: PlanOptions, resolved: Resolved) -> int | None:
     """Plan in other processes, and return the exit code; None: plan here, in this process."""
     given = options.model_fields_set & {"num_processes", "cpu"}
@@ -64,9 +97,10 @@ def run(options: PlanOptions, resolved: Resolved) -> int | None:
     if there and given:
         flag = "--cpu" if options.num_processes is None else "--num-processes"
         raise ConfigError([Problem(flag, f"{there} plans for a machine that is not here", remedy="keep one of them")])
+    _refuse_idle_flags(options, there)
     budget = resolved.origins.get("plan.budget_seconds")
     if budget is not None and budget.source == COMMAND_LINE and not options.measure:
-        remedy = "leave it out" if there else "add --measure, or leave it out"
+        remedy = "add --measure, or leave it out"
         message = "it is for measuring, and nothing is measured without --measure"
         raise ConfigError([Problem(budget.spelled, message, budget.value, budget.source, remedy=remedy)])
     if there:
@@ -82,3 +116,15 @@ def run(options: PlanOptions, resolved: Resolved) -> int | None:
         if not code:
             shutil.rmtree(logs, ignore_errors=True)
     return code
+
+
+def _refuse_idle_flags(options: PlanOptions, there: str) -> None:
+    """Raise where a flag of the forecast would do nothing, or two of them contradict each other."""
+    ways = {"--measure": options.measure, "--from-run": options.from_run, "--mfu": options.mfu}
+    given = [flag for flag, value in ways.items() if value]
+    if not there and given and given != ["--measure"]:
+        message = "it is for the time on a machine that is not here"
+        raise ConfigError([Problem(given[-1], message, remedy="add --for 8xH100, or leave it out")])
+    if there and len(given) > 1:
+        message = f"{given[0]} says already where the time of a step comes from"
+        raise ConfigError([Problem(given[1], message, remedy="keep one of them")])

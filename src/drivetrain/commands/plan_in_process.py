@@ -9,13 +9,21 @@ from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Resolved
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
-from drivetrain.hardware import detect
+from drivetrain.core.run_folder import find_run
+from drivetrain.hardware import Hardware, detect
 from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
+from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
-from drivetrain.planning.other_machine import plan_elsewhere
+from drivetrain.plan.scaling import TimeForecast
+from drivetrain.planning.other_machine import MeasuredStep, plan_elsewhere
 from drivetrain.planning.planner import PlanningProgress
 
-UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+UNITS = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+BASIS = {
+    "measured": "from a step measured on one GPU here",
+    "recorded": "from a recorded run on one GPU",
+    "counted": "from counted FLOPs: no step was measured",
+}
 
 
 def run(options: PlanOptions, resolved: Resolved) -> int:
@@ -35,24 +43,20 @@ def run(options: PlanOptions, resolved: Resolved) -> int:
     return 0
 
 
-def _pace_in_words(best: float, worst: float, found: Plan) -> str:
-    """Return `120 to 400 samples/s; the whole job 1.2 to 3.6 days`."""
-    words = f"{1 / worst:,.0f} to {1 / best:,.0f} samples/s"
-    num_samples = found.forecast.num_samples
-    if num_samples is None:
-        return words
-    seconds = num_samples * worst
-    unit, size = next((unit, size) for unit, size in UNITS if seconds >= size or size == 1)
-    return f"{words}; {num_samples:,} samples in {num_samples * best / size:,.2g} to {seconds / size:,.2g} {unit}"
-
-
 def _planned(options: PlanOptions, config: Config, console: Console) -> Plan:
     machine = _elsewhere(options)
     if machine is not None:
         here = detect(config.run.output_dir)
-        return with_job(
-            options.target, config, lambda job: plan_elsewhere(job, config, machine, here), options.arguments
-        )
+        recorded = None
+        if options.from_run is not None:
+            recorded = MeasuredStep.of_run(find_run(options.from_run, config.run.output_dir))
+
+        def there(job: Job) -> Plan:
+            step = _measured_here(job, config, here, console) if options.measure else recorded
+            with console.status("counting the memory and the FLOPs of a step, on shapes alone"):
+                return plan_elsewhere(job, config, machine, here, step, options.mfu)
+
+        return with_job(options.target, config, there, options.arguments)
     with PlanningProgress(quiet=console.quiet, after_seconds=0, heading="", console=console) as progress:
         return with_job(
             options.target,
@@ -62,14 +66,18 @@ def _planned(options: PlanOptions, config: Config, console: Console) -> Plan:
         )
 
 
+def _measured_here(job: Job, config: Config, here: Hardware, console: Console) -> MeasuredStep:
+    """Measure a step of the job on the GPU here."""
+    if not here.gpus:
+        raise MeasuredStep.no_gpu()
+    with PlanningProgress(quiet=console.quiet, after_seconds=0, heading="", console=console) as progress:
+        return MeasuredStep.of_plan(plan(job, config, measure=True, on_probe=progress), here)
+
+
 def _elsewhere(options: PlanOptions) -> Machine | None:
     """Return the machine to plan for, where it is another one."""
     if options.machine is None and options.gpus is None and options.gpu_memory is None:
         return None
-    if options.measure:
-        raise ConfigError([
-            Problem("--measure", "nothing can be measured on a machine that is not here", remedy="leave it out")
-        ])  # fmt: skip
     if options.machine is not None:
         if options.gpus is not None or options.gpu_memory is not None:
             raise ConfigError([Problem("--for", "it says already how many GPUs of which kind", remedy="--for 4xL4")])
@@ -104,9 +112,49 @@ def _show(found: Plan, console: Console) -> None:
         if forecast.validation_seconds is not None:
             whole += f", some {forecast.validation_seconds:,.1f} s of it validation (estimated)"
         console.print(f"time:   {forecast.step_seconds * 1e3:,.2f} ms per step of {found.global_batch} samples{whole}")
-    if forecast.sample_seconds_range is not None:
-        console.print(f"time:   {_pace_in_words(*forecast.sample_seconds_range, found)}")
+    if forecast.time is not None:
+        _show_time(forecast.time, found, console)
     for note in found.notes if found.measured or found.machine else ():
         console.print(note)
     if not found.measured and not found.machine:
         console.print("By rule: nothing was measured. --measure tries what is faster on this very model.")
+
+
+def _show_time(time: TimeForecast, found: Plan, console: Console) -> None:
+    """Show the forecast by number of GPUs, the parts of a step, and what is assumed."""
+    console.print(f"\nForecast of the time, {BASIS[time.basis]}; steps of {found.global_batch:,} samples")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("GPUs", "step", "samples/s", "speedup", "efficiency", "whole job", "best to worst"):
+        table.add_column(column, justify="right")
+    for row in time.rows:
+        best, worst = row.step_seconds_range if row.job_seconds_range is None else row.job_seconds_range
+        table.add_row(
+            str(row.num_devices),
+            _duration(row.step_seconds),
+            f"{row.samples_per_second:,.0f}",
+            f"{row.speedup:.2f} ×",
+            f"{row.efficiency:.0%}",
+            "not known" if row.job_seconds is None else _duration(row.job_seconds),
+            f"{_duration(best)} to {_duration(worst)}",
+        )
+    console.print(table)
+    row = time.row
+    if row.num_devices > 1:
+        console.print(
+            f"a step on {row.num_devices}: {_duration(row.compute_seconds)} of computing; each GPU sends "
+            f"{time.sent_bytes / 1e6:,.1f} MB in {_duration(row.exchange_seconds)}, of which "
+            f"{_duration(row.exposed_seconds)} are waited for"
+        )
+    if time.why_no_job_time:
+        console.print(f"{time.why_no_job_time}; --epochs or --max-steps says it")
+    console.print("It assumes:")
+    for each in time.assumes:
+        console.print(f"- {each}")
+
+
+def _duration(seconds: float) -> str:
+    """Return `3.2 days`, `41 ms`: two digits, in the unit that suits."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    unit, size = next((unit, size) for unit, size in UNITS if seconds >= size)
+    return f"{seconds / size:,.3g} {unit}" if seconds / size < 1000 else f"{seconds / size:,.0f} {unit}"

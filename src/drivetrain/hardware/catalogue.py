@@ -7,6 +7,10 @@ report more, none less, so a plan made with it fits. Capability is from NVIDIA's
 Rates are TFLOP/s of dense matrix products that accumulate in fp32 (GeForce cards run those at half their advertised
 fp16 rate), fp64 by tensor cores where the chip has them; GB/s of device memory. Measured rates replace these. A chip
 that is not in the table gets no rate: never a guess.
+
+Links are GB/s of one GPU in one direction, half of what data sheets add up: NVLink where cards of this kind are sold on
+boards with it, else PCIe with 16 lanes. Bridges between pairs of cards are not counted. Between nodes it is the network
+of NVIDIA's DGX of that generation, else 100 Gbit/s for the whole node.
 """
 
 import re
@@ -16,7 +20,7 @@ from difflib import get_close_matches
 
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.value import GIB
-from drivetrain.hardware.facts import Gpu, Precision, Rate
+from drivetrain.hardware.facts import Gpu, Hardware, Precision, Rate
 
 _SOURCE = "vendor data sheet, dense"
 
@@ -200,15 +204,67 @@ CARDS = (
 )
 
 
+# GB/s of one GPU in one direction over NVLink, and of its part of the network of a DGX (B200, H100, A100, V100).
+_NVLINKS: dict[str, tuple[float, float]] = {
+    "B200": (900, 50),
+    "H200": (450, 50),
+    "H100": (450, 50),
+    "A100-40": (300, 25),
+    "A100-80": (300, 25),
+    "V100-16": (150, 6.25),
+    "V100-32": (150, 6.25),
+    "P100": (80, 6.25),
+}
+_PCIE_LANES = {"A2": 8}
+_PCIE_LANE_GBS = {
+    "Blackwell": 4.0,
+    "Hopper": 4.0,
+    "Ada": 2.0,
+    "Ampere": 2.0,
+    "Turing": 1.0,
+    "Volta": 1.0,
+    "Pascal": 1.0,
+}
+_OTHER_NETWORK = 12.5  # GB/s of a node: 100 Gbit/s
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links of a machine, as its data sheets give them, in GB/s of one direction."""
+
+    kind: str  # NVLink or PCIe
+    gpu: float  # of each GPU, within a node
+    node: float  # of a node, to others
+
+
 @dataclass(frozen=True)
 class Machine:
-    """Another machine: a number of cards of one kind."""
+    """Another machine: a number of cards of one kind, in nodes of at most so many."""
 
     num_gpus: int
     card: Card
+    gpus_per_node: int = GPUS_PER_NODE
 
     def __str__(self) -> str:
         return f"{self.num_gpus} × {self.card.name}"
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def wires(self) -> Wires:
+        """The links between its GPUs and between its nodes."""
+        if self.card.name in _NVLINKS:
+            gpu, network = _NVLINKS[self.card.name]
+            return Wires("NVLink", gpu, network * min(self.num_gpus, self.gpus_per_node))
+        lanes = _PCIE_LANES.get(self.card.name, 16)
+        return Wires("PCIe", lanes * _PCIE_LANE_GBS.get(self.card.architecture, 1.0), _OTHER_NETWORK)
+
+    def hardware(self, here: Hardware) -> Hardware:
+        """Return this machine with the GPUs of that one, and with the host that is here."""
+        return here.model_copy(update={"accelerator": "cuda", "gpus": self.gpus(), "links": ()})
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs as `detect()` would find them when idle: figures of the data sheet, marked as tabled."""
@@ -234,13 +290,14 @@ class Machine:
 
 
 def machine_named(text: str) -> Machine:
-    """Parse `4xL4`, `8 x A100-80` or `H200`: a number of cards, and which."""
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.*?)\s*", text, re.IGNORECASE)
+    """Parse `4xL4`, `8 x A100-80`, `H200`, or `2x8xH100`: nodes if there are several, cards in each, and which."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.*?)\s*", text, re.IGNORECASE)
     assert found is not None  # every text matches
-    number = int(found[1] or 1)
+    per_node = GPUS_PER_NODE if found[2] is None else int(found[2])
+    number = int(found[1] or 1) * (1 if found[2] is None else per_node)
     if not 1 <= number <= MOST_GPUS:
         raise ConfigError([Problem("--for", f"{number} GPUs", text, allowed=f"1 to {MOST_GPUS}", remedy="4xL4")])
-    return Machine(number, _card(found[2], text))
+    return Machine(number, _card(found[3], text), per_node)
 
 
 def machine_of_memory(num_gpus: int, memory_gb: float) -> Machine:

@@ -3,8 +3,6 @@
 Pure functions of what a step needs and of what the machine has. Figures of layouts that were not measured are rules:
 sharded state is divided by the number of GPUs, and the weights of three blocks are whole at a time (the one that is
 computed, the one that is prefetched, and an in-flight gradient).
-
-A machine that is not here has a pace as a range, by FLOPs and data sheets.
 """
 
 import re
@@ -33,6 +31,7 @@ class Needs(Value):
     activation_bytes: int = 0  # of one sample: what backward waits for
     block_bytes: int = 0  # weights of the largest block
     flops: float = 0.0  # of one sample, forward and backward; 0: none that are counted
+    num_operations: int = 0  # of forward and backward: kernels to launch
     weights: dict[str, int] = Field(default_factory=dict)  # by module
     activations: dict[str, int] = Field(default_factory=dict)  # of one sample, by module
     notes: tuple[str, ...] = ()
@@ -283,32 +282,3 @@ def _listed(sizes: Mapping[str, int], most: int = 4) -> str:
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in found[:most] if size)
     rest = sum(size for _, size in found[most:])
     return told + (f", others {format_bytes(rest)}" if rest else "")
-
-
-# The part of the data sheet's rate that training reaches: ResNet-50 and GPT-2 on an H200 (docs/benchmarks/index.md).
-LEAST_OF_PEAK, MOST_OF_PEAK = 0.15, 0.45
-SLOWEST_LINK = 10e9  # bytes per second between GPUs without NVLink, nothing overlapped
-RECOMPUTING = 4 / 3  # forward once more
-LEAST_SECONDS = 1e-3  # of computing per step; below, launching kernels takes most of the time, and FLOPs say nothing
-
-
-def sample_seconds(
-    flops: float, peak: float, num_gpus: int, global_batch: int, gradient_bytes: int, *, recomputes: bool
-) -> tuple[float, float] | None:
-    """Return seconds per sample on all GPUs together, at best and at worst; None where FLOPs cannot tell.
-
-    Args:
-        flops: of one sample, forward and backward.
-        peak: FLOP/s of one GPU, by its data sheet.
-        num_gpus: that share a step.
-        global_batch: samples per step.
-        gradient_bytes: that GPUs exchange in each step.
-        recomputes: whether activations are recomputed in the backward.
-    """
-    if flops <= 0 or peak <= 0:
-        return None
-    ideal = flops * (RECOMPUTING if recomputes else 1.0) / (peak * num_gpus)
-    if ideal * global_batch / MOST_OF_PEAK < LEAST_SECONDS:
-        return None
-    exchanged = 2 * gradient_bytes * (num_gpus - 1) / num_gpus / SLOWEST_LINK / global_batch
-    return ideal / MOST_OF_PEAK, ideal / LEAST_OF_PEAK + exchanged

@@ -24,6 +24,7 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.repeat import Repeatability
 from drivetrain.plan.rules import Choice
+from drivetrain.plan.scaling import TimeForecast
 from drivetrain.plan.tune import Tried
 
 NOT_MEASURED = Repeatability(reason="nothing was measured")
@@ -51,8 +52,8 @@ class Forecast(Value):
     run_peak_bytes: int | None = None  # of the whole run: the chosen step, and what is kept beside it
     step_seconds: float | None = None  # None: nothing was measured
     job_seconds: float | None = None  # of the whole job: its steps and validations, without its hooks
-    sample_seconds_range: tuple[float, float] | None = None  # by FLOPs, for a machine that is not here
-    num_samples: int | None = None  # of the whole job, where a range is given
+    time: TimeForecast | None = None  # of a machine that is not here
+    num_samples: int | None = None  # of the whole job, for a machine that is not here
     validation_seconds: float | None = None  # of these: an estimate, by what part of a step a forward is; None: none
 
 

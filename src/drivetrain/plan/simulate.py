@@ -118,6 +118,7 @@ class Simulated(Value):
     activation_bytes: int  # that backward waits for, at the end of forward
     module_bytes: dict[str, int]  # of these, by the module whose forward made them
     flops: int = 0  # of matrix products, convolutions and attention
+    num_operations: int = 0  # that compute something: views of a tensor are none
     is_real: bool = False  # it ran on the CPU: the loss looks at values
 
 
@@ -187,7 +188,13 @@ def _followed(
             value = sum(part.total if isinstance(part, LossSum) else part for part in value.values())
         activations, by_module = live.current, dict(live.by_module)
         torch.autograd.backward(value)
-    return Simulated(peak_bytes=live.peak, activation_bytes=activations, module_bytes=by_module, flops=live.flops)
+    return Simulated(
+        peak_bytes=live.peak,
+        activation_bytes=activations,
+        module_bytes=by_module,
+        flops=live.flops,
+        num_operations=live.num_operations,
+    )
 
 
 _DEVICE = torch.ops.prim.device.default  # asked of a tensor that has a shape only; it makes nothing
@@ -198,7 +205,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current, self.peak, self.flops = 0, 0, 0
+        self.current, self.peak, self.flops, self.num_operations = 0, 0, 0, 0
         self.module = ""  # whose forward runs
         self.by_module: Counter[str] = Counter()
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
@@ -209,6 +216,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs, result)
+        self.num_operations += not func.is_view
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf)

@@ -12,13 +12,12 @@ from drivetrain.plan.data_path import DataPath
 from drivetrain.plan.knobs import KNOBS, REMEDIES, KnobFacts, PlanningOutcome, StepWay, choices_of, settled_choices
 from drivetrain.plan.plan import Forecast, LossPlan, MemoryForecast, Plan, PlannedRun
 from drivetrain.plan.repeat import IN_WORDS
+from drivetrain.plan.scaling import FORWARD_SHARE
 from drivetrain.plan.simulate import num_bytes
 from drivetrain.plan.tune import Measurement, Tuned, plainest
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
 from drivetrain.strategies.sharding import forecast_local, layout_of
-
-FORWARD_SHARE = 1 / 3  # of a step: a backward does twice the work, and an optimizer's step little against both
 
 
 def facts_of(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:

@@ -1,6 +1,14 @@
-"""Plans for a machine that is not here: by the rules and the memory of a simulated step, without measuring."""
+"""Plans for a machine that is not here: by the rules, the memory of a simulated step, and a forecast of its time.
 
+The time of a step is that of one GPU, scaled by the model of `plan/scaling.py`. It comes from a step that was measured
+on a GPU here, from a run that is recorded, or, where there is neither, from FLOPs that are counted on shapes and an
+assumed part of the data sheet's rate. Each figure is computed three times: as expected, at best and at worst.
+"""
+
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,19 +19,13 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.value import PrecisionName, format_bytes
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.catalogue import Machine
+from drivetrain.hardware.facts import Gpu
 from drivetrain.job import Job
 from drivetrain.plan import Choice, Pins, Settings, choose_settings
-from drivetrain.plan.fitting import (
-    LEAST_OF_PEAK,
-    MOST_OF_PEAK,
-    MemoryLayout,
-    Needs,
-    does_not_fit,
-    first_that_fits,
-    layouts,
-    sample_seconds,
-)
+from drivetrain.plan.fitting import MemoryLayout, Needs, does_not_fit, first_that_fits, layouts
 from drivetrain.plan.plan import Forecast, Plan
+from drivetrain.plan.scaling import Basis, Interconnect, Pace, StepCost, StepWork, TimeForecast, scaling, step_time
+from drivetrain.report.run_data import RunData
 from drivetrain.run.job_settings import of_asked_length, refuse_other_batch
 from drivetrain.run.memory import needs_of
 from drivetrain.run.model_factory import checked, couples_samples, make_model, refuse_lazy
@@ -33,22 +35,141 @@ ACCURACY = (
     "kernels take inside themselves is left to the part of the memory that is not used"
 )
 
-PACE = (
-    f"Time is by FLOPs, at {LEAST_OF_PEAK:.0%} to {MOST_OF_PEAK:.0%} of the data sheet's rate, which ResNet-50 and "
-    "GPT-2 reach on an H200; reading data and validation are not in it."
-)
-NO_PACE = "No time is forecast: a step computes for less than a millisecond, and launching kernels takes most of it."
 NO_RATE = "No time is forecast: the rate of such a GPU is not known."
+NO_FLOPS = "No time is forecast: the step has no FLOPs that are counted."
+HOST_STEP = "No time is forecast: the optimizer would step in host memory, and how fast that is there is not known."
+NO_LENGTH = "how long the whole job takes is not known: it says neither epochs nor steps"
 
 
-def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -> Plan:
-    """Return how the job would be run on so many GPUs of a kind, each choice with its reason."""
+@dataclass(frozen=True)
+class Assumed:
+    """One set of assumptions about a GPU and its links."""
+
+    of_peak: float  # the part of the data sheet's FLOP/s that a step reaches
+    of_bandwidth: float  # and of the memory's rate, in the optimizer's step
+    launch_seconds: float  # of one operation, where a GPU waits for its host
+    of_nvlink: float  # the part of the data sheet's rate that collectives reach
+    of_pcie: float
+    of_network: float
+    overlap: float  # the part of the computing that an exchange is hidden behind
+    hop_seconds: float = 5e-6
+    node_hop_seconds: float = 15e-6
+
+
+# FLOPs: GPT-2 reaches 46 % of an H200, ViT-B/16 35 %, ResNet-50 16 % (docs/benchmarks/index.md). Launching: a captured
+# perceptron there takes 2 µs per operation, an eager one 30. NCCL gets 370 of 450 GB/s of NVLink after its protocol's
+# overhead (NVIDIA/nccl-tests issue 212), and 28 of 64 GB/s between eight cards on PCIe (NVIDIA/nccl issue 1639).
+EXPECTED = Assumed(0.30, 0.6, 8e-6, 0.80, 0.40, 0.7, overlap=0.8)
+BEST = Assumed(0.45, 0.8, 2e-6, 0.85, 0.70, 0.9, overlap=1.0)
+WORST = Assumed(0.15, 0.4, 30e-6, 0.60, 0.20, 0.4, overlap=0.0)
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The time of a step on one GPU, and what that GPU is."""
+
+    basis: Basis
+    words: str  # where it was measured
+    sample_seconds: float
+    peak: float  # FLOP/s of that GPU, in the precision that the step was measured in
+    bandwidth: float  # bytes/s of its memory
+    micro_step_seconds: float = 0.0
+
+    @staticmethod
+    def no_gpu() -> DrivetrainError:
+        """Return the error for a machine on which nothing can be measured that holds for a GPU."""
+        return DrivetrainError(
+            "there is no GPU to measure on: the time of a step on a CPU says nothing of one on a GPU",
+            remedy="leave --measure out (time is then by FLOPs), or give a run on a GPU: --from-run RUN",
+        )
+
+    @classmethod
+    def of_plan(cls, found: Plan, here: Hardware) -> "MeasuredStep":
+        """Return what `drivetrain plan --measure` found on the GPU here; raise where there is none."""
+        if not here.gpus:
+            raise cls.no_gpu()
+        seconds, gpu = found.forecast.step_seconds, here.gpus[0]
+        if not found.measured or seconds is None or found.choices["distributed.strategy"].value != "single":
+            raise DrivetrainError(
+                f"the step was not measured on one GPU: {'; '.join(found.notes) or 'it was planned by rule'}",
+                remedy="leave --measure out: time is then by FLOPs",
+            )
+        sizes = {
+            each.way.micro_batch: each.measurement.sample_seconds
+            for each in found.tried
+            if not each.measurement.problem and not each.measurement.is_brief and each.way.compile_mode is None
+        }
+        per_sample, fixed = seconds / found.global_batch, 0.0
+        if len(sizes) > 1:
+            small, large = min(sizes), max(sizes)
+            # A micro-step takes a fixed time and one per sample: sample_seconds is c / size + s.
+            fixed = max(0.0, (sizes[small] - sizes[large]) / (1 / small - 1 / large))
+            fixed = min(fixed, per_sample * found.choices["batch.size"].value / 2)
+            per_sample -= fixed / found.choices["batch.size"].value
+        precision = found.choices["precision.dtype"].value
+        return cls("measured", f"measured here, on {gpu.name}", per_sample, *_rates_of(gpu, precision), fixed)
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "MeasuredStep":
+        """Return the time of a step of a run on one GPU, from its folder."""
+        data = RunData.read(folder)
+        gpus, steps = data.hardware.get("gpus") or [], data.steps[len(data.steps) // 4 :]
+        remedy = "give a run of this job on one GPU, or leave --from-run out: time is then by FLOPs"
+        on_gpu = gpus and str(data.plan.get("device", "")).startswith("cuda")
+        if not on_gpu or len(steps) < 4:
+            what = "it ran on no GPU" if not on_gpu else f"it has {len(data.steps)} steps"
+            raise DrivetrainError(f"{folder} has no time of a step to forecast from: {what}", remedy=remedy)
+        if data.plan.get("num_devices", 1) > 1:
+            raise DrivetrainError(f"{folder} ran on several GPUs, whose steps include their exchange", remedy=remedy)
+        seconds = sorted(row["seconds"] / row["samples"] for row in steps)[len(steps) // 2]
+        gpu = Gpu.model_validate(gpus[0])
+        precision = str(data.plan.get("precision", "fp32"))
+        return cls("recorded", f"recorded in {folder}, on {gpu.name}", seconds, *_rates_of(gpu, precision))
+
+    def on(self, peak: float, bandwidth: float, flops: float) -> tuple[float, float, float]:
+        """Return how much longer the same step takes on a GPU of other rates: as expected, at best, at worst.
+
+        What computes at full speed follows the FLOP/s, the rest the memory's rate.
+        """
+        by_peak, by_memory = self.peak / peak, self.bandwidth / bandwidth
+        share = min(1.0, flops / (self.sample_seconds * self.peak) / BEST.of_peak)
+        expected = share * by_peak + (1 - share) * by_memory
+        return expected, min(by_peak, by_memory), max(by_peak, by_memory)
+
+
+def _rates_of(gpu: Gpu, precision: str) -> tuple[float, float]:
+    """Return FLOP/s and bytes/s of a GPU; raise where they are not known."""
+    peak = {str(name): rate for name, rate in gpu.peaks.items()}.get(precision)
+    if peak is None or gpu.memory_bandwidth is None:
+        raise DrivetrainError(
+            f"the rates of {gpu.name} in {precision} are not known, so its time says nothing of other GPUs",
+            remedy="`drivetrain verify --save` measures them on that machine",
+        )
+    return peak.value * 1e12, gpu.memory_bandwidth.value * 1e9
+
+
+def plan_elsewhere(
+    job: Job,
+    config: Config,
+    machine: Machine,
+    here: Hardware,
+    measured: MeasuredStep | None = None,
+    of_peak: float | None = None,
+) -> Plan:
+    """Return how the job would be run on so many GPUs of a kind, each choice with its reason.
+
+    Args:
+        job: What would be trained.
+        config: What the user asked for.
+        machine: The GPUs to plan for.
+        here: This machine, on which shapes are followed.
+        measured: The time of a step on one GPU; None: it is counted from FLOPs.
+        of_peak: The part of the data sheet's FLOP/s to assume; None: a range.
+    """
     job = of_asked_length(job, config)
     if job.num_samples is None:
-        raise DrivetrainError(
-            "data that can only be iterated cannot be planned for: its items would be used up",
-            remedy="give data with a length and items by number",
-        )
+        words = "data that can only be iterated cannot be planned for: its items would be used up"
+        raise DrivetrainError(words, remedy="give data with a length and items by number")
     settings = _settings(config, machine, here)
     num_gpus = len(settings.devices.value)
     strategy = settings.strategy
@@ -73,16 +194,12 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
         free = machine.gpus()[0].memory_free_bytes
         how_much = f"{format_bytes(limit)} to use ({format_bytes(free)} × {fraction:g})"
         raise does_not_fit(needs, limit, str(machine), how_much, num_gpus)
-    peaks: dict[Any, Any] = machine.gpus()[0].peaks  # of FP8 none is tabled
-    peak = peaks.get(settings.precision.value)
-    pace = sample_seconds(
-        needs.flops,
-        0.0 if peak is None else peak.value * 1e12,
-        num_gpus,
-        global_batch,
-        needs.held.gradients,
-        recomputes=layout.recomputes,
-    )
+    num_samples = _samples_of(job, global_batch)
+    # Fewer GPUs take larger micro-batches, as far as they fit, except where their size is asked for.
+    most = micro_batch if why == "asked for" else max(micro_batch, layout.largest(needs, limit, global_batch))
+    work = _work(needs, layout, most, global_batch, settings.precision.value)
+    time = _time(needs, work, machine, settings.precision.value, num_samples, measured, of_peak)
+    time = HOST_STEP if layout.offloads_optimizer else time
     return Plan(
         job=config.run.name or job.name,
         global_batch=global_batch,
@@ -91,16 +208,129 @@ def plan_elsewhere(job: Job, config: Config, machine: Machine, here: Hardware) -
         machine=str(machine),
         forecast=Forecast(
             memory=layout.forecast(needs, micro_batch),
-            sample_seconds_range=pace,
-            num_samples=_samples_of(job, global_batch),
+            time=None if isinstance(time, str) else time,
+            num_samples=num_samples,
         ),
         notes=(
             f"For {machine}, by rule and memory model; nothing was measured there.",
-            PACE if pace else NO_PACE if peak else NO_RATE,
+            *([time] if isinstance(time, str) else []),
             f"{ACCURACY[0].upper()}{ACCURACY[1:]}.",
             *needs.notes,
         ),
     )
+
+
+def _work(
+    needs: Needs, layout: MemoryLayout, micro_batch: int, global_batch: int, precision: PrecisionName
+) -> StepWork:
+    """Return what a step does and exchanges: gradients in full precision, gathered weights as computed with."""
+    weights = needs.held.parameters
+    is_low = precision in ("bf16", "fp16")
+    return StepWork(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        gradient_bytes=needs.held.gradients,
+        gathered_bytes=0 if layout.is_whole else weights // (2 if is_low else 1),
+        num_blocks=max(1, weights // max(1, needs.block_bytes)),
+        recomputes=layout.recomputes,
+    )
+
+
+def _time(
+    needs: Needs,
+    work: StepWork,
+    machine: Machine,
+    precision: PrecisionName,
+    num_samples: int | None,
+    measured: MeasuredStep | None,
+    of_peak: float | None,
+) -> TimeForecast | str:
+    """Forecast the time on 1, 2, 4, ... of these GPUs; a sentence says why that cannot be done."""
+    gpu = machine.gpus()[0]
+    peaks: dict[Any, Any] = gpu.peaks  # of FP8 none is tabled
+    peak = peaks.get(precision)
+    if peak is None or gpu.memory_bandwidth is None:
+        return NO_RATE
+    if needs.flops <= 0 and measured is None:
+        return NO_FLOPS
+    flops, bandwidth = peak.value * 1e12, gpu.memory_bandwidth.value * 1e9
+    longer = (1.0, 1.0, 1.0) if measured is None else measured.on(flops, bandwidth, needs.flops)
+    paces = []
+    for assumed, factor in zip((EXPECTED, BEST, WORST), longer, strict=True):
+        if measured is not None:
+            cost = StepCost(
+                sample_seconds=measured.sample_seconds * factor,
+                micro_step_seconds=measured.micro_step_seconds * factor,
+            )
+        else:
+            cost = _counted(needs, flops * (of_peak or assumed.of_peak), bandwidth, assumed)
+        paces.append(Pace(cost=cost, links=_links(machine, assumed), overlap=assumed.overlap))
+    expected, best, worst = paces
+    num_steps = None if num_samples is None else num_samples / work.global_batch
+    return TimeForecast(
+        basis="counted" if measured is None else measured.basis,
+        rows=scaling(expected, best, worst, work, machine.num_gpus, num_steps),
+        sent_bytes=step_time(expected, work, machine.num_gpus).sent_bytes,
+        assumes=tuple(_assumptions(machine, measured, of_peak, peak.value, precision)),
+        why_no_job_time=NO_LENGTH if num_steps is None else "",
+    )
+
+
+def _counted(needs: Needs, flops: float, bandwidth: float, assumed: Assumed) -> StepCost:
+    """Return the cost of a step by its FLOPs, its operations, and the bytes of the optimizer's step."""
+    held = needs.held
+    touched = 2 * (held.parameters + held.gradients + held.optimizer)  # each is read and written
+    return StepCost(
+        sample_seconds=needs.flops / flops,
+        least_seconds=needs.num_operations * assumed.launch_seconds,
+        optimizer_seconds=touched / (bandwidth * assumed.of_bandwidth),
+    )
+
+
+def _links(machine: Machine, assumed: Assumed) -> Interconnect:
+    wires = machine.wires
+    share = assumed.of_nvlink if wires.kind == "NVLink" else assumed.of_pcie
+    return Interconnect(
+        bytes_per_second=wires.gpu * 1e9 * share,
+        hop_seconds=assumed.hop_seconds,
+        devices_per_node=machine.gpus_per_node,
+        node_bytes_per_second=wires.node * 1e9 * assumed.of_network,
+        node_hop_seconds=assumed.node_hop_seconds,
+    )
+
+
+def _assumptions(
+    machine: Machine, measured: MeasuredStep | None, of_peak: float | None, peak: float, precision: str
+) -> Iterator[str]:
+    """Yield what the forecast takes for granted, with the range that its bounds come from."""
+    wires = machine.wires
+    if measured is not None:
+        yield f"a step as {measured.words}, scaled by the rates of the data sheets"
+    elif of_peak is not None:
+        yield f"{of_peak:.0%} of {peak:,.0f} TFLOP/s in {precision}, as stated"
+    else:
+        yield (
+            f"{EXPECTED.of_peak:.0%} ({WORST.of_peak:.0%} to {BEST.of_peak:.0%}) of {peak:,.0f} TFLOP/s in "
+            f"{precision}, as ResNet-50 to GPT-2 reach on an H200; --mfu states another, --from-run takes a run's"
+        )
+        yield (
+            f"{EXPECTED.launch_seconds * 1e6:g} µs ({BEST.launch_seconds * 1e6:g} to {WORST.launch_seconds * 1e6:g}) "
+            "to launch an operation"
+        )
+    if machine.num_gpus > 1:
+        share = {"NVLink": [a.of_nvlink for a in (EXPECTED, WORST, BEST)]}.get(
+            wires.kind, [a.of_pcie for a in (EXPECTED, WORST, BEST)]
+        )
+        yield (
+            f"{share[0]:.0%} ({share[1]:.0%} to {share[2]:.0%}) of {wires.gpu:,g} GB/s per GPU and direction by "
+            f"{wires.kind}, {EXPECTED.overlap:.0%} (0 to all) of the backward hides it"
+        )
+    if machine.num_nodes > 1:
+        yield (
+            f"{EXPECTED.of_network:.0%} of {wires.node:,g} GB/s between nodes of {machine.gpus_per_node}; other "
+            "networks differ widely"
+        )
+    yield "reading data, validation, checkpoints and restarts take no time"
 
 
 def _samples_of(job: Job, global_batch: int) -> int | None:
@@ -119,9 +349,8 @@ def _samples_of(job: Job, global_batch: int) -> int | None:
 
 def _settings(config: Config, machine: Machine, here: Hardware) -> Settings:
     """Choose the settings of that machine by rule, regardless of which devices may be used on this one."""
-    there = here.model_copy(update={"accelerator": "cuda", "gpus": machine.gpus(), "links": ()})
     pins = {**config.pins(), "gpu_mode": "auto", "device": "auto", "device_ids": None}
-    return choose_settings(there, Pins(**pins))
+    return choose_settings(machine.hardware(here), Pins(**pins))
 
 
 def _model_and_needs(
