@@ -1,5 +1,7 @@
 """What the processes of a run tell each other."""
 
+import multiprocessing
+
 import torch
 import torch.distributed as dist
 
@@ -33,6 +35,25 @@ def test_rank_0_does_it_and_all_have_the_result(gloo_pool: GlooPool) -> None:
 def test_the_error_of_rank_0_is_raised_on_all(gloo_pool: GlooPool) -> None:
     error = "the folder is full; empty it"
     assert gloo_pool.run(do_on_main, True, world=2) == [(error, [0]), (error, [])]
+
+
+def open_and_close() -> None:
+    for _ in range(3):
+        one = World()
+        one.own_group()
+        one.close()
+
+
+def test_a_process_that_is_forked_afterwards_can_close_groups_of_its_own() -> None:
+    """It has the closed groups of its parent, but not their threads, which their destructor would wait for."""
+    open_and_close()
+    forked = multiprocessing.get_context("fork").Process(target=open_and_close)
+    forked.start()
+    forked.join(30)
+    is_stuck = forked.is_alive()
+    forked.kill()
+    assert not is_stuck
+    assert forked.exitcode == 0
 
 
 def test_a_closed_group_stays_referenced() -> None:

@@ -4,8 +4,11 @@ One process is a world of one, not a special case: the same calls work and cost 
 never pickled objects.
 """
 
+import atexit
+import ctypes
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -26,6 +29,25 @@ T = TypeVar("T")
 # threads while it holds Python's lock, and right after a collective a thread may still want that lock, to let go of a
 # tensor: the one that drops the last reference then, DDP for example, would wait forever.
 _CLOSED: deque[dist.ProcessGroup | None] = deque(maxlen=2)
+
+
+def _never_let_go() -> None:
+    """Keep the closed groups of the parent for good: a fork has no threads that their destructor could wait for."""
+    for group in _CLOSED:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _CLOSED.clear()
+
+
+def _let_go() -> None:
+    """Let closed groups end before Python does: afterwards their threads could not have its lock any more."""
+    if _CLOSED:
+        time.sleep(0.02)  # without the lock: what a thread still wants it for is done then
+        _CLOSED.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_never_let_go)
+atexit.register(_let_go)
 
 
 class World:

@@ -236,6 +236,13 @@ class Loader:
         content = self._stream.samples(place.epoch, part.start, part.stop)
         return _micro_batch(self._fetch(place, content), parts, number)
 
+    def beginning(self, num_samples: int) -> MicroBatch:
+        """Fetch the first samples of the keyed order, fewer than a micro-batch has, in this process."""
+        place = self.division.place(0)
+        part = self.division.micro_steps(place, self.rank)[0]
+        part = part._replace(stop=part.start + num_samples)
+        return _micro_batch(self._fetch(place, self._stream.samples(place.epoch, part.start, part.stop)), [part], 0)
+
     @property
     def from_memory(self) -> Callable[[torch.Tensor], Any] | None:
         """A function from sample numbers to their batch, where all samples are in memory as tensors."""

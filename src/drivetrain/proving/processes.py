@@ -197,7 +197,7 @@ def _child(action: Callable[[], None], log: Path, environment: dict[str, str]) -
     sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in (1, 2))  # noqa: SIM115
     os.dup2(file, 1)
     os.dup2(file, 2)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # which no trainer takes for itself
     os.environ.update(environment)
     # The parent's OpenMP threads do not exist after a fork: code that asks for more than one here would wait for them
     # for ever. Accelerate does, unless the variable is set.
@@ -238,7 +238,7 @@ def _where(processes: Sequence[BaseProcess], place: Path, ranks: Sequence[int]) 
     for rank in ranks:
         pid = processes[rank].pid
         if pid is not None:
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGQUIT)
     time.sleep(0.3)
     return "".join(f"\nrank {rank} was at:\n{_tail(place / f'rank-{rank}.log', 30)}" for rank in ranks)
 

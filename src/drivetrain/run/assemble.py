@@ -413,9 +413,7 @@ def small_trial(run: Session, loader: Loader, first: MicroBatch) -> Trial:
     """
     is_small = run.world.device.type != "cpu" or run.world.size > 1 or first.num_samples < 2 * TRIAL_PARTS
     if not is_small and run.way.compile_mode is None and takes_any_number(run):
-        division = replace(loader.division, micro_batch=first.num_samples // TRIAL_PARTS)
-        job = run.job
-        first = make_loader(run, division, job.source, shuffle=job.shuffle).first(job.max_steps, job.epochs)
+        first = loader.beginning(first.num_samples // TRIAL_PARTS)
     return trial_of(run, first.batch, first.num_samples)
 
 
