@@ -18,6 +18,7 @@ from torch.nn import functional
 from drivetrain.checkpoint import Checkpoint, Checkpointer, LiveTensors
 from drivetrain.core.errors import BadResumeError
 from drivetrain.core.hook import StepContext
+from drivetrain.core.isolation import modes_of, set_modes
 from drivetrain.core.launchers import supervision
 from drivetrain.core.records import StepOutcome, StepRecord
 from drivetrain.core.run_folder import RunFolder
@@ -345,10 +346,9 @@ def as_computed(model: Any, loss: Any) -> Any:
 def _as_they_are(session: Session) -> Prepared:
     """Return the user's model and optimizer on the device. Parameters stay the same objects, modules in their mode."""
     given = session.job.model
-    modes = [(module, module.training) for module in given.modules()] if isinstance(given, nn.Module) else []
+    modes = modes_of(given.modules()) if isinstance(given, nn.Module) else []
     model, optimizer, called = callable_model(session)
-    for module, training in modes:
-        module.training = training
+    set_modes(modes)
     parameter_names(
         model, optimizer, session.sharded.owners if session.sharded else {}
     )  # refuses the optimizer of another model

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from drivetrain.core.precision import as_real
 from drivetrain.core.state import Shard
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -139,8 +140,7 @@ def not_finite(tensor: Tensor) -> str:
 
     One pass in one thread, without the GIL: it runs beside training. For tensors on a device, the host waits for it.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    tensor = as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return ""
     tensor = tensor.detach()

@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -52,16 +52,26 @@ def untouched(device: torch.device) -> Iterator[None]:
                 torch.cuda.set_rng_state(on_device, device)
 
 
+def modes_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
+    """Return each module with its mode: whether it is in training mode."""
+    return [(module, module.training) for module in modules]
+
+
+def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Give each module its mode back, as `modes_of` found it."""
+    for module, is_training in modes:
+        module.training = is_training
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode; on exit each submodule gets back its mode, which may differ between them."""
-    was_training = {module: module.training for module in model.modules()}
+    modes = modes_of(model.modules())
     model.eval()
     try:
         yield
     finally:
-        for module, training in was_training.items():
-            module.training = training
+        set_modes(modes)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ FP32_ON_CPU = Precision("fp32", "cpu")
 
 def as_real(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers as real ones: of each complex number, its two parts in a dimension of their own."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import generators_kept
+from drivetrain.core.precision import as_real
 from drivetrain.data.division import Indices, LengthGroupedStream, SampleStream
 from drivetrain.data.external_order import ItemEntries, ReadOrder, SamplerEntries, has_state, is_iterator
 from drivetrain.data.keyed_items import Collate, Columns, Generators, KeyedItems, spread_over
@@ -411,7 +412,7 @@ def _sketch(parts: Sequence[tuple[str, Any]]) -> Iterator[list[Any]]:
 def _flat(part: Numbers) -> Numbers:
     """Return its numbers as one row, not converted to doubles: an item may be large, and many ranks read it."""
     if isinstance(part, Tensor):
-        return (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
+        return as_real(part).reshape(-1)
     if part.dtype.kind == "c":
         part = np.stack([part.real, part.imag], -1)
     return (part.astype(np.int64) if part.dtype.kind in "mM" else part).reshape(-1)

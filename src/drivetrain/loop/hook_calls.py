@@ -1,7 +1,7 @@
 """Calls the hooks of a run at step boundaries, with all that they may ask for."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
+from drivetrain.core.isolation import modes_of, set_modes
 from drivetrain.core.launchers import supervision
 from drivetrain.core.logged import Media, collecting, media_of, on_host
 from drivetrain.core.state import put_away
@@ -100,12 +101,13 @@ class HookCalls:
         verdicts = []
         for hook in hooks:
             put_away(self._model)
-            modes = [module.training for module in self._modules]
+            modes = modes_of(self._modules)
             phase = "validation" if hook is self._validation else "hooks"
             with supervision.in_phase(phase), collecting(copies=self._world.is_main) as logged:
                 verdicts.append(hook(context) or Verdict())
-            if modes[0] and not self._model.training:
-                self._go_back_to_training(hook, modes)
+            if modes[0][1] and not self._model.training:  # the model itself is the first of its modules
+                set_modes(modes)
+                self._tell_of_modes(hook)
             if logged:
                 media = media_of(logged)
                 self._recorder.logged(context.step, place.epoch, on_host(logged), media)
@@ -114,10 +116,8 @@ class HookCalls:
         self._stepper.look_again()
         return Verdict(*(any(wishes) for wishes in zip(*verdicts, strict=True))) if verdicts else Verdict()
 
-    def _go_back_to_training(self, hook: Hook, modes: Sequence[bool]) -> None:
-        """Undo what `model.eval()` in a hook did, and say so once: dropout and batch norm would be off from then on."""
-        for module, is_training in zip(self._modules, modes, strict=True):
-            module.training = is_training
+    def _tell_of_modes(self, hook: Hook) -> None:
+        """Say once that `model.eval()` in a hook was undone: dropout and batch norm would be off from then on."""
         if not self._has_told_of_modes:
             self._has_told_of_modes = True
             name = str(hook) if type(hook).__str__ is not object.__str__ else type(hook).__name__

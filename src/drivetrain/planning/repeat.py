@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.isolation import untouched
 from drivetrain.core.launchers import CHANNEL, without_launcher
+from drivetrain.core.precision import as_real
 from drivetrain.core.world import World, synchronize
 from drivetrain.data.division import Division
 from drivetrain.loop.read_back import Reading
@@ -134,9 +135,7 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _digest(tensor: Tensor) -> Tensor:
     """Return a sum over the bits of all elements, each multiplied by a different odd number, modulo 2^64."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.contiguous().reshape(-1)
+    flat = as_real(tensor).contiguous().reshape(-1)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     bits = flat.view(kind)
     total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)

@@ -411,8 +411,8 @@ def small_trial(run: Session, loader: Loader, first: MicroBatch) -> Trial:
 
     That is done only where the loss was seen to take other numbers of samples, and where nothing is compiled for one.
     """
-    is_small = run.world.device.type != "cpu" or run.world.size > 1 or first.num_samples < 2 * TRIAL_PARTS
-    if not is_small and run.way.compile_mode is None and takes_any_number(run):
+    is_long = run.world.device.type == "cpu" and run.world.size == 1 and first.num_samples >= 2 * TRIAL_PARTS
+    if is_long and run.way.compile_mode is None and takes_any_number(run):
         first = loader.beginning(first.num_samples // TRIAL_PARTS)
     return trial_of(run, first.batch, first.num_samples)
 

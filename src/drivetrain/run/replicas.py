@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.precision import as_real
 from drivetrain.core.records import StepRecord
 from drivetrain.core.world import World
 from drivetrain.run.grad_norm import round_up
@@ -113,9 +114,7 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _bit_sum(tensor: Tensor) -> Any:
-    flat = tensor.contiguous().view(-1)
-    if tensor.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
+    flat = as_real(tensor).contiguous().view(-1)
     size = flat.element_size()
     if not flat.nbytes % 8 and not flat.storage_offset() * size % 8:
         size = 8  # several elements at once: a sum of these is ten times as fast on a CPU
