@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import drivetrain as dt
+from drivetrain.core import muon
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.muon import _owners
 
@@ -73,6 +74,29 @@ def test_in_fp32_it_is_what_the_formula_says() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
     rough = matrices(torch.float64)
     assert (stepped(dt.Muon(rough, lr=0.02), rough)[0] - expected[0]).abs().max() > 1e-4, "in bf16 it is not"
+
+
+def test_matrices_of_one_shape_are_iterated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> list[nn.Parameter]:
+        numbers = torch.Generator().manual_seed(2)
+        shapes = ((6, 4), (5, 5), (6, 4), (4, 6), (6, 4), (4, 6))
+        return [nn.Parameter(torch.randn(shape, generator=numbers, dtype=torch.float64)) for shape in shapes]
+
+    stacks: list[tuple[int, ...]] = []
+    iterated = muon._iterated
+
+    def watched(matrix: Tensor, group: Any) -> Tensor:
+        stacks.append(tuple(matrix.shape))
+        return iterated(matrix, group)
+
+    monkeypatch.setattr(muon, "_iterated", watched)
+    monkeypatch.setattr(muon, "STACK_ELEMENTS", 2 * 24)
+    ours, plain = drawn(), drawn()
+    found = stepped(dt.Muon(ours, lr=0.02, weight_decay=0.1, dtype="fp32"), ours)
+    expected = stepped(PlainMuon(list(plain), 0.02, weight_decay=0.1), plain)
+    assert stacks[:4] == [(2, 6, 4), (6, 4), (5, 5), (2, 4, 6)]  # two are as large as a stack may be
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
 
 
 def test_another_type_is_refused() -> None:

@@ -2,7 +2,8 @@
 
 The update of a matrix is its momentum, orthogonalized by a few Newton-Schulz iterations, which need all of it. Where a
 rank has only rows, each matrix has an owner: all ranks send it their rows, it iterates, and sends the rows of the
-result back. So the work is shared out, too, and what comes of it has the bits of the iteration on a whole matrix.
+result back. So the work is shared out, too. Matrices of one shape are iterated together: a small one alone does not
+keep a GPU busy, and each takes twenty kernels.
 """
 
 import math
@@ -20,6 +21,7 @@ from drivetrain.core.optims import Optim
 
 IterationDtype = Literal["bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STACK_ELEMENTS = 2**25  # matrices of one shape are iterated together up to this size: beyond, nothing is gained
 # What is a matrix and yet no hidden layer: rows of embeddings and of the last layer stand for words or classes.
 NOT_HIDDEN = ("*embed*", "*emb.*", "*wte*", "*wpe*", "*token*", "*position*", "*head*", "*classifier*")
 
@@ -70,7 +72,7 @@ class Muon(torch.optim.Muon):
                 loss = closure()
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            updates = self._orthogonalized(group, held, [self._momentum(group, parameter) for parameter in held])
+            updates = self._orthogonalized(group, held, self._momenta(group, held))
             rate = float(group["lr"])
             for parameter, update in zip(held, updates, strict=True):
                 parameter.mul_(1 - rate * group["weight_decay"])
@@ -81,22 +83,26 @@ class Muon(torch.optim.Muon):
         rows, columns = self._rows[parameter].shape if parameter in self._rows else parameter.shape
         return rows, columns
 
-    def _momentum(self, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
-        """Return what is orthogonalized: the momentum, which looks ahead where it is Nesterov's."""
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-        kept: Tensor = state["momentum_buffer"]
-        kept.lerp_(gradient, 1 - group["momentum"])
-        found = gradient.lerp(kept, group["momentum"]) if group["nesterov"] else kept
-        return found.to(_DTYPES[group["iteration_dtype"]])
+    def _momenta(self, group: Mapping[str, Any], held: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what is orthogonalized: the momenta, which look ahead where they are Nesterov's."""
+        if not held:
+            return []
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        for parameter, gradient in zip(held, gradients, strict=True):
+            if "momentum_buffer" not in self.state[parameter]:
+                empty = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+                self.state[parameter]["momentum_buffer"] = empty
+        kept = [self.state[parameter]["momentum_buffer"] for parameter in held]
+        torch._foreach_lerp_(kept, gradients, 1 - group["momentum"])
+        found = torch._foreach_lerp(gradients, kept, group["momentum"]) if group["nesterov"] else kept
+        return [each.to(_DTYPES[group["iteration_dtype"]]) for each in found]
 
     def _orthogonalized(
         self, group: Mapping[str, Any], held: Sequence[Tensor], updates: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         shared = [number for number, parameter in enumerate(held) if parameter in self._rows]
-        found = {number: _iterated(update, group) for number, update in enumerate(updates) if number not in set(shared)}
+        whole = [number for number, parameter in enumerate(held) if parameter not in self._rows]
+        found = dict(zip(whole, _all_iterated([updates[number] for number in whole], group), strict=True))
         if shared:
             rows = [self._rows[held[number]] for number in shared]
             found |= zip(shared, _by_owners(rows, [updates[number] for number in shared], group), strict=True)
@@ -152,17 +158,38 @@ def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
     return rate * math.sqrt(max(1, rows / columns))
 
 
+def _all_iterated(matrices: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+    """Iterate some matrices, those of one shape together."""
+    found: dict[int, Tensor] = {}
+    by_shape: dict[torch.Size, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(number)
+    for shape, numbers in by_shape.items():
+        at_once = max(1, STACK_ELEMENTS // max(1, shape.numel()))
+        for start in range(0, len(numbers), at_once):
+            some = numbers[start : start + at_once]
+            if len(some) == 1:
+                found[some[0]] = _iterated(matrices[some[0]], group)
+            else:
+                found |= zip(some, _iterated(torch.stack([matrices[number] for number in some]), group), strict=True)
+    return [found[number] for number in range(len(matrices))]
+
+
 def _iterated(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Push the singular values of a matrix toward 1, by an odd polynomial of degree 5 that is applied a few times."""
+    """Push the singular values of a matrix toward 1, by an odd polynomial of degree 5 that is applied a few times.
+
+    A stack of matrices has a first dimension more.
+    """
     first, third, fifth = group["ns_coefficients"]
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=group["eps"])
+    add_product: Any = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if is_tall else matrix
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
     with _exact_products(matrix):
         for _ in range(group["ns_steps"]):
-            gram = wide @ wide.T
-            wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
-    return wide.T if is_tall else wide
+            gram = wide @ wide.mT
+            wide = add_product(wide, add_product(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
+    return wide.mT if is_tall else wide
 
 
 @contextmanager
@@ -228,12 +255,9 @@ def _by_owners(rows: Sequence[_Rows], updates: Sequence[Tensor], group: Mapping[
     dist.all_to_all_single(arrived, flat, received, sent, group=processes)
     pieces = iter(torch.split(arrived, [num_elements(number, each) for each in range(size) for number in mine]))
     parts = {(each, number): next(pieces) for each in range(size) for number in mine}
-    whole = {
-        number: _iterated(
-            torch.cat([parts[each, number] for each in range(size)]).view(rows[number].shape), group
-        ).reshape(-1)
-        for number in mine
-    }
+    gathered = [torch.cat([parts[each, number] for each in range(size)]).view(rows[number].shape) for number in mine]
+    iterated = [matrix.reshape(-1) for matrix in _all_iterated(gathered, group)]
+    whole = dict(zip(mine, iterated, strict=True))
     by_rank = {
         number: torch.split(whole[number], [num_elements(number, each) for each in range(size)]) for number in mine
     }
