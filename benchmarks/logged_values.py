@@ -11,7 +11,7 @@ import torch
 
 import drivetrain as dt
 from drivetrain.core.logged import Logged, logging_loss
-from drivetrain.core.records import StepRecord
+from drivetrain.core.records import LoggedTotals, StepRecord
 from drivetrain.strategies.step_log import StepLog
 
 STEPS, ROUNDS = 2000, 9
@@ -44,8 +44,9 @@ def _step(num_values: int) -> Callable[[], str]:
         found = called(None, None)
         if type(found) is Logged:
             log.add(found.values, 64)
-        totals = log.take()
-        logged = None if totals is None else totals.read(totals.on_host())
+        logged = log.take()
+        if isinstance(logged, LoggedTotals):  # as `loop/read_back.py` reads it
+            logged = logged.read(logged.values.tolist())
         return StepRecord(1, 0, 64, 1.0, 64, 0.1, 1.0, 0.01, logged=logged).as_json()
 
     step()

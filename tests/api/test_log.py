@@ -15,6 +15,7 @@ import drivetrain as dt
 from drivetrain import DrivetrainError, Job, LossSum
 from drivetrain.api.training import train
 from drivetrain.config import configure
+from drivetrain.core.records import LoggedTotals, StepRecord
 from drivetrain.data.division import SampleStream
 from drivetrain.strategies.step_log import StepLog
 from tests.gloo_pool import GlooPool
@@ -250,11 +251,24 @@ def test_a_value_of_one_micro_batch_is_what_was_logged() -> None:
     log = StepLog()
     for _ in range(2):
         log.add({"value": [torch.tensor(0.1, dtype=torch.float64, requires_grad=True)]}, 3)  # 0.1 * 3 / 3 is not 0.1
-        totals = log.take()
-        assert totals is not None
-        assert totals.read(totals.on_host()) == {"value": 0.1}
+        assert read(log) == {"value": 0.1}
     log.add({"value": [torch.tensor(1.0)]}, 1)
     log.add({"value": [torch.tensor(4.0)]}, 2)
-    totals = log.take()
-    assert totals is not None
-    assert totals.read(totals.on_host()) == {"value": 3.0}
+    assert read(log) == {"value": 3.0}
+    log.add({"value": [torch.tensor(1.0)]}, 1)
+    log.add({"value": [dt.LossSum(torch.tensor(12.0), 2)]}, 1)  # a mean and a sum, in two micro-batches
+    assert read(log) == {"value": 13 / 3}
+
+
+def test_a_truth_value_is_logged_as_a_number() -> None:
+    log = StepLog()
+    for _ in range(2):
+        log.add({"value": [torch.tensor(True)]}, 4)
+        logged = read(log)
+        record = json.loads(StepRecord(1, 0, 4, 1.0, 4, 0.1, None, 0.01, logged=logged).as_json())
+        assert record["value"] == 1.0
+
+
+def read(log: StepLog) -> dict[str, float] | None:
+    logged = log.take()
+    return logged.read(logged.values.tolist()) if isinstance(logged, LoggedTotals) else logged

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.metrics import LossSum
@@ -171,7 +171,7 @@ def log(name: str, value: LoggedValue) -> None:
             value = copied(value)
         # What is not traced is detached where it is read: on a CPU the number is all that is taken, and a tensor more
         # costs as much as all else.
-        kept = value.detach() if is_compiling() and isinstance(value, Tensor) and value.requires_grad else value
+        kept = value.detach() if is_dynamo_compiling() and isinstance(value, Tensor) and value.requires_grad else value
         if name in found:
             found[name].append(kept)
         else:

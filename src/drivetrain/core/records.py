@@ -37,21 +37,16 @@ class PartTotals(NamedTuple):
 class LoggedTotals(NamedTuple):
     """Sums of the values that a step logged, and their counts."""
 
-    values: Tensor | Sequence[float]  # all sums; behind them all counts, where the host does not know these
+    values: Tensor  # all sums; behind them all counts, where the host does not know these
     names: Sequence[str]
     factor: float = 1.0  # of the sums
     counts: Sequence[float] | float | None = None  # one for each, or the one that all have
-
-    def on_host(self) -> Sequence[float]:
-        """Return the values as numbers; the host waits for the device."""
-        values = self.values
-        return values if type(values) is list else torch.as_tensor(values).tolist()
 
     def read(self, values: Sequence[float]) -> dict[str, float]:
         """Return the mean of each, given the values on the host; nan for one without an item."""
         counts, factor = self.counts, self.factor
         if counts == factor and counts:  # means over one micro-batch: they are what was logged
-            return dict(zip(self.names, values))  # noqa: B905  (a keyword takes longer than the rest)
+            return dict(zip(self.names, values, strict=False))
         if isinstance(counts, float):
             counts = [counts] * len(self.names)
         if counts is None:
@@ -88,7 +83,7 @@ class StepOutcome(NamedTuple):
     packed: Tensor | None = None  # what `pack` gives, where the device has it already; overwritten by the next step
     rows: "ResultRows | None" = None  # what `pack` gives of one replay or several, until it is read
     named: PartTotals | None = None  # of a loss with named parts, which has no `losses`
-    logged: LoggedTotals | None = None  # of a loss that logs values
+    logged: LoggedTotals | dict[str, float] | None = None  # of a loss that logs values; means, on a host alone
 
     def parts(self) -> list[Tensor | float]:
         norm = 0.0 if self.grad_norm is None else self.grad_norm
@@ -98,8 +93,7 @@ class StepOutcome(NamedTuple):
         """Pack its tensors into one of float64: `parts` in order, then named loss parts, then logged values."""
         # Only tensors: copying a host number to the device, to read it back, would make the host wait.
         on_device = [widened(part) for part in self.parts() if isinstance(part, Tensor)]
-        totals = [found.values for found in (self.named, self.logged) if found is not None]
-        others = [widened(torch.as_tensor(values)) for values in totals]
+        others = [widened(found.values) for found in (self.named, self.logged) if isinstance(found, tuple)]
         if others:
             return torch.cat([torch.stack(on_device), *others]) if on_device else torch.cat(others)
         return torch.stack(on_device) if len(on_device) > 1 else on_device[0].reshape(1)
@@ -125,7 +119,7 @@ class StepRecord(NamedTuple):
         norm, more = self.grad_norm, "" if self.parts is None else self._parts_json(self.parts)
         if self.logged:
             for name, value in self.logged.items():
-                more += f", {_quoted(name)}: {repr(value) if isfinite(value) else _json_or_null(value)}"
+                more += _key(name) + (repr(value) if isfinite(value) else _json_or_null(value))
         return (
             f'{{"step": {self.step}, "epoch": {self.epoch}, "samples": {self.samples}, "loss": {_json(self.loss)}, '
             f'"num_items": {_json(self.num_items)}, "lr": {_json(self.lr)}, '
@@ -147,7 +141,9 @@ class StepRecord(NamedTuple):
 RESERVED_NAMES = (*StepRecord._fields[:9], "time")
 
 
-_quoted = cache(json.dumps)  # of names, which are the same in every step
+@cache  # names are the same in every step
+def _key(name: str) -> str:
+    return f", {json.dumps(name)}: "
 
 
 def _json(number: float) -> str:

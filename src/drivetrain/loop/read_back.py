@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from drivetrain.core.records import SKIPPED_IF_BAD, PartLoss, PartReader, StepOutcome
+from drivetrain.core.records import SKIPPED_IF_BAD, LoggedTotals, PartLoss, PartReader, StepOutcome
 from drivetrain.data.division import Place
 from drivetrain.monitor.phases import PhaseClock
 
@@ -253,7 +253,9 @@ class Reading:
         parts = None if named is None else (named.reader, named.values.tolist())
         found_norm = None if norm is None else float(norm)
         own = total, float(num_items), float(stop), found_norm, _skipped(float(skipped), total, found_norm)
-        return [Values(*own, parts, None if logged is None else logged.read(logged.on_host()))]
+        if isinstance(logged, LoggedTotals):
+            logged = logged.read(logged.values.tolist())
+        return [Values(*own, parts, logged)]
 
     def _from(self, rows: list[list[float]]) -> list[Values]:
         """Unpack rows as `pack` lays them out: the parts that are on the device, in order."""
@@ -267,7 +269,7 @@ class Reading:
             if named is not None or logged is not None:
                 row, others = row[: len(places)], row[len(places) :]
                 of_parts = None if named is None else (named.reader, others[:num_named])
-                values = None if logged is None else logged.read(others[num_named:])
+                values = logged.read(others[num_named:]) if isinstance(logged, LoggedTotals) else logged
             for place, value in zip(places, row, strict=True):
                 parts[place] = value
             num_items, stop, norm, skipped, *losses = parts

@@ -4,7 +4,7 @@ A value without a count is a mean over the samples of its micro-batch. Sums and 
 the device, reduced over ranks once per step, and they reach the host with the step's record.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from drivetrain.core.widths import wide_dtype, widened
 from drivetrain.core.world import World
 
 # What a micro-batch adds: a vector of totals, a factor of these, and their counts, or the one that all have.
-_Term = tuple[Tensor | list[float], float, Sequence[float] | Tensor | float]
+_Term = tuple[Tensor, float, Sequence[float] | Tensor | float]
 
 
 class StepLog:
@@ -25,10 +25,11 @@ class StepLog:
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
-        # A CPU's values are numbers at once, without a wait; to stack them would take longer than all else.
         self._is_alone = self._world.group is None
-        self._is_on_host = self._is_alone and self._world.device.type == "cpu"
         self.names: tuple[str, ...] = ()
+        # A CPU's values are numbers at once, without a wait; to stack them would take longer than all else.
+        self._num_on_host = 0  # the number of names, where the device is this CPU and there is no other rank
+        self._means: list[tuple[dict[str, float], int]] = []  # micro-batches of means there, and their samples
         self.numbers: dict[str, float] = {}  # values that were numbers in Python: a captured step would repeat them
         self._is_settled = False
         self._seen: dict[str, None] = {}  # names, until they are settled
@@ -42,20 +43,24 @@ class StepLog:
 
     def add(self, values: LoggedValues, num_samples: int) -> None:
         """Add what a micro-batch logged."""
+        if len(values) == self._num_on_host:
+            means: dict[str, float] = {}
+            try:
+                for name in self.names:
+                    (value,) = values[name]
+                    # `float` for truth values, which JSON writes otherwise; what is complex raises.
+                    means[name] = float(value.item())  # type: ignore[union-attr]
+            except (KeyError, ValueError, AttributeError, RuntimeError, TypeError):
+                pass  # another name, several values of one, or something that is not one number: as elsewhere
+            else:
+                self._means.append((means, num_samples))
+                return
         if not self._is_settled:
             for name, logged in values.items():
                 one_value(name, logged)  # raises for what cannot be logged
                 self._seen[name] = None
             self._early.append((values, num_samples))
             return
-        if self._is_on_host and tuple(values) == self.names:
-            try:
-                numbers = [value.item() for (value,) in values.values()]  # type: ignore[union-attr]
-            except (ValueError, AttributeError, RuntimeError):  # several values, or none that is one number
-                numbers = []
-            if numbers and type(sum(numbers)) is not complex:
-                self._terms.append((numbers, count := float(num_samples), count))
-                return
         new = [name for name in values if name not in self.names]
         if new:
             known = ", ".join(self.names) or "nothing"
@@ -103,44 +108,51 @@ class StepLog:
                 f"dt.log was called with the name {taken[0]!r}, under which the run's own records keep something",
                 remedy="choose another name",
             )
+        if self._is_alone and self._world.device.type == "cpu":
+            self._num_on_host = len(self.names)
         self._is_settled = True
         early, self._early = self._early, []
         for values, num_samples in early:
             self.add(values, num_samples)
 
-    def take(self) -> LoggedTotals | None:
-        """End a step and return the sums and counts of its values over all ranks. All ranks call it together."""
+    def take(self) -> LoggedTotals | dict[str, float] | None:
+        """End a step and return the sums and counts of its values over all ranks. All ranks call it together.
+
+        Where all of them are numbers on the host already, it returns their means.
+        """
         if not self._is_settled:
             self.settle()
         if not self.names:
             return None
-        terms, self._terms = self._terms, []
+        terms, means = self._terms, self._means
+        if means and not terms:
+            self._means = []
+            return means[0][0] if len(means) == 1 else _averaged(means)
+        self._terms, self._means = [], []
+        for found, count in means:
+            terms.append((torch.tensor(list(found.values()), dtype=torch.float64), float(count), float(count)))
         if self._is_alone and len(terms) == 1:
             values, factor, counts = terms[0]
             if not isinstance(counts, Tensor):
                 return LoggedTotals(values, self.names, factor, counts)
         device = self._world.device
-        if terms and all(isinstance(values, list) for values, _, _ in terms):
-            return self._added(terms)
         sums = torch.zeros(2, len(self.names), dtype=wide_dtype(device), device=device)
         for values, factor, counts in terms:
-            found = values if isinstance(values, Tensor) else torch.tensor(values, dtype=wide_dtype(device))
-            sums[0] += widened(found) * factor
+            sums[0] += widened(values) * factor
             if isinstance(counts, (Tensor, float)):
                 sums[1] += counts
             else:
                 sums[1] += self._stacked(counts)
         return LoggedTotals(self._world.all_reduce(sums).flatten(), self.names)
 
-    def _added(self, terms: Sequence[_Term]) -> LoggedTotals:
-        """Add up terms that are numbers on the host."""
-        sums, counts = [0.0] * len(self.names), 0.0
-        for values, factor, _ in terms:
-            sums = [total + value * factor for total, value in zip(sums, values, strict=True)]
-            counts += factor  # of means: the number of samples
-        return LoggedTotals(sums, self.names, 1.0, counts)
-
     def forget(self) -> None:
         """Discard a step that was begun."""
         self._terms.clear()
+        self._means.clear()
         self._early.clear()
+
+
+def _averaged(means: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Return the means over all samples, given those of micro-batches and their numbers of samples."""
+    total = sum(count for _, count in means)
+    return {name: sum(found[name] * count for found, count in means) / total for name in means[0][0]}
