@@ -181,7 +181,7 @@ def _iterated(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
     A stack of matrices has a first dimension more.
     """
     first, third, fifth = group["ns_coefficients"]
-    add_product: Any = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    add_product: Callable[..., Tensor] = torch.addmm if matrix.dim() == 2 else torch.baddbmm
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     wide = matrix.mT if is_tall else matrix
     wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
