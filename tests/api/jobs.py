@@ -38,6 +38,7 @@ class Variant:
     num_samples: int = NUM_SAMPLES
     seed: int = 3
     save_every: int | None = None
+    num_layers: int = 2  # of a transformer
 
 
 class Vectors(Dataset[Any]):
@@ -89,11 +90,11 @@ class Mlp(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, num_layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.out = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def token_loss(model: nn.Module, batch: Any) -> LossSum:
 
 
 def make_model(variant: Variant) -> nn.Module:
-    made = Mlp(variant.dropout) if variant.kind == "mlp" else Transformer(variant.dropout)
+    made = Mlp(variant.dropout) if variant.kind == "mlp" else Transformer(variant.dropout, variant.num_layers)
     return made.to(variant.dtype)
 
 

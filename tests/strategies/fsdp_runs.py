@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,36 @@ def held_and_forecast(kind: str) -> tuple[dict[str, int], dict[str, int], int]:
         "optimizer": num_bytes(state),
     }
     return held, forecast.model_dump(), whole
+
+
+def units_seen(changes: dict[str, Any]) -> dict[str, Any]:
+    """How a model of five blocks is gathered: its units, what is gathered when a block computes, and after forward."""
+    world = world_here()
+    model = nn.Sequential(nn.Linear(4, 4), *(Block(4) for _ in range(5)))
+    sharded = shard(model, world, ShardOptions(**changes), FP32_ON_CPU)
+    blocks = [cast(Any, module) for module in model if isinstance(module, Block)]
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
+
+    def is_gathered(number: int) -> bool:
+        return bool(groups[number].is_unsharded or groups[number]._all_gather_result is not None)
+
+    at: dict[int, list[int]] = {}
+
+    def look(block: nn.Module, _: Any) -> None:
+        at[blocks.index(block)] = [number for number in range(5) if is_gathered(number)]
+
+    for block in blocks:
+        block.register_forward_pre_hook(look)
+    output = model(torch.ones(2, 4))
+    after = [number for number in range(5) if is_gathered(number)]
+    output.sum().backward()
+    return {
+        "units": [groups.index(group) for group in groups],
+        "at": [at[number] for number in range(5)],
+        "after": after,
+        "words": sharded.in_words,
+        "names": sharded.unit_names,
+    }
 
 
 def local(tensor: Any) -> Tensor:

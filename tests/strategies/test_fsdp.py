@@ -54,6 +54,48 @@ def test_where_things_are_kept_changes_nothing(gloo_pool: GlooPool, tmp_path: Pa
     assert max(of_losses, of_weights) < 1e-10
 
 
+DEEP = Variant("transformer", torch.float64, 12, num_samples=60, steps=6, num_layers=5)
+GATHERED = {
+    "kept after forward": {"fsdp_reshard": "off"},
+    "two at once": {"fsdp_unit_blocks": 2},
+    "two ahead": {"fsdp_gather_ahead": 2},
+    "all, recomputed": {"fsdp_unit_blocks": 2, "fsdp_gather_ahead": 1, "activations": "recompute"},
+}
+
+
+WORLDS_OF = {"kept after forward": 2, "two at once": 3, "two ahead": 2, "all, recomputed": 1}  # others: make soak
+
+
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [
+        pytest.param(how, world, marks=() if world == WORLDS_OF[how] else pytest.mark.soak)
+        for how in GATHERED
+        for world in (1, 2, 3)
+    ],
+)
+def test_when_weights_are_gathered_changes_nothing(gloo_pool: GlooPool, tmp_path: Path, how: str, world: int) -> None:
+    given = gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", DEEP, 2, GATHERED[how], world=world)[0]
+    of_losses, of_weights = difference(given, *plain_loop(DEEP))
+    assert max(of_losses, of_weights) < 1e-9
+
+
+def test_weights_are_gathered_as_asked(gloo_pool: GlooPool) -> None:
+    plain, kept, joined, ahead = (
+        gloo_pool.run(fsdp_runs.units_seen, options, world=2)[0]
+        for options in ({}, {"reshard": False}, {"unit_blocks": 2}, {"gather_ahead": 2})
+    )
+    assert (plain["units"], plain["after"]) == ([0, 1, 2, 3, 4], [])
+    assert plain["at"] == [[0], [1], [2], [3], [4]]
+    assert kept["after"] == [0, 1, 2, 3, 4]
+    assert joined["units"] == [0, 0, 2, 2, 4]
+    assert joined["names"] == ("1, 2", "3, 4", "5", "")
+    assert "5 blocks (1 to 5, 2 at a time" in joined["words"]
+    assert joined["at"][0] == [0, 1]
+    assert ahead["at"][0] == [0, 1, 2]
+    assert ahead["at"][2][-1] == 4
+
+
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch cannot")
 def test_ranks_that_use_other_weights(gloo_pool: GlooPool, tmp_path: Path) -> None:
     ddp = gloo_pool.run(fsdp_runs.run_branched, str(tmp_path / "ddp"), "ddp", world=2)[0]

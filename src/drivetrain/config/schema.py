@@ -444,6 +444,23 @@ class DistributedSection(Section):
         description="fsdp, between micro-steps: keep whole gradients without communicating, or reduce them to shards "
         "every time, which takes less memory",
     )
+    fsdp_reshard: Annotated[Literal["auto", "on", "off"], Flag("fsdp-reshard"), Planned()] = Field(
+        "auto",
+        description="fsdp: free a block's weights after its forward and gather them again for its backward; off keeps "
+        "them, which communicates less and takes more memory; auto is on where nothing is measured",
+    )
+    fsdp_unit_blocks: Annotated[int | None, Flag("fsdp-unit-blocks"), Planned()] = Field(
+        None,
+        ge=1,
+        description="fsdp: blocks that are gathered together: fewer and larger messages, more memory (auto: 1 where "
+        "nothing is measured)",
+    )
+    fsdp_gather_ahead: Annotated[int | None, Flag("fsdp-gather-ahead"), Planned()] = Field(
+        None,
+        ge=0,
+        description="fsdp: units that are gathered while another one computes (auto: 0, as torch does it, where "
+        "nothing is measured)",
+    )
     backend: Annotated[Literal["auto", "nccl", "gloo"], Flag("backend")] = Field(
         "auto", description="auto is nccl where each process has a GPU, else gloo"
     )

@@ -42,6 +42,9 @@ class StepWay(Value):
     capture: bool = False
     num_threads: int | None = None  # on a CPU; None: as torch has it
     repeat: Repeat = "off"
+    reshard: bool = True  # whether a sharded unit's weights are freed between its forward and its backward
+    unit_blocks: int = 1  # of a sharded model, that are gathered together
+    gather_ahead: int = 0  # units of a sharded model, while another one computes; 0: as torch does it
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (knob.in_words(getattr(self, knob.field)) for knob in KNOBS)))
@@ -99,6 +102,7 @@ class KnobFacts:
     has_convolutions: bool
     why_not_captured: str  # empty: nothing here prevents a CUDA graph
     why_micro_batch: str  # that --auto-batch-size found, or that ran out of memory; empty: neither
+    num_units: int = 0  # blocks that are gathered in turn; 0: the model is not sharded, or has no blocks
 
 
 class Others(Value):
@@ -336,6 +340,25 @@ def _tell_repeat(outcome: PlanningOutcome) -> Choice[str]:
     )
 
 
+# Sharded models
+
+
+def _of_units(*values: Any) -> Callable[[KnobFacts], Others]:
+    """Return what to measure of a choice that only a model of several sharded blocks has."""
+    return lambda facts: Others(values=values if facts.num_units > 1 and facts.world_size > 1 else ())
+
+
+def _tell_units(field: str) -> Callable[[PlanningOutcome], Choice[Any] | None]:
+    def tell(outcome: PlanningOutcome) -> Choice[Any] | None:
+        if not outcome.facts.num_units:
+            return None
+        value = getattr(outcome.way, field)
+        value = ("on" if value else "off") if isinstance(value, bool) else value
+        return Choice(value=value, reason=outcome.reason(field), alternatives=outcome.alternatives[field])
+
+    return tell
+
+
 # In the order in which a way is described.
 KNOBS: tuple[Knob, ...] = (
     Knob(
@@ -423,6 +446,33 @@ KNOBS: tuple[Knob, ...] = (
         stage="repeat",
         pinned_by=lambda read: _repeat_asked(read) is not None,
         told=(PlanLine("kernels.repeatable", _tell_repeat),),
+    ),
+    Knob(
+        field="reshard",
+        settings=("distributed.fsdp_reshard",),
+        words="resharding after forward",
+        in_words=lambda is_on: "" if is_on else "weights kept after forward",
+        by_rule=lambda asked: asked.read("distributed.fsdp_reshard") != "off",
+        others=_of_units(False),
+        told=(PlanLine("distributed.fsdp_reshard", _tell_units("reshard")),),
+    ),
+    Knob(
+        field="unit_blocks",
+        settings=("distributed.fsdp_unit_blocks",),
+        words="blocks that are gathered together",
+        in_words=lambda number: f"{number} blocks gathered at once" if number > 1 else "",
+        by_rule=lambda asked: asked.read("distributed.fsdp_unit_blocks") or 1,
+        others=_of_units(2, 4),
+        told=(PlanLine("distributed.fsdp_unit_blocks", _tell_units("unit_blocks")),),
+    ),
+    Knob(
+        field="gather_ahead",
+        settings=("distributed.fsdp_gather_ahead",),
+        words="units that are gathered ahead",
+        in_words=lambda number: f"{number} units gathered ahead" if number else "",
+        by_rule=lambda asked: asked.read("distributed.fsdp_gather_ahead") or 0,
+        others=_of_units(1, 2),
+        told=(PlanLine("distributed.fsdp_gather_ahead", _tell_units("gather_ahead")),),
     ),
 )
 BY_FIELD = {knob.field: knob for knob in KNOBS}

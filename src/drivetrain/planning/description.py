@@ -17,7 +17,7 @@ from drivetrain.plan.simulate import num_bytes
 from drivetrain.plan.tune import Measurement, Tuned, plainest
 from drivetrain.run.model_factory import has_convolutions
 from drivetrain.run.session import Session
-from drivetrain.strategies.sharding import forecast_local, layout_of
+from drivetrain.strategies.sharding import ROOT, forecast_local, layout_of
 
 
 def facts_of(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:
@@ -37,7 +37,15 @@ def facts_of(run: Session, model: nn.Module, planned: PlannedRun) -> KnobFacts:
         has_convolutions=has_convolutions(model),
         why_not_captured=why_not_here(run.world, asserts=run.config.device.assertions),
         why_micro_batch=planned.why_capped or planned.batch_size_found,
+        num_units=_num_units(run, model),
     )
+
+
+def _num_units(run: Session, model: nn.Module) -> int:
+    """Return how many blocks a sharded model is gathered in."""
+    if not run.shards:
+        return 0
+    return sum(unit.name != ROOT for unit in layout_of(model, shares_experts=run.experts is not None).units)
 
 
 def described(
@@ -68,7 +76,7 @@ def described(
     sharded_rest: Choice[Any] = Choice(value="fsdp", reason="asked for", pinned=True)
     choices = choices_of(
         outcome,
-        before={"distributed.strategy": _strategy(run, model)},
+        before={"distributed.strategy": _strategy(run, model, planned.way)},
         after={
             **_data_choices(run, data),
             **({} if run.experts is None else {"distributed.expert_rest": sharded_rest}),
@@ -160,9 +168,9 @@ def _data_choices(run: Session, data: Choice[DataPath] | None) -> dict[str, Choi
     }
 
 
-def _strategy(run: Session, model: nn.Module) -> Choice[str]:
+def _strategy(run: Session, model: nn.Module, way: StepWay) -> Choice[str]:
     if run.shards:
-        layout = layout_of(model, shares_experts=run.experts is not None)
+        layout = layout_of(model, shares_experts=run.experts is not None, unit_blocks=way.unit_blocks)
         reason = f"{run.strategy_choice.reason}; {layout.in_words()}"
         return run.strategy_choice.model_copy(update={"reason": reason})
     if not run.is_whole:

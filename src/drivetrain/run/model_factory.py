@@ -30,6 +30,7 @@ from drivetrain.core.value import format_bytes
 from drivetrain.core.world import World
 from drivetrain.moe import MixtureOfExperts
 from drivetrain.monitor.recorder import NoRunRecorder
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.simulate import num_bytes
 from drivetrain.run.job_settings import strategy_for
 from drivetrain.run.memory import explained
@@ -120,7 +121,7 @@ def prepare_model(run: Session, model: nn.Module) -> Prepared:
                 remedy="keep them in an nn.ModuleList or nn.Sequential, or use --activations offload",
             )
     if run.shards:
-        run.sharded = shard(model, run.world, _shard_options(run.config), run.precision, run.experts)
+        run.sharded = shard(model, run.world, _shard_options(run.config, run.way), run.precision, run.experts)
     optimizer = run.job.make_optimizer(model)
     if run.sharded is not None:
         run.sharded.take_over(optimizer)
@@ -194,13 +195,16 @@ def _refuse_meta(run: Session, made: nn.Module) -> None:
     run.world.main_does(lambda: refuse_meta(made))
 
 
-def _shard_options(config: Config) -> ShardOptions:
+def _shard_options(config: Config, way: StepWay) -> ShardOptions:
     return ShardOptions(
         offload=config.distributed.fsdp_offload,
         cast=config.distributed.fsdp_cast,
         accumulate=config.distributed.fsdp_accumulate,
         broadcast_buffers=config.distributed.broadcast_buffers,
         reduces_unused=config.distributed.find_unused_parameters,
+        reshard=way.reshard,
+        unit_blocks=way.unit_blocks,
+        gather_ahead=way.gather_ahead,
     )
 
 

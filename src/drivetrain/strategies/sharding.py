@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -51,15 +51,29 @@ class ShardOptions:
     accumulate: Literal["whole", "shards"] = "whole"
     broadcast_buffers: bool = True
     reduces_unused: bool = False  # a weight that one rank did not use still takes part, with a gradient of zero
+    reshard: bool = True  # whether a unit's weights are freed after its forward, and gathered again for its backward
+    unit_blocks: int = 1  # that are gathered together
+    gather_ahead: int = 0  # units, while another one computes; 0: as torch does it
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose weights are gathered together."""
+    """Modules whose weights are gathered together: some blocks that follow one another, or the rest of the model."""
 
-    name: str
-    module: nn.Module
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
     parameters: dict[str, nn.Parameter]
+
+    @property
+    def name(self) -> str:
+        """The name of the first module."""
+        return self.names[0]
+
+    def may_join(self, other: "Unit") -> bool:
+        """Return whether another unit is of the same list of blocks and of the same type of weights."""
+        lists = {name.rpartition(".")[0] for name in (*self.names, *other.names)}
+        kinds = {p.dtype for unit in (self, other) for p in unit.parameters.values() if p.requires_grad}
+        return ROOT not in (self.name, other.name) and len(lists) == 1 and len(kinds) <= 1
 
 
 @dataclass(frozen=True)
@@ -73,13 +87,15 @@ class ShardLayout:
 
     def in_words(self) -> str:
         """Describe which weights are gathered together, and their sizes."""
-        sizes = {unit.name: _num_bytes(unit.parameters.values()) for unit in self.units if unit.parameters}
-        blocks = [name for name in sizes if name != ROOT]
-        rest = format_bytes(sizes.get(ROOT, 0))
+        sizes = {unit.names: _num_bytes(unit.parameters.values()) for unit in self.units if unit.parameters}
+        rest = format_bytes(sizes.pop((ROOT,), 0))
+        blocks = [name for names in sizes for name in names]
         found = f"no repeated blocks were found: the whole model at once ({rest})"
         if blocks:
-            largest = format_bytes(max(sizes[name] for name in blocks))
-            found = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]}, {largest} at most), and the rest ({rest})"
+            most = max(map(len, sizes))
+            at_once = f", {most} at a time" if most > 1 else ""
+            largest = f"{format_bytes(max(sizes.values()))} at most"
+            found = f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]}{at_once}, {largest}), and the rest ({rest})"
         others = [name for name in self.replicated if name not in self.routers]
         whole = f"; whole on every rank: {', '.join(others)}" if others else ""
         size = format_bytes(_num_bytes(self.shared_out.values()))
@@ -138,11 +154,12 @@ class Sharded:
         return value[first : first + part.shape[0]].to(part.device, copy=True)
 
 
-def layout_of(model: nn.Module, *, shares_experts: bool = False) -> ShardLayout:
+def layout_of(model: nn.Module, *, shares_experts: bool = False, unit_blocks: int = 1) -> ShardLayout:
     """Return the units of a model. A block that shares a weight with something outside it is not a unit.
 
     Such a block would need both gathered. With `shares_experts`, experts are in no unit. Their routers stay whole: they
-    are small, and experts that are added or removed change rows of them on every rank.
+    are small, and experts that are added or removed change rows of them on every rank. `unit_blocks` that follow one
+    another are one unit.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     mixtures = mixtures_in(model).values() if shares_experts else ()
@@ -166,14 +183,29 @@ def layout_of(model: nn.Module, *, shares_experts: bool = False) -> ShardLayout:
     units.append((ROOT, model, rest))
     replicated = {names[parameter]: parameter for _, _, own in units for parameter in _left_whole(own)}
     replicated |= {names[parameter]: parameter for parameter in names if parameter in routers}
+    single = [
+        Unit((name,), (module,), {names[p]: p for p in own if names[p] not in replicated})
+        for name, module, own in units
+    ]
     return ShardLayout(
-        tuple(
-            Unit(name, module, {names[p]: p for p in own if names[p] not in replicated}) for name, module, own in units
-        ),
+        tuple(_joined(single, unit_blocks)),
         replicated,
         {name: parameter for parameter, name in names.items() if parameter in experts},
         frozenset(names[parameter] for parameter in routers),
     )
+
+
+def _joined(units: Iterable[Unit], most: int) -> list[Unit]:
+    """Return units of up to so many blocks, of those that follow one another in one list."""
+    found: list[Unit] = []
+    for unit in units:
+        last = found[-1] if found else None
+        if last is None or len(last.names) == most or not last.may_join(unit):
+            found.append(unit)
+            continue
+        parameters = {**last.parameters, **unit.parameters}
+        found[-1] = Unit((*last.names, *unit.names), (*last.modules, *unit.modules), parameters)
+    return found
 
 
 def _left_whole(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -228,7 +260,7 @@ def compile_blocks(model: nn.Module, mode: str, *, shares_experts: bool = False,
     With `fixed`, no kernel whose choice changes results is chosen by timing.
     """
     layout = layout_of(model, shares_experts=shares_experts)
-    blocks = [unit.module for unit in layout.units if unit.name != ROOT]
+    blocks = [module for unit in layout.units if unit.name != ROOT for module in unit.modules]
     for module in blocks or [model]:
         compile_forward(module, mode, fixed=fixed)
 
@@ -250,7 +282,7 @@ def shard(
     refuse_uncuttable(model)
     _refuse_options(options, precision)
     _refuse_other_models(model, world)
-    layout = layout_of(model, shares_experts=experts is not None)
+    layout = layout_of(model, shares_experts=experts is not None, unit_blocks=options.unit_blocks)
     replaced: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     words = layout.in_words()
     mesh = DeviceMesh.from_group(world.own_group(), world.device.type)
@@ -264,32 +296,34 @@ def shard(
             _settle(tensor, world)
         if not unit.parameters and unit.name != ROOT:
             continue
-        module = fully_shard(
-            unit.module,
+        fully_shard(
+            list(unit.modules),
             mesh=mesh,
             # With one rank there is nothing to gain from forgetting. The rest of the model is needed again at once.
-            reshard_after_forward=world.size > 1 and unit.name != ROOT,
+            reshard_after_forward=options.reshard and world.size > 1 and unit.name != ROOT,
             mp_policy=_mixed_precision(unit, options, precision),
             offload_policy=offload,
             ignored_params=left_whole | set(layout.shared_out.values()),
         )
-        _sum_gradients(module, world, options)
-        fully_sharded.append(module)
+        modules = cast("tuple[FSDPModule, ...]", unit.modules)
+        _sum_gradients(modules[0], world, options)  # the modules of a unit share all settings
+        fully_sharded.append(modules)
         for parameter in unit.parameters.values():
             # Who is asked later which parameter was whose keeps these: without their values, of which the shards are
             # copies. Kept whole, every rank would hold the whole model beside its part.
             parameter.data = parameter.data.new_empty(0)
-    assert all(isinstance(module, FSDPModule) for module in fully_sharded)
+    assert all(isinstance(module, FSDPModule) for modules in fully_sharded for module in modules)
+    _gather_ahead([modules[0] for modules in fully_sharded], options.gather_ahead)
     if experts is not None:
         experts.deal()
     return Sharded(
         model=model,
         options=options,
-        unit_names=tuple(unit.name for unit in layout.units if unit.parameters),
+        unit_names=tuple(", ".join(unit.names) for unit in layout.units if unit.parameters),
         in_words=words,
         replicated={name: parameter for name, parameter in model.named_parameters() if name in layout.replicated},
         parameters={name: parameter for name, parameter in model.named_parameters() if is_distributed(parameter)},
-        fully_sharded=tuple(fully_sharded),
+        fully_sharded=tuple(module for modules in fully_sharded for module in modules),
         replaced=replaced,
     )
 
@@ -307,6 +341,19 @@ def _refuse_options(options: ShardOptions, precision: Precision) -> None:
             "fsdp steps an offloaded optimizer in host memory, and fp16 scales gradients on the GPU",
             remedy="use --precision bf16 or fp32, or drop --fsdp-offload",
         )
+
+
+def _gather_ahead(units: "Sequence[FSDPModule]", number: int) -> None:
+    """Have the units that follow gathered while one computes, in forward and in backward.
+
+    By itself torch enqueues the next unit of a forward when its turn comes, and gathers one unit ahead in backward. The
+    rest of the model comes last in the list, and first in both.
+    """
+    *blocks, rest = units
+    for index, unit in enumerate((rest, *blocks) if number else ()):
+        unit.set_modules_to_forward_prefetch(list(blocks[index : index + number]))
+    for index, unit in enumerate((rest, *reversed(blocks)) if number else ()):
+        unit.set_modules_to_backward_prefetch(list(reversed(blocks))[index : index + number])
 
 
 def _sum_gradients(module: Any, world: World, options: ShardOptions) -> None:

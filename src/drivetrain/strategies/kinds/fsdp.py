@@ -316,7 +316,14 @@ SPEC = StrategySpec(
     make=_make,
     memory="shards",
     several_optimizers=True,
-    options=("distributed.fsdp_offload", "distributed.fsdp_cast", "distributed.fsdp_accumulate"),
+    options=(
+        "distributed.fsdp_offload",
+        "distributed.fsdp_cast",
+        "distributed.fsdp_accumulate",
+        "distributed.fsdp_reshard",
+        "distributed.fsdp_unit_blocks",
+        "distributed.fsdp_gather_ahead",
+    ),
     conflicts=(
         Conflict(
             when={"distributed.fsdp_offload": True, "precision.dtype": "fp16"},
