@@ -1,8 +1,6 @@
 """Runs made longer, moved aside, and begun anew after a start that did nothing."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from drivetrain.commands.status import runs_in
 from drivetrain.config import configure
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.run.extending import ExtendedSchedule
+from tests import warm_python
 from tests.api.jobs import Trained, Variant, make_job, read
 from tests.api.test_resume import CrashingLoss, PlantedError, assert_identical
 
@@ -201,7 +200,7 @@ def test_a_start_that_is_killed_is_not_the_one_before(tmp_path: Path, first: str
     """What is recorded of the last start is no longer the news once another one has begun."""
 
     def start(how: str) -> tuple[str, str]:
-        subprocess.run([sys.executable, "-c", REFUSED_OR_KILLED, str(tmp_path), how], capture_output=True, check=False)
+        warm_python.run(["-c", REFUSED_OR_KILLED, str(tmp_path), how])
         (found,) = runs_in(tmp_path)
         return found.state, found.cause
 

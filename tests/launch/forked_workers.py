@@ -3,8 +3,11 @@
 A fresh worker takes four seconds of CPU time to import torch. Apart from that these are what they are elsewhere: with
 the same words, environment, streams and open files, in a session of their own, to be killed and waited for. Tests of
 the supervisor without training, and `test_a_script_may_train_several_times`, start fresh interpreters.
+
+`--inside NAME`, as the first words, is `ip netns exec NAME` for a process that is forked, too.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -61,6 +64,18 @@ class Forked(subprocess.Popen[Any]):
         become(args[1:], str(Path.cwd()), self._environment)
 
 
+def enter_network(name: str) -> None:
+    """Move this process, and what it starts, into a network namespace."""
+    clone_newnet = 0x40000000
+    descriptor = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, clone_newnet):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    os.close(descriptor)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--inside":
+        enter_network(sys.argv[2])
+        del sys.argv[1:3]
     workers.subprocess.Popen = Forked  # type: ignore[misc]
     sys.exit(main(sys.argv[1:]))

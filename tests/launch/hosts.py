@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.launch.jobs import Ended, environment
+from tests.warm_python import WarmProcess
 
 ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
 
@@ -31,7 +32,7 @@ class Hosts:
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.names, self.folder = names, folder
         self.main_address = ADDRESSES[0]
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[str] | WarmProcess] = []
 
     def address(self, host: int) -> str:
         return ADDRESSES[host]
@@ -52,7 +53,7 @@ class Hosts:
         nodes: str = "2",
         num_processes: int = 2,
         **more: str,
-    ) -> subprocess.Popen[str]:
+    ) -> subprocess.Popen[str] | WarmProcess:
         """Start one launcher. `forks` spares the workers the import of torch."""
         flags = ["--cpu", "--num-processes", str(num_processes), "--nodes", nodes, "--node-rank", str(host)]
         flags += ["--main-address", self.main_address, "--output-dir", str(self.folder / "runs")]
@@ -60,26 +61,32 @@ class Hosts:
 
     def launch_words(
         self, host: int, words: Sequence[str], wrap: tuple[str, ...] = (), *, forks: bool = False, **more: str
-    ) -> subprocess.Popen[str]:
+    ) -> subprocess.Popen[str] | WarmProcess:
         """Start one launcher with these words and no others."""
-        module = "tests.launch.forked_workers" if forks else "drivetrain"
-        command = [sys.executable, "-m", module, "launch", *words]
-        outputs = {name: (self.folder / f"host-{host}.{name}").open("a") for name in ("out", "err")}
-        process = subprocess.Popen(
-            [*self.inside(host), *wrap, *command],
-            stdout=outputs["out"],
-            stderr=outputs["err"],
-            text=True,
-            env=environment(**more),
-            cwd=self.folder,
-            start_new_session=True,
-        )
-        for file in outputs.values():
+        outputs = [(self.folder / f"host-{host}.{name}").open("a") for name in ("out", "err")]
+        name = self.names[host]
+        process: subprocess.Popen[str] | WarmProcess
+        if forks and not wrap and not (Path("/etc/netns") / name).exists():  # only a mount of its own shows these files
+            command = ["-m", "tests.launch.forked_workers", "--inside", name, "launch", *words]
+            out, err = (file.fileno() for file in outputs)
+            process = WarmProcess(command, cwd=self.folder, env=environment(**more), stdout=out, stderr=err)
+        else:
+            module = "tests.launch.forked_workers" if forks else "drivetrain"
+            process = subprocess.Popen(
+                [*self.inside(host), *wrap, sys.executable, "-m", module, "launch", *words],
+                stdout=outputs[0],
+                stderr=outputs[1],
+                text=True,
+                env=environment(**more),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        for file in outputs:
             file.close()
         self.processes.append(process)
         return process
 
-    def end(self, host: int, process: subprocess.Popen[str], seconds: float = 200) -> Ended:
+    def end(self, host: int, process: subprocess.Popen[str] | WarmProcess, seconds: float = 200) -> Ended:
         began = time.monotonic()
         code = process.wait(seconds)
         out, err = ((self.folder / f"host-{host}.{name}").read_text() for name in ("out", "err"))

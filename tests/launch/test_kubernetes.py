@@ -17,6 +17,7 @@ from tests.commands.test_train_integration import SCRIPT, losses, train_whole, w
 from tests.gloo_pool import GlooPool
 from tests.launch.hosts import ADDRESSES, Hosts, two_hosts
 from tests.launch.jobs import launch
+from tests.warm_python import WarmProcess
 
 OPTIONS = KubernetesOptions(
     kubernetes=True, image="me/train:1", nodes=2, num_gpus=8, volume_claim="runs", stop_seconds=60, max_restarts=7
@@ -80,7 +81,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], output_dir: str, w
         name_of(OPTIONS, Path("1.py"))
 
 
-def pods(hosts: Hosts, words: list[str], attempt: int) -> list[subprocess.Popen[str]]:
+def pods(hosts: Hosts, words: list[str], attempt: int) -> list[subprocess.Popen[str] | WarmProcess]:
     """The command of the JobSet in a pod each, with the variables that Kubernetes sets."""
     more = {RESTART_OF_JOBSET: str(attempt), "PAUSE": "0.05"}
     return [hosts.launch_words(host, words, forks=True, JOB_COMPLETION_INDEX=str(host), **more) for host in (0, 1)]
