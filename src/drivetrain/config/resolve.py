@@ -358,6 +358,8 @@ def _without_options_of_others(sources: Sequence[Sequence[Given]], notes: list[s
 
     Such files hold DeepSpeed's options beside a switch (`deepspeed.enabled`), and a flag may choose otherwise.
     """
+    if not any(given.is_foreign for source in sources for given in source):
+        return [list(source) for source in sources]
     strategy = next(
         (given.value for source in reversed(sources) for given in source if given.name == "distributed.strategy"),
         "auto",
