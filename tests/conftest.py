@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, settings
 # would only wait for each other where several tests run at a time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests import cpu_seconds
+from tests import cpu_seconds, warm_python
 from tests.gloo_pool import gloo_pool
 from tests.simulated_clock import simulated_clock
 
@@ -60,6 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported and collected, which stays: looking for garbage takes a third of that time
     if config.getoption("--measure-cpu"):
         config.pluginmanager.register(cpu_seconds.Measuring())
+    if address := getattr(config, "workerinput", {}).get("warm python"):
+        warm_python.use_server(address)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of pytest-xdist share one server of Python processes, unless its time is to be counted for each test."""
+    if not node.config.getoption("--measure-cpu"):
+        node.workerinput["warm python"] = warm_python.server_address()
 
 
 @pytest.hookimpl(tryfirst=True)

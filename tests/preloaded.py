@@ -16,8 +16,9 @@ MODULES = (
     "drivetrain.commands.train_in_process",
     "drivetrain.recipes.digits",
 )
-# Extras: seconds for each of the processes that train a model of Hugging Face.
+# Extras: seconds for each of the processes that train a model of Hugging Face, a second for those with digits.
 IF_INSTALLED = ("transformers.models.llama", "transformers.models.gpt2", "transformers.trainer", "peft", "accelerate")
+IF_INSTALLED += ("sklearn.datasets",)
 
 gc.disable()
 for module in MODULES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm_python
+from tests.launch.jobs import launch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -42,9 +43,8 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_two_processes_run_the_same_script(tmp_path: Path) -> None:
-    words = ["-m", "drivetrain", "launch", "--cpu", "--num-processes", "2", str(EXAMPLES / "many_gpus.py")]
-    done = warm_python.run(words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch(tmp_path, str(EXAMPLES / "many_gpus.py"), forks=True)
+    assert done.code == 0, done.err
     rows = (tmp_path / "runs" / "many-gpus" / "steps.jsonl").read_text().splitlines()
     assert len(rows) == 60
     assert {json.loads(row)["samples"] for row in rows} == {128, 1500 % 128}

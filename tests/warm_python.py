@@ -20,12 +20,29 @@ import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
 warm_context = multiprocessing.get_context("forkserver")
 warm_context.set_forkserver_preload(["tests.preloaded"])
+
+
+def server_address() -> str:
+    """Where the server listens, which is started if it does not run."""
+    forkserver.ensure_running()
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    assert isinstance(address, str)
+    return address
+
+
+def use_server(address: str) -> None:
+    """Use that of another process, which lives longer, instead of one more that imports all of it."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # not this process says when the server ends
+    server.ensure_running = resource_tracker.ensure_running
 
 
 class WarmProcess:
