@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DataCollatorForLanguageModeling,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 
 import drivetrain as dt
 from drivetrain.hf.from_trainer import OBEYED, WITHOUT_MEANING
-from tests.hf.samples import samples
+from tests.hf.samples import samples, transformers
 from tests.hf.test_packing import gpt2, llama
 
 NUM_SAMPLES = 12
@@ -53,8 +46,8 @@ def trainer_of(folder: Path, model: Any = None, **changes: Any) -> Any:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    arguments = TrainingArguments(**{**values, **changes})
-    kind = parts.pop("kind", Trainer)
+    arguments = transformers.TrainingArguments(**{**values, **changes})
+    kind = parts.pop("kind", transformers.Trainer)
     given = {"train_dataset": padded(), **parts}
     return kind(llama(torch.float64) if model is None else model, arguments, **given)
 
@@ -97,7 +90,7 @@ def test_fields_that_are_obeyed(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path,
         eval_dataset=padded(),
-        callbacks=[EarlyStoppingCallback(2, 0.1)],
+        callbacks=[transformers.EarlyStoppingCallback(2, 0.1)],
         run_name="mine",
         seed=7,
         num_train_epochs=1.5,
@@ -126,13 +119,19 @@ def test_fields_that_are_obeyed(tmp_path: Path) -> None:
     assert len(OBEYED) > 25
 
 
-class Smoothed(Trainer):  # type: ignore[misc]
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
+def overriding() -> dict[str, Any]:
+    class Smoothed(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    return {"kind": Smoothed}
 
 
-class Watching(TrainerCallback):  # type: ignore[misc]
-    pass
+def called_back() -> dict[str, Any]:
+    class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+        pass
+
+    return {"callbacks": [Watching()]}
 
 
 @pytest.mark.parametrize(
@@ -143,16 +142,16 @@ class Watching(TrainerCallback):  # type: ignore[misc]
         ({"optim": "adafactor"}, "optim='adafactor' is not known"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_dataset": padded()},
          "'reduce_lr_on_plateau' is not known"),
-        ({"kind": Smoothed}, "Smoothed overrides compute_loss"),
-        ({"callbacks": [Watching()]}, r"Watching is not called(.|\n)*dt\.every"),
+        (overriding, "Smoothed overrides compute_loss"),
+        (called_back, r"Watching is not called(.|\n)*dt\.every"),
         ({"compute_metrics": lambda prediction: {}}, "compute_metrics is not obeyed"),
         ({"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func is not obeyed"),
         ({"eval_strategy": "steps", "eval_dataset": padded(), "metric_for_best_model": "accuracy"},
          "'accuracy' comes from compute_metrics"),
     ],
 )  # fmt: skip
-def test_what_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    trainer = trainer_of(tmp_path, **changes)
+def test_what_is_refused_by_name(tmp_path: Path, changes: Any, words: str) -> None:
+    trainer = trainer_of(tmp_path, **(changes() if callable(changes) else changes))
     with pytest.raises(dt.ConfigError, match=words):
         dt.hf.job_from(trainer)
     assert not (tmp_path / "ours").exists()
@@ -170,7 +169,7 @@ def test_lengths_are_read_for_a_collator_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, callbacks=[Watching()], eval_delay=3, optim="adafactor")
+    trainer = trainer_of(tmp_path, **called_back(), eval_delay=3, optim="adafactor")
     with pytest.raises(dt.ConfigError) as raised:
         dt.hf.job_from(trainer)
     assert {problem.key for problem in raised.value.problems} == {"callbacks", "eval_delay", "optim"}
@@ -202,7 +201,7 @@ def test_a_collator_of_ones_own_is_used(tmp_path: Path) -> None:
             rows = [list(item["input_ids"]) + [0] * (longest - len(item["input_ids"])) for item in items]
             return {"input_ids": torch.tensor(rows)}
 
-    collator = DataCollatorForLanguageModeling(Tokenizer(), mlm=False)
+    collator = transformers.DataCollatorForLanguageModeling(Tokenizer(), mlm=False)
     data = [{"input_ids": each["input_ids"], "text": "left out"} for each in samples()]
     job: Any = dt.hf.job_from(trainer_of(tmp_path, train_dataset=data, data_collator=collator))[0]
     batch = job.collate(data[:3])
@@ -211,14 +210,14 @@ def test_a_collator_of_ones_own_is_used(tmp_path: Path) -> None:
 
 def test_every_field_of_the_arguments_is_known_or_refused() -> None:
     """A field that is renamed must not be forgotten in silence."""
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert fields | {"warmup_ratio"} >= OBEYED | WITHOUT_MEANING
 
 
 def test_fields_that_mean_nothing_here_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, use_cpu=True, report_to="none", logging_first_step=True, bf16_full_eval=False
     )
-    dt.hf.job_from(Trainer(llama(), arguments, train_dataset=samples()))
+    dt.hf.job_from(transformers.Trainer(llama(), arguments, train_dataset=samples()))
     assert "logging_first_step: not used" in "".join(capsys.readouterr())

@@ -6,17 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    FalconMambaConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 import drivetrain as dt
 from drivetrain.hf.lengths import buckets_for
@@ -24,7 +13,7 @@ from drivetrain.strategies import compiling
 from tests.api.jobs import Trained, read
 from tests.api.tiny_transformers import VOCABULARY
 from tests.gloo_pool import GlooPool
-from tests.hf.samples import samples, tiny_llama
+from tests.hf.samples import peft, samples, tiny_llama, transformers
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -33,27 +22,30 @@ def llama(dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
     torch.manual_seed(1)
     config = tiny_llama()
     config._attn_implementation = attention
-    return LlamaForCausalLM(config).to(dtype)
+    return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def mistral(dtype: torch.dtype) -> Any:
     """A window of 3 tokens: a mask of its own that packing must not replace."""
     torch.manual_seed(1)
-    config = MistralConfig(vocab_size=VOCABULARY, num_key_value_heads=1, sliding_window=3, pad_token_id=0, **SIZES)
-    return MistralForCausalLM(config).to(dtype)
+    config = transformers.MistralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=1, sliding_window=3, pad_token_id=0, **SIZES
+    )
+    return transformers.MistralForCausalLM(config).to(dtype)
 
 
 def gpt2(dtype: torch.dtype = torch.float64) -> Any:
     """Learned positions; and nothing in it rounds to float32."""
     torch.manual_seed(1)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, pad_token_id=0,
-                        attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)  # fmt: skip
-    return GPT2LMHeadModel(config).to(dtype)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    no_dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, pad_token_id=0, **sizes, **no_dropout)
+    return transformers.GPT2LMHeadModel(config).to(dtype)
 
 
 def adapted(dtype: torch.dtype = torch.float64) -> Any:
-    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    made = get_peft_model(gpt2(dtype), lora)
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    made = peft.get_peft_model(gpt2(dtype), lora)
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if "lora_B" in name:
@@ -113,7 +105,7 @@ def flexible() -> tuple[Any, Any]:
         torch.manual_seed(1)
         config = tiny_llama()
         config.hidden_size, config.head_dim, config._attn_implementation = 32, 16, attention
-        made.append(LlamaForCausalLM(config))
+        made.append(transformers.LlamaForCausalLM(config))
     return made[0], made[1]
 
 
@@ -178,7 +170,7 @@ def test_padding_of_the_tokenizer_is_left_out_of_rows() -> None:
         (llama, [{"input_ids": [5, 6], "position_ids": [3, 4]}], {}, "position_ids of its own"),
         (llama, [{"input_ids": [5, 6]}], {"task": "sequence-classification"}, "a causal model"),
         (
-            lambda: Qwen3NextForCausalLM(Qwen3NextConfig(
+            lambda: transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(
                 vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
                 num_key_value_heads=1, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2,
                 linear_key_head_dim=8, linear_value_head_dim=8, moe_intermediate_size=16, num_experts=2,
@@ -186,7 +178,8 @@ def test_padding_of_the_tokenizer_is_left_out_of_rows() -> None:
             [{"input_ids": [5, 6]}], {}, "see the tokens of other samples",
         ),
         (
-            lambda: FalconMambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0),
+            lambda: transformers.FalconMambaConfig(
+                vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0),
             [{"input_ids": [5, 6]}], {}, "takes no position_ids",
         ),
     ],
@@ -198,7 +191,7 @@ def test_what_cannot_be_packed(model: Any, data: Any, settings: dict[str, Any], 
 
 
 def test_a_model_that_is_built_later_is_checked_then() -> None:
-    config = Qwen3NextConfig(
+    config = transformers.Qwen3NextConfig(
         vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=8, moe_intermediate_size=16, num_experts=2, num_experts_per_tok=1,

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 import drivetrain as dt
-from tests.hf.samples import samples, tiny_llama
+from tests.hf.samples import Package, samples, tiny_llama
+
+datasets = Package("datasets")
 
 
 def trained_weights(data: Any, folder: Path) -> bytes:
