@@ -1,21 +1,33 @@
 """What the ranks of the FSDP suites run: at the top of a module, so that worker processes find it by name."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
 import drivetrain as dt
+from drivetrain.api import training
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.hook import StepContext
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.world import World
+from drivetrain.plan.knobs import StepWay
 from drivetrain.plan.simulate import num_bytes
+from drivetrain.plan.tune import Measurement
+from drivetrain.planning import planner
+from drivetrain.planning.planner import make_plan
+from drivetrain.planning.sharded_probe import ShardedProbe
+from drivetrain.run.model_factory import build_model
+from drivetrain.run.session import Session
 from drivetrain.strategies import Average, FsdpStrategy, ShardOptions, SingleStrategy, StrategyParts, Trial
 from drivetrain.strategies.sharding import build, forecast_local, shard
 from tests.api.jobs import Trained, Variant, make_job, read, run
@@ -390,3 +402,50 @@ def run_branched(folder: str, strategy: str) -> Trained | None:
     settings = {"parallel_strategy": strategy, "find_unused_parameters": True}
     variant = Variant("mlp", torch.float64, 12, num_samples=60, steps=4)
     return run(folder, variant, 3, settings=settings, model=lambda: Branched(rank).double())
+
+
+@contextmanager
+def everything_is_tried() -> Iterator[None]:
+    """Have the planner measure short jobs, too, with nothing from earlier starts."""
+    limits = {"LEAST_STEPS": 1, "LEAST_JOB_SECONDS": 0.0, "BUDGET_SHARE": 1e9}
+    with ExitStack() as stack:
+        for name, value in limits.items():
+            stack.enter_context(mock.patch.object(planner, name, value))
+        yield
+
+
+def plan_and_train(
+    folder: str, variant: Variant, at_call: int = 0, settings: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], Trained | None]:
+    """Train as planned by measuring; a crash at some call of the loss after planning ends it. Returns the plan."""
+    given = {"parallel_strategy": "fsdp", "plan_cache": False, "compile": False, **(settings or {})}
+    loss = CrashingLoss(make_job(variant).loss, 0)
+    trained = None
+
+    def plan_first(*args: Any) -> Any:
+        planned = make_plan(*args)
+        loss.at_call = at_call and loss.calls + at_call
+        return planned
+
+    with everything_is_tried(), mock.patch.object(training, "make_plan", plan_first):
+        try:
+            trained = run(folder, variant, None, settings=given, loss=loss)
+        except PlantedError:
+            assert at_call
+    return yaml.safe_load((Path(folder) / "suite" / "plan.yaml").read_text()), trained
+
+
+def plan_by_figures(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Plan with the seconds that each rank says a way takes, by its words: the way that this rank is to follow."""
+    rank = world_here().rank
+
+    def figure(probe: Any, way: StepWay, given_seconds: float, num_parts: int) -> Measurement:
+        return Measurement(sample_seconds=seconds.get(str(way), [3.0, 3.0])[rank], is_brief=not given_seconds)
+
+    followed: list[StepWay] = []
+    job = make_job(Variant("transformer", global_batch=12, num_samples=60, steps=400, num_layers=4))
+    config = configure(gpu_mode="cpu", parallel_strategy="fsdp", plan_cache=False, compile=False, num_workers=0)
+    session = Session.join(job, config, quiet=True)
+    with everything_is_tried(), mock.patch.object(ShardedProbe, "_run", figure):
+        followed.append(make_plan(session, build_model(session), None).way)
+    return followed[0].model_dump()

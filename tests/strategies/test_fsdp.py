@@ -1,5 +1,6 @@
 """Fully sharded training: what is its own, and the contract in worlds that test_contract.py does not have."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,37 @@ def test_weights_are_gathered_as_asked(gloo_pool: GlooPool) -> None:
     assert joined["at"][0] == [0, 1]
     assert ahead["at"][0] == [0, 1, 2]
     assert ahead["at"][2][-1] == 4
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])
+def test_choices_are_measured_and_kept(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
+    """A run whose choices were measured, and that was stopped, goes on with them: to the results of a plain loop."""
+    variant, folder = replace(DEEP, save_every=2, steps=8), str(tmp_path / "broken")
+    at_call = 7 if world > 1 else 4  # after a checkpoint
+    plan, _ = gloo_pool.run(fsdp_runs.plan_and_train, folder, variant, at_call, world=world)[0]
+    again, mended = gloo_pool.run(fsdp_runs.plan_and_train, folder, variant, world=world)[0]
+    assert plan["planned"] == "measured on this machine"
+    tried = [row["way"] for row in plan["tried"]]
+    for words in ("weights kept after forward", "2 blocks gathered at once", "1 units gathered ahead"):
+        assert any(words in way for way in tried) == (world > 1), words
+    assert not [row for row in plan["tried"] if row.get("problem")]
+    chosen = [{name: row["value"] for name, row in each["choices"].items()} for each in (plan, again)]
+    assert chosen[0] == chosen[1]
+    assert "samples/s" in plan["choices"]["distributed.fsdp_reshard"]["why"] or world == 1
+    assert mended.resumed_from > 0
+    of_losses, of_weights = difference(mended, *plain_loop(variant))
+    assert max(of_losses, of_weights) < 1e-9
+    pins = {name.removeprefix("distributed."): value for name, value in chosen[0].items() if "fsdp_" in name}
+    whole = gloo_pool.run(fsdp_runs.run_with, str(tmp_path / "whole"), "fsdp", variant, None, pins, world=world)[0]
+    assert_identical(mended, whole)
+
+
+def test_all_ranks_choose_by_the_slowest_ones_figures(gloo_pool: GlooPool) -> None:
+    plain = "fp32, micro-batch 6, eager"
+    kept, joined = f"{plain}, weights kept after forward", f"{plain}, 2 blocks gathered at once"
+    ways = gloo_pool.run(fsdp_runs.plan_by_figures, {plain: [2, 2], kept: [1, 4], joined: [1.5, 1]}, world=2)
+    assert ways[0] == ways[1]
+    assert (ways[0]["reshard"], ways[0]["unit_blocks"]) == (True, 2), "rank 1 is slower with weights kept"
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch cannot")

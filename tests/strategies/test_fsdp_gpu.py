@@ -1,28 +1,36 @@
 """Fully sharded training on a GPU: one rank over NCCL, and two gloo ranks that share the GPU."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
+from drivetrain import Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.core.precision import Precision
 from drivetrain.core.world import World
+from drivetrain.recipes.gpt import CONTEXT, VOCABULARY, SmallGpt
 from drivetrain.strategies import ShardOptions
 from drivetrain.strategies.sharding import shard
 from tests.api.jobs import Trained, Variant, make_job, plain_loop, run
 from tests.api.test_equivalence import difference
 from tests.api.test_resume import BASE, MICRO_BATCH, CrashingLoss, PlantedError, assert_identical, call_in
 from tests.gloo_pool import GlooPool
+from tests.strategies.fsdp_runs import everything_is_tried
 from tests.waits import refuse_waits
 
 pytestmark = pytest.mark.gpu
 
 FP32 = {"precision": "fp32"}
 LIMIT = {"time_limit_seconds": 180}
+GATHERED = {"fsdp_reshard": "off", "fsdp_unit_blocks": 2, "fsdp_gather_ahead": 1}
 SHORT = Variant("transformer", torch.float64, 12, num_samples=60, steps=8)
 
 
@@ -43,7 +51,7 @@ def crash_on_gpu(folder: str, variant: Variant, at_call: int) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"fsdp_accumulate": "shards"}, {"fsdp_offload": True}])
+@pytest.mark.parametrize("settings", [{}, {"fsdp_accumulate": "shards"}, {"fsdp_offload": True}, GATHERED])
 def test_float64_equals_the_plain_loop(
     gloo_pool: GlooPool, tmp_path: Path, world: int, settings: dict[str, Any]
 ) -> None:
@@ -88,6 +96,41 @@ def peak_of_sharding() -> tuple[int, int]:
 def test_no_device_ever_holds_the_whole_model(gloo_pool: GlooPool) -> None:
     for peak, whole in gloo_pool.run(peak_of_sharding, world=2, **LIMIT):
         assert 0.5 * whole <= peak < 0.8 * whole  # a half, and one block
+
+
+def forecast_and_peak(folder: str) -> dict[str, Any]:
+    """A GPT whose plan was measured: the bytes that were forecast for the run, and that it then took, on rank 0."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (512, CONTEXT + 1), generator=generator)
+    job = Job(
+        name="peak",
+        model=lambda: SmallGpt(width=512, num_layers=8, num_heads=8),
+        data=TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten()),
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
+        global_batch=64,
+        max_steps=60,
+        checkpoint_every=1000,
+    )
+    settings = {"plan_cache": False, "compile": False, "async_save": False, "report": False, "precision": "bf16"}
+    with everything_is_tried():
+        config = configure(output_dir=folder, gpu_mode="single_gpu", parallel_strategy="fsdp", **settings)
+        result = train(job, config, quiet=True)
+    plan = yaml.safe_load((result.folder / "plan.yaml").read_text())
+    rows = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
+    peak = max(row["peak_allocated_bytes"] for row in rows if row["event"] == "memory")
+    problems = [row["problem"] for row in plan["tried"] if row.get("problem")]
+    return {"plan": plan["planned"], "forecast": plan["forecast"], "peak": peak, "problems": problems}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_is_as_forecast(gloo_pool: GlooPool, tmp_path: Path, world: int) -> None:
+    """The plan is measured with all ranks together, and its forecast of the run's peak is within 5 % of it."""
+    found = gloo_pool.run(forecast_and_peak, str(tmp_path), world=world, **LIMIT)[0]
+    assert found["plan"] == "measured on this machine", found
+    assert not found["problems"], found
+    assert found["forecast"]["run_peak_bytes"] == pytest.approx(found["peak"], rel=0.05), found
+    assert found["forecast"]["peak_bytes"] == pytest.approx(found["forecast"]["measured_peak_bytes"], rel=0.05), found
 
 
 # In this process: a world of one makes an NCCL group for itself

@@ -108,8 +108,11 @@ def _forecast(run: Session, model: nn.Module, planned: PlannedRun, tuned: Tuned 
     if step_seconds is not None and num_steps is not None:
         job_seconds = step_seconds * run.job.samples_between(0, num_steps) / (run.job.largest_batch or 1)
     validation_seconds = None if job_seconds is None else _validation_seconds(run, tuned)
+    is_held_known = chosen is not None and chosen.parameter_bytes > 0
     return Forecast(
-        memory=_memory_of_shards(run, model) if run.shards else _memory(model, tuned, planned.way),
+        memory=_memory_of_shards(run, model)
+        if run.shards and not is_held_known
+        else _memory(model, tuned, planned.way),
         peak_bytes=(tuned.forecast_bytes or None) if tuned else None,
         measured_peak_bytes=_verified(tuned),
         run_peak_bytes=_run_peak(run, chosen),

@@ -8,8 +8,9 @@ import inspect
 import math
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -30,7 +31,7 @@ from drivetrain.hardware import cache_folder
 from drivetrain.job import Job
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataPath
-from drivetrain.plan.knobs import BY_FIELD, CompileScope, StepWay, others_of
+from drivetrain.plan.knobs import BY_FIELD, CompileScope, Others, StepWay, others_of
 from drivetrain.plan.plan import PlanCache, PlannedRun, Repeated, key_of_facts
 from drivetrain.plan.repeat import Repeatability, find_repeatable
 from drivetrain.plan.tune import (
@@ -48,6 +49,7 @@ from drivetrain.planning.batch_size import with_micro_batch
 from drivetrain.planning.description import described, facts_of
 from drivetrain.planning.probe import Journal, StepProbe, measured_data_path
 from drivetrain.planning.repeat import RepeatProbe
+from drivetrain.planning.sharded_probe import TRIED, ShardedProbe, why_not_tried
 from drivetrain.run.assemble import make_loader, takes_any_number
 from drivetrain.run.memory import explained
 from drivetrain.run.model_factory import has_convolutions
@@ -177,7 +179,7 @@ def _planned(run: Session, model: nn.Module, checkpoint: Checkpoint | None, on_p
     if not planned.keeps_micro_batch and "micro_batch" not in run.pinned():
         planned = with_micro_batch(run, model, planned)
     steps_done = 0 if checkpoint is None else checkpoint.step
-    why_not = _why_not_measured(run, steps_done)
+    why_not = _why_not_measured(run, model, steps_done)
     if why_not:
         planned = replace(planned, repeatability=Repeatability(reason=f"not measured: {why_not}"))
         is_closed = run.config.plan.file is not None or _has_few_steps(run, steps_done)
@@ -249,7 +251,7 @@ def _why_resumed(run: Session, checkpoint: Checkpoint, planned: PlannedRun) -> s
     return f"{'; '.join(told)}; else {kept}"
 
 
-def _why_not_measured(run: Session, steps_done: int) -> str:
+def _why_not_measured(run: Session, model: nn.Module, steps_done: int) -> str:
     config, job = run.config, run.job
     if config.plan.file is not None:
         return f"pinned by {config.plan.file.name}"
@@ -257,13 +259,12 @@ def _why_not_measured(run: Session, steps_done: int) -> str:
         return "by rule: measuring is switched off"
     if job.num_samples is None or not job.source.is_keyed:
         return "by rule: data that can only be iterated is not read for measuring"
-    if not run.is_whole:
-        return "by rule: sharded models are not measured yet"
     if len(run.devices) > 1:
         return "by rule: several GPUs of one process are not measured"
     if job.num_steps is None or _has_few_steps(run, steps_done):
         return f"by rule: fewer than {LEAST_STEPS} steps are not worth measuring for"
-    return ""
+    why_not = "" if run.is_whole else why_not_tried(run, model)
+    return f"by rule: {why_not}" if why_not else ""
 
 
 def _has_few_steps(run: Session, steps_done: int) -> bool:
@@ -281,11 +282,9 @@ def measured(
 ) -> PlannedRun:
     """Try ways of running a step, and return the best. With `is_short_of_time` only what the job can pay back."""
     job = run.job
-    if not run.is_whole:
-        raise DrivetrainError(
-            "a model that is cut into shards is not measured yet: no rank could hold a copy of it",
-            remedy="leave --measure out, or plan with --parallel-strategy ddp",
-        )
+    why_not = "" if run.is_whole else why_not_tried(run, model)
+    if why_not:
+        raise DrivetrainError(why_not, remedy="leave --measure out, or plan with --parallel-strategy ddp")
     if job.num_samples is None:
         raise DrivetrainError(
             "data that can only be iterated cannot be measured: its items would be used up",
@@ -321,7 +320,8 @@ class _Search:
         self._began = time.monotonic()
         self.cache = PlanCache(cache_folder() / "plans", run.world.agree(_key(run, model)))
         self._known = _known(run, self.cache)
-        self._probe = StepProbe(
+        make: Callable[..., StepProbe] = partial(ShardedProbe, run) if run.shards else StepProbe
+        self._probe = make(
             job,
             model,
             run.world,
@@ -449,7 +449,7 @@ def _why_no_fp8(run: Session, model: nn.Module, way: StepWay) -> str:
     """Return why FP8 is no matter here; empty where it may be offered."""
     if way.precision != "bf16" or "precision" in run.pinned():
         return "another precision is used"
-    if run.job.turns or way.repeat == "strict":
+    if run.job.turns or way.repeat == "strict" or run.shards:
         return "the loss of such steps is not compared"
     layers = (layer for block in repeated_blocks(model).values() for layer in block.modules())
     return "" if any(map(fits, layers)) else "no layer is large enough"
@@ -519,6 +519,8 @@ def _why_not_repeated(run: Session, way: StepWay) -> str:
         return "not measured: on a CPU kernels are not chosen by timing, and sum in a fixed order"
     if run.world.size > 1:
         return f"not measured: {run.world.size} processes share a step"
+    if run.shards:
+        return "not measured: the model is sharded"
     return ""
 
 
@@ -599,12 +601,18 @@ def _scope(run: Session, model: nn.Module, planned: PlannedRun, steps_done: int,
         memory_limit_bytes=min(run.world.gather(run.free_bytes())) * config.memory.gpu_fraction,
         fixed_micro_batch=_why_fixed(run, planned),
         largest_micro_batch=run.weighting.holds_division,
-        others=others_of(facts_of(run, model, planned)),
+        others=_tried_here(run, others_of(facts_of(run, model, planned))),
         compile_costs=_compile_costs(run, model),
         compile_share=COMPILE_SHARE[device.type],
         budget_seconds=config.plan.budget_seconds,
         **({"budget_share": BUDGET_SHARE, "least_job_seconds": LEAST_JOB_SECONDS} if is_short_of_time else {}),
     )
+
+
+def _tried_here(run: Session, others: dict[str, Others]) -> dict[str, Others]:
+    """Return what is measured: of a sharded model, what its probe can try."""
+    left = Others(why_none="not tried with a sharded model")
+    return {field: each if not run.shards or field in TRIED else left for field, each in others.items()}
 
 
 def _compile_costs(run: Session, model: nn.Module) -> dict[CompileScope, float]:
@@ -617,8 +625,8 @@ def _compile_costs(run: Session, model: nn.Module) -> dict[CompileScope, float]:
     pays = num_repeated >= LEAST_REPEATED * num_modules and 2 * len(kinds) <= len(blocks)
     if asked != "loss" and (pays or asked == "blocks") and blocks and not run.shards:
         num_modules_of["blocks"] = sum(map(_num_leaves, kinds))
-    if asked != "blocks":
-        num_modules_of["loss"] = num_modules
+    if asked != "blocks" or run.shards:  # of a sharded model blocks are compiled, whatever the scope
+        num_modules_of["loss"] = sum(map(_num_leaves, kinds)) if run.shards and blocks else num_modules
     return {scope: COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * number for scope, number in num_modules_of.items()}
 
 
@@ -658,7 +666,14 @@ def _key(run: Session, model: nn.Module) -> str:
         ],
         "batch": [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves(first.batch) if isinstance(leaf, Tensor)],
         "source": _sources([*_functions(job), *{type(module) for module in model.modules()}]),
-        "step": [job.largest_batch, run.world.size, job.clip_norm, job.ema, *_more(job)],
+        "step": [
+            job.largest_batch,
+            run.world.size,
+            job.clip_norm,
+            job.ema,
+            *_more(job),
+            *(["sharded"] if run.shards else []),
+        ],
         "machine": [run.machine(), torch.get_num_threads()],
         "versions": [torch.__version__, torch.version.cuda, torch.version.hip, platform.python_version()],
         "settings": {name: getattr(config, name).model_dump(mode="json") for name in sections},

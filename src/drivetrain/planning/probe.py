@@ -267,9 +267,9 @@ class StepProbe:
         if num_graphs() > graphs_before:
             return True
         if not way.compiles_loss:
-            return any(_has_compiled(type(block).forward) for block in repeated_blocks(model).values())
+            return any(has_compiled(type(block).forward) for block in repeated_blocks(model).values())
         losses = [turn.loss for turn in self._job.turns] or [self._job.loss_function]
-        return all(_has_compiled(logging_loss(loss)) for loss in losses)
+        return all(has_compiled(logging_loss(loss)) for loss in losses)
 
     def _batch(self, way: StepWay) -> tuple[Any, int]:
         """Return the job's first micro-batch; where samples have different sizes, one of the largest found."""
@@ -447,7 +447,7 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else ""
 
 
-def _has_compiled(function: Any) -> bool:
+def has_compiled(function: Any) -> bool:
     """Return whether the compiler has made something of a function's code."""
     code = getattr(function, "__code__", None)
     return code is not None and bool(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
