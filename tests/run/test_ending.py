@@ -43,7 +43,14 @@ def test_a_run_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.5, "500 ms"), (59.4, "59.4 s"), (59.9, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
+    [
+        (0.5, "500 ms"),
+        (59.4, "59.4 s"),
+        (59.9, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (2e5, "2 days 7 h"),
+    ],
 )
 def test_durations(seconds: float, words: str) -> None:
     assert format_duration(seconds) == words

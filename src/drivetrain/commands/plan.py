@@ -14,7 +14,7 @@ from drivetrain.config import Allowed, Flag, Positional, Resolved
 from drivetrain.config.flags import COMMAND_LINE
 from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.hardware import Hardware, detect
-from drivetrain.hardware.catalogue import machine_named, machine_of_memory
+from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
 from drivetrain.launch.layout import LaunchOptions
 
 COMMAND = Command(
@@ -80,13 +80,27 @@ def machine_of(given: Mapping[str, Any]) -> Hardware:
     """
     here = detect()
     try:
-        if given.get("machine") is not None:
-            return machine_named(given["machine"]).hardware(here)
-        if given.get("gpu_memory") is not None:
-            return machine_of_memory(given.get("gpus") or 1, given["gpu_memory"]).hardware(here)
+        machine = planned_machine(given.get("machine"), given.get("gpus"), given.get("gpu_memory"))
     except ConfigError:
-        pass  # the command itself says what is wrong with it
-    return here
+        return here  # the command itself says what is wrong with it
+    return here if machine is None else machine.hardware(here)
+
+
+def planned_machine(name: str | None, gpus: int | None, gpu_memory: float | None) -> Machine | None:
+    """Return the machine to plan for, where it is another one than this.
+
+    Args:
+        name: What `--for` says, such as `8xH100`.
+        gpus: What `--gpus` says.
+        gpu_memory: What `--gpu-memory` says, in GB.
+    """
+    if name is not None and (gpus is not None or gpu_memory is not None):
+        raise ConfigError([Problem("--for", "it says already how many GPUs of which kind", remedy="--for 4xL4")])
+    if name is not None:
+        return machine_named(name)
+    if gpus is not None and gpu_memory is None:
+        raise ConfigError([Problem("--gpus", "how much memory each has is missing", remedy="--gpus 8 --gpu-memory 24")])
+    return None if gpu_memory is None else machine_of_memory(gpus or 1, gpu_memory)
 
 
 def run(options: PlanOptions, resolved: Resolved) -> int | None:

@@ -4,21 +4,19 @@ from rich.console import Console
 from rich.table import Table
 
 from drivetrain.api.measuring import plan
-from drivetrain.commands.plan import PlanOptions
+from drivetrain.commands.plan import PlanOptions, planned_machine
 from drivetrain.commands.targets import with_job
 from drivetrain.config import Config, Resolved
-from drivetrain.core.errors import ConfigError, Problem
 from drivetrain.core.launchers import find_place
 from drivetrain.core.run_folder import find_run
+from drivetrain.core.value import format_duration
 from drivetrain.hardware import Hardware, detect
-from drivetrain.hardware.catalogue import Machine, machine_named, machine_of_memory
 from drivetrain.job import Job
 from drivetrain.plan.plan import Plan
 from drivetrain.plan.scaling import TimeForecast
 from drivetrain.planning.other_machine import MeasuredStep, plan_elsewhere
 from drivetrain.planning.planner import PlanningProgress
 
-UNITS = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 BASIS = {
     "measured": "from a step measured on one GPU here",
     "recorded": "from a recorded run on one GPU",
@@ -44,7 +42,7 @@ def run(options: PlanOptions, resolved: Resolved) -> int:
 
 
 def _planned(options: PlanOptions, config: Config, console: Console) -> Plan:
-    machine = _elsewhere(options)
+    machine = planned_machine(options.machine, options.gpus, options.gpu_memory)
     if machine is not None:
         here = detect(config.run.output_dir)
         recorded = None
@@ -72,19 +70,6 @@ def _measured_here(job: Job, config: Config, here: Hardware, console: Console) -
         raise MeasuredStep.no_gpu()
     with PlanningProgress(quiet=console.quiet, after_seconds=0, heading="", console=console) as progress:
         return MeasuredStep.of_plan(plan(job, config, measure=True, on_probe=progress), here)
-
-
-def _elsewhere(options: PlanOptions) -> Machine | None:
-    """Return the machine to plan for, where it is another one."""
-    if options.machine is None and options.gpus is None and options.gpu_memory is None:
-        return None
-    if options.machine is not None:
-        if options.gpus is not None or options.gpu_memory is not None:
-            raise ConfigError([Problem("--for", "it says already how many GPUs of which kind", remedy="--for 4xL4")])
-        return machine_named(options.machine)
-    if options.gpu_memory is None:
-        raise ConfigError([Problem("--gpus", "how much memory each has is missing", remedy="--gpus 8 --gpu-memory 24")])
-    return machine_of_memory(options.gpus or 1, options.gpu_memory)
 
 
 def _show(found: Plan, console: Console) -> None:
@@ -130,31 +115,23 @@ def _show_time(time: TimeForecast, found: Plan, console: Console) -> None:
         best, worst = row.step_seconds_range if row.job_seconds_range is None else row.job_seconds_range
         table.add_row(
             str(row.num_devices),
-            _duration(row.step_seconds),
+            format_duration(row.step_seconds),
             f"{row.samples_per_second:,.0f}",
             f"{row.speedup:.2f} ×",
             f"{row.efficiency:.0%}",
-            "not known" if row.job_seconds is None else _duration(row.job_seconds),
-            f"{_duration(best)} to {_duration(worst)}",
+            "not known" if row.job_seconds is None else format_duration(row.job_seconds),
+            f"{format_duration(best)} to {format_duration(worst)}",
         )
     console.print(table)
     row = time.row
     if row.num_devices > 1:
         console.print(
-            f"a step on {row.num_devices}: {_duration(row.compute_seconds)} of computing; each GPU sends "
-            f"{time.sent_bytes / 1e6:,.1f} MB in {_duration(row.exchange_seconds)}, of which "
-            f"{_duration(row.exposed_seconds)} are waited for"
+            f"a step on {row.num_devices}: {format_duration(row.compute_seconds)} of computing; each GPU sends "
+            f"{time.sent_bytes / 1e6:,.1f} MB in {format_duration(row.exchange_seconds)}, of which "
+            f"{format_duration(row.exposed_seconds)} are waited for"
         )
     if time.why_no_job_time:
         console.print(f"{time.why_no_job_time}; --epochs or --max-steps says it")
     console.print("It assumes:")
     for each in time.assumes:
         console.print(f"- {each}")
-
-
-def _duration(seconds: float) -> str:
-    """Return `3.2 days`, `41 ms`: two digits, in the unit that suits."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-    unit, size = next((unit, size) for unit, size in UNITS if seconds >= size)
-    return f"{seconds / size:,.3g} {unit}" if seconds / size < 1000 else f"{seconds / size:,.0f} {unit}"

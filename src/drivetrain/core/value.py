@@ -36,6 +36,11 @@ def format_digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
+def format_metric(value: float) -> str:
+    """Format a loss or a metric such that it says something however small it is: `0.6766`, `12.3457`, `1.388e-05`."""
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format a size in decimal units: `512 bytes`, `3.3 kB`, `1.6 GB`."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -56,12 +61,15 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format how long something took: `12.3 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Format how long something takes: `12.3 s`, `3 min 20 s`, `2 h 5 min`, `3 days 5 h`."""
     whole = round(seconds)
     if whole < 60:
         return format_seconds(seconds)
     minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours < 48 else f"{hours // 24:,} days {hours % 24} h"
 
 
 def parse_seconds(text: str) -> str:
