@@ -1,5 +1,6 @@
 """What a job's data is taken for, what is said of it, and what is refused."""
 
+import math
 import multiprocessing
 import sys
 import types
@@ -23,7 +24,7 @@ from torch.utils.data import (
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.data.division import Division
-from drivetrain.data.keyed_items import Collated, Columns, KeyedItems
+from drivetrain.data.keyed_items import Collated, Columns, KeyedItems, exactness_warnings, same
 from drivetrain.data.loader import Loader
 from drivetrain.data.source import source_of
 from tests.data.shapes import Counting, Numbers, Unequal
@@ -272,3 +273,9 @@ def test_gathering_into_columns_gives_the_same_bits() -> None:
     first, second = first_batch(tensors), first_batch(named)
     assert torch.equal(first[0], second["a"])
     assert torch.equal(first[1], second["b"])
+
+
+def test_items_with_nan_are_the_same_when_asked_twice() -> None:
+    items = TensorDataset(torch.tensor([[1.0, math.nan]] * 2))
+    assert exactness_warnings(KeyedItems(items, 0), default_collate) == []
+    assert not same(torch.tensor([math.nan]), torch.tensor([1.0]))

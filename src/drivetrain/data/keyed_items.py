@@ -246,7 +246,10 @@ def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
 def same(one: Any, other: Any) -> bool:
     """Return whether two items hold the same numbers. Things that cannot be compared count as the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        is_nan_aware = one.is_floating_point() or one.is_complex()
+        return torch.equal(one, other) or (is_nan_aware and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
     if isinstance(one, dict) and isinstance(other, dict):
