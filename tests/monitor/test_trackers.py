@@ -21,6 +21,7 @@ from drivetrain.core import plugins
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.run_folder import read_rows
 from drivetrain.monitor import recorder
+from drivetrain.monitor.media import keep_media
 from drivetrain.monitor.trackers import csv as csv_tracker
 from drivetrain.monitor.trackers import tensorboard, wandb
 from drivetrain.monitor.tracking import BackgroundTracker, Tracker, TrackerStart, start_trackers
@@ -507,3 +508,10 @@ def test_a_mistyped_one_stops_the_run_before_it_starts(tmp_path: Path, name: str
 def test_an_entry_point_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_entry_points", lambda group: {"theirs": "someones.module:prepare"})
     assert configure(trackers="theirs,wandb").watch.trackers == ("theirs", "wandb")
+
+
+def test_files_of_names_that_files_cannot_have_stay_apart(tmp_path: Path) -> None:
+    names = ["\u732b", "\u72ac", "x" * 300, "x" * 299 + "y", "a/b"]
+    files = [keep_media(tmp_path, name, dt.Text(name), 1) for name in names]
+    assert [path.read_text() for path in files] == names
+    assert files[-1].name == "a_b-00000001.txt"
