@@ -51,6 +51,20 @@ def test_epochs_of_unknown_length(capsys: Any) -> None:
     assert [line[:3] for line in lines(capsys.readouterr().out)] == [(1, 2, 1.5), (2, 3, 3.0)]
 
 
+def test_a_small_loss_is_not_zero_and_a_name_is_no_markup(capsys: Any) -> None:
+    console = RunConsole(1, 1, 0)
+    console.show(record(1, 0, 1.38795e-05))
+    console.validated(
+        {"valid_[/b] [red]\nx": 0.5, **{f"valid_{number}": 1.0 for number in range(20)}, "valid_loss": 2e-7}
+    )
+    console.say(": begins", bold="a [b] name")
+    shown = capsys.readouterr().out.splitlines()
+    assert "loss 1.388e-05" in shown[0]
+    assert shown[1].split("   ")[4:6] == ["valid loss 2e-07", "valid [/b] [red] x 0.5000"], "losses are not left out"
+    assert shown[1].endswith("and 10 more in metrics.jsonl")
+    assert shown[2] == "a [b] name: begins"
+
+
 PARTS = {
     "epoch": "epoch 2 of 400",
     "steps": "step 40 of 9,200",

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
@@ -20,10 +19,12 @@ from drivetrain.core.batch_sizes import BatchSizes, samples_between
 from drivetrain.core.log import log
 from drivetrain.core.records import RESERVED_NAMES, StepRecord
 from drivetrain.core.safe_text import printable
+from drivetrain.core.value import format_count, format_metric
 
 LEAST_BAR = 4  # columns
 _DROPPED = ("steps", "warning", "metric", "rate")  # in this order, where a terminal is narrow
-MOST_LOGGED = 6  # values on a line; all are in the records
+MOST_LOGGED, MOST_VALIDATED = 6, 12  # values on a line; all are in the records
+LONGEST_NAME = 40
 
 
 class _Console(Console):
@@ -94,23 +95,29 @@ class RunConsole:
             self._say_line(self._last, of_epoch=True)
         self._shown(self._progress.stop)
 
-    def say(self, text: str) -> None:
-        text = printable(text)
-        plain = Text.from_markup(text).plain.strip()
-        if not log(plain, logging.DEBUG if self._quiet else logging.INFO):
+    def say(self, text: str, bold: str = "") -> None:
+        """Print a line as it is: what looks like markup is a part of somebody's name. `bold` stands before it."""
+        line = Text.assemble((printable(bold), "bold"), printable(text))
+        if not log(line.plain.strip(), logging.DEBUG if self._quiet else logging.INFO):
             # Lines are not wrapped unless on a terminal: logs are searched.
-            self._shown(lambda: self._console.print(text, soft_wrap=not self._console.is_terminal))
+            self._shown(lambda: self._console.print(line, soft_wrap=not self._console.is_terminal))
 
     def warn(self, text: str) -> None:
         """Show a warning beside the progress from now on; empty: show none."""
         self._warning = text
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """Show a metric of a validation beside the progress: the first that is no loss, else the loss."""
+        """Show a validation: a metric beside the progress, the first that is no loss, and a line of all, if few."""
         shown = next((name for name in metrics if "loss" not in name), next(iter(metrics), ""))
         if shown:
-            words = shown.removeprefix("valid_") if shown != "valid_loss" else shown
-            self._metric = f"{words.replace('_', ' ')} {metrics[shown]:.4g}"
+            label = shown.removeprefix("valid_") if shown != "valid_loss" else shown
+            self._metric = f"{_name(label.replace('_', ' '))} {metrics[shown]:.4g}"
+        told = list(metrics)
+        if len(told) > MOST_VALIDATED:
+            told = sorted(told, key=lambda name: not name.endswith("_loss"))[:MOST_VALIDATED]
+        rest = "" if len(told) == len(metrics) else f"   and {len(metrics) - len(told)} more in metrics.jsonl"
+        words = [f"{_name(name.replace('_', ' '))} {format_metric(metrics[name])}" for name in told]
+        self.say(f"            {'   '.join(words)}{rest}")
 
     def _shown(self, show: Callable[[], None]) -> None:
         """Show something. A full disk behind a pipe or a closed terminal ends the output, not the run."""
@@ -176,7 +183,7 @@ class RunConsole:
         parts = {
             "epoch": f"epoch {record.epoch + 1}" + (f" of {epochs}" if epochs else ""),
             "steps": f"step {record.step:,}" + (f" of {self._num_steps:,}" if self._num_steps else ""),
-            "loss": f"loss {record.loss:.4f}",
+            "loss": f"loss {format_metric(record.loss)}",
             "metric": self._metric,
             "rate": f"{self._rate:,.0f} samples/s" if self._rate else "",
             "eta": "" if left is None else f"ETA {_clock(left)}",
@@ -190,14 +197,14 @@ class RunConsole:
         total, count = (self._epoch_sum, self._epoch_count) if of_epoch else (self._loss_sum, self._count)
         rate = self._samples / self._seconds if self._seconds else 0.0
         sums = self._epoch_parts if of_epoch else self._parts
-        parts = ", ".join(f"{escape(name)} {part / items:.4f}" for name, (part, items) in sums.items())
+        parts = ", ".join(f"{_name(name)} {format_metric(part / items)}" for name, (part, items) in sums.items())
         shown = list((self._epoch_logged if of_epoch else self._logged).items())[:MOST_LOGGED]
         self.say(
-            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {total / (count or 1.0):.4f}   "
+            f"epoch {record.epoch + 1:>3}   step {record.step:>6}   loss {format_metric(total / (count or 1.0))}   "
             + (f"({parts})   " if parts else "")
-            + "".join(f"{escape(name)} {total / items:.4g}   " for name, (total, items) in shown)
+            + "".join(f"{_name(name)} {total / items:.4g}   " for name, (total, items) in shown)
             + f"{rate:>9,.0f} samples/s"
-            + (f"   {self._skipped} steps skipped: gradients were infinite" if self._skipped else "")
+            + (f"   {format_count(self._skipped, 'step')} skipped: not finite" if self._skipped else "")
             + (f"   {self._warning}" if self._warning else "")
         )
         self._loss_sum, self._count, self._samples, self._skipped, self._seconds = 0.0, 0.0, 0, 0, 0.0
@@ -222,6 +229,12 @@ def bar_words(parts: Mapping[str, str], width: int) -> tuple[str, str]:
         if len(before) + LEAST_BAR + len(after) + 2 <= width:
             return before, after
     return left["epoch"].replace(" of ", "/"), after
+
+
+def _name(name: str) -> str:
+    """Return the name of a value as it stands in a line: on one, and not longer than what it names."""
+    words = " ".join(name.split())
+    return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 1]}…"
 
 
 def _epochs(num_steps: int | None, steps_per_epoch: int | None) -> int | None:

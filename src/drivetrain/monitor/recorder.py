@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from rich.markup import escape
 
 from drivetrain.config import Config
 from drivetrain.core.batch_sizes import BatchSizes
@@ -21,6 +20,7 @@ from drivetrain.core.logged import Media
 from drivetrain.core.records import StepRecord
 from drivetrain.core.run_folder import RunFolder, as_row, read_rows, yaml_text
 from drivetrain.core.safe_text import redacted
+from drivetrain.core.value import format_count
 from drivetrain.hardware import Gpu, Hardware
 from drivetrain.hardware.cuda_driver import load_nvml
 from drivetrain.hardware.telemetry import label
@@ -105,9 +105,9 @@ def _plan_in_words(way: str, planned: Mapping[str, Any]) -> str:
         return ""
     tried = [row for row in planned["tried"] if "problem" not in row and not row.get("is_brief")]
     if not tried:
-        return escape("; ".join([way, *planned["notes"][:1]]))
+        return "; ".join([way, *planned["notes"][:1]])
     seconds = planned["planning_seconds"]
-    return escape(f"{way}; the fastest of {len(tried)} ways measured in {seconds:.1f} s (plan.yaml says why)")
+    return f"{way}; the fastest of {len(tried)} ways measured in {seconds:.1f} s (plan.yaml says why)"
 
 
 def _console_of(facts: RunFacts, line_every: int | None, *, quiet: bool) -> RunConsole:
@@ -347,10 +347,9 @@ class RunRecorder(NoRunRecorder):
     def __enter__(self) -> Self:
         facts, plan = self._facts, self._facts.plan
         verb = f"going on from step {facts.resumed_from} of" if facts.resumed_from else "training"
-        many = "" if facts.num_steps is None else f" {facts.num_steps}"
-        self.say(
-            f"[bold]{facts.name}[/]: {verb}{many} steps of {plan.batch_over_steps or f'{plan.global_batch} samples'}"
-        )
+        many = "steps" if facts.num_steps is None else format_count(facts.num_steps, "step")
+        samples = plan.batch_over_steps or format_count(plan.global_batch, "sample")
+        self._console.say(f": {verb} {many} of {samples}", bold=facts.name)
         name = facts.gpu.name if facts.gpu is not None else ""
         for heading, words in (
             ("processes", f"{plan.world_size} ({plan.strategy})"),
@@ -359,7 +358,7 @@ class RunRecorder(NoRunRecorder):
             ("batch", plan.batch_in_words),
             ("plan", _plan_in_words(plan.way, facts.planned)),
             ("loader", plan.data_path),
-            ("folder", escape(str(facts.path))),
+            ("folder", str(facts.path)),
         ):
             if words:
                 self.say(f"  {heading:<10} {words}")
@@ -494,8 +493,6 @@ class RunRecorder(NoRunRecorder):
         own = f"valid_{self._facts.first_set}" if self._facts.first_set else None
         again = {name for name in values if own is not None and f"{own}{name.removeprefix('valid')}" in values}
         self._console.validated({name: value for name, value in values.items() if name not in again})
-        shown = "   ".join(f"{name.replace('_', ' ')} {values[name]:.4f}" for name in values if name not in again)
-        self.say(f"            {shown}")
 
     def test(self, step: int, epoch: int, values: Mapping[str, float], seconds: float, of_step: int) -> None:
         """Record the test after the last step, with the weights of the step `of_step`."""
@@ -504,7 +501,7 @@ class RunRecorder(NoRunRecorder):
         self._append("metrics", row)
         self._track(values, step)
         shown = "   ".join(f"{name.removeprefix('test_').replace('_', ' ')} {it:.6g}" for name, it in values.items())
-        self.say(f"  test       {escape(shown)}, with the weights of step {of_step}")
+        self.say(f"  test       {shown}, with the weights of step {of_step}")
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
         """Record what a hook, or a loop of the user's, logged after `step` steps."""
@@ -589,9 +586,9 @@ class RunRecorder(NoRunRecorder):
             return
         self._tell_verdict(found, is_final=True)
         leading = found.leading
-        self.say(f"  verdict    {escape(str(leading))}")
+        self.say(f"  verdict    {leading}")
         if leading.next_step:
-            self.say(f"  next       {escape(leading.next_step)}")
+            self.say(f"  next       {leading.next_step}")
 
     def _say_flops(self) -> tuple[float | None, str]:
         """Record the counted FLOPs. Returns the peak of all devices together, in FLOP/s, and its origin."""
@@ -636,5 +633,5 @@ class RunRecorder(NoRunRecorder):
     def _pass_messages_on(self) -> None:
         while not self._messages.empty():
             text = self._messages.get()
-            self.say(escape(text))
+            self.say(text)
             self.event("note", text=text)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.markup import escape
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import Checkpoint
@@ -422,4 +421,4 @@ def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
     if lines:
         recorder.event("loss weighting", **weighting.model_dump(mode="json"))
     for line in lines:
-        recorder.say(f"  loss       {escape(line)}")
+        recorder.say(f"  loss       {line}")

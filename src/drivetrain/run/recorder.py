@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 
-from rich.markup import escape
 from torch.optim import Optimizer
 
 from drivetrain.core.batch_sizes import in_words
@@ -104,7 +103,7 @@ def tell_capture(stepper: Stepper, recorder: RunRecorder | NoRunRecorder) -> Non
 
     def tell(event: str, words: str) -> None:
         recorder.event(event, words=words)
-        recorder.say(f"  step       {'' if event == CAPTURED else 'not captured: '}{escape(words)}")
+        recorder.say(f"  step       {'' if event == CAPTURED else 'not captured: '}{words}")
 
     if isinstance(stepper, CapturedStepper):
         stepper.tell = tell
@@ -117,7 +116,7 @@ def tell_changes(changes: Sequence[str], step: int, recorder: RunRecorder | NoRu
     if changes:
         recorder.event("job changed", step=step, changes=changes)
         recorder.say(
-            f"  changed    since step {step} was saved: {escape('; '.join(changes))}. The run goes on as it is now; "
+            f"  changed    since step {step} was saved: {'; '.join(changes)}. The run goes on as it is now; "
             "--strict would refuse"
         )
 
@@ -135,7 +134,7 @@ def tell_extension(
         before, after = (base * factor for factor in schedule.at_seam(resumed_from))
         words += f" by {new.schedule}: learning rate {before:.3g} in step {resumed_from}, {after:.3g} in the next"
     recorder.event("extended", words=words, **asdict(new))
-    recorder.say(f"  extended   {escape(words)}")
+    recorder.say(f"  extended   {words}")
 
 
 def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | None, recorder: NoRunRecorder) -> None:
@@ -149,7 +148,7 @@ def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | Non
         recorder: Prints the lines.
     """
     if best is not None:
-        recorder.say(f"  best       {escape(best.metric)} {best.value:.6g} at step {best.step}")
+        recorder.say(f"  best       {best.metric} {best.value:.6g} at step {best.step}")
     elif last is not None:
         recorder.say(f"  last       loss {last.loss:.6g} at step {last.step}")
     recorder.say(f"  took       {format_duration(time.monotonic() - run.began)}, {format_count(steps, 'step')} in all")
@@ -159,12 +158,12 @@ def tell_end(run: Session, steps: int, best: Best | None, last: StepRecord | Non
         if account is not None:
             recorder.say(f"  goodput    {account.in_words()}")
             if account.interruptions:
-                recorder.say(f"  failures   {escape(account.failures_in_words())}")
+                recorder.say(f"  failures   {account.failures_in_words()}")
     report = run.path / "report.html"
     if report.exists() and run.config.watch.report:
-        recorder.say(f"  report     {escape(str(report))}")
+        recorder.say(f"  report     {report}")
         if not (run.path / "training_metrics.png").exists():
-            name = escape(run.path.name)
+            name = run.path.name
             recorder.say(f"  pictures   not drawn of so short a run; `drivetrain report {name}` draws them")
 
 
@@ -178,7 +177,7 @@ def tell_plain_optimizer(optimizer: Optimizer, recorder: RunRecorder | NoRunReco
 
     def tell(why: str) -> None:
         recorder.event("optimizer", words=why)
-        recorder.say(f"  optimizer  {escape(why)}")
+        recorder.say(f"  optimizer  {why}")
 
     tell_plain_steps(optimizer, tell)
 
@@ -198,7 +197,7 @@ def tell_repeatable(run: Session, recorder: RunRecorder | NoRunRecorder) -> None
     recorder.event("repeatable", **found.as_plain())
     if found.value is not None or run.world.device.type == "cuda" or run.way.repeat != "off":
         words = {True: "", False: "no: ", None: ""}[found.value]
-        recorder.say(f"  repeats    {words}{escape(found.reason)}")
+        recorder.say(f"  repeats    {words}{found.reason}")
 
 
 def tell_batch_size(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
@@ -206,7 +205,7 @@ def tell_batch_size(run: Session, recorder: RunRecorder | NoRunRecorder) -> None
     found = run.planned.batch_size_found
     if found:
         recorder.event("auto batch size", words=found, micro_batch=run.way.micro_batch)
-        recorder.say(f"  batch size {escape(found)}")
+        recorder.say(f"  batch size {found}")
 
 
 def tell_sharding(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
