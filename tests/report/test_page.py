@@ -6,17 +6,22 @@ import html
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drivetrain.core.logged import Histogram, Text
 from drivetrain.moe import KnowledgeGraph
+from drivetrain.monitor.media import keep_media
 from drivetrain.report import RunData, summary
 from drivetrain.report.charts import charts, thinned
 from drivetrain.report.page import ASSETS, page
@@ -102,10 +107,73 @@ def test_the_curves_are_the_records(tmp_path: Path) -> None:
 
 def test_what_is_on_the_page(tmp_path: Path) -> None:
     text = made_page(make_folder(tmp_path / "run"))
-    for words in ("best validation accuracy", "drivetrain train train.py -- --width 3", "fp32, micro-batch 8, eager"):
+    for words in ("best validation accuracy", "fp32, micro-batch 8, eager"):
         assert words in html.unescape(text), words
+    again = shlex.split(re.findall(r"<pre>(drivetrain train .*?)</pre>", html.unescape(text))[0])
+    assert again[again.index("--") + 1 :] == ["--width", "3"], "our own flags are not the script's"
+    assert {str(tmp_path / "run" / name) for name in ("config.yaml", "plan.yaml")} <= set(again)
     assert 'href="./steps.jsonl"' in text
     assert not re.search(r'(src|href)="(?!data:|\./)', text), "nothing is fetched from anywhere"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_metric_that_may_be_better_either_way_has_no_best(tmp_path: Path) -> None:
+    text = made_page(make_folder(tmp_path / "run", metric="valid_sharpness"))
+    assert "best validation sharpness" not in text
+    assert re.search(r"<dt>validation sharpness</dt><dd>[-.\d]+</dd><dd class=note>at the end; ", text)
+    charts_by_title = {chart["title"]: chart["lines"] for chart in figures_of(text)["charts"]}
+    assert "best" not in charts_by_title["Sharpness"][0]
+    assert re.search(r"valid sharpness +[-.\d]+ at the end\n", text)
+
+
+def test_several_sets_are_curves_of_one_chart(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+
+    def with_sets(row: dict[str, Any]) -> dict[str, Any]:
+        first = {name.replace("valid_", "valid_clean_"): row[name] for name in ("valid_loss", "valid_accuracy")}
+        other = {name.replace("clean", "noisy"): value / 2 for name, value in first.items()}
+        return {**row, "valid_margin": 1.0, **first, "valid_clean_margin": 1.0, **other, "valid_noisy_margin": 2.0}
+
+    rewrite(folder / "metrics.jsonl", with_sets)
+    rewrite(folder / "steps.jsonl", lambda row: {**row, "margin": row["step"] / 2})
+    found = {chart["title"]: chart["lines"] for chart in figures_of(made_page(folder))["charts"]}
+    assert [line["name"] for line in found["Loss"]] == ["training", "clean loss", "noisy loss"]
+    assert [line["name"] for line in found["Accuracy"]] == ["clean", "noisy"]
+    assert [line["name"] for line in found["margin"]] == ["training", "clean", "noisy"]
+    assert sorted(title.lower() for title in found).count("margin") == 1
+
+
+def test_what_is_not_finite_is_a_gap_or_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+
+    def spoil(row: dict[str, Any]) -> dict[str, Any]:
+        is_measured = row["step"] % 5 == 0
+        logged = {"never": -math.inf, "once": None if row["step"] == 9 else 1.0}
+        return {**row, **logged, "grad_norm": row["grad_norm"] if is_measured else None}
+
+    rewrite(folder / "steps.jsonl", spoil)
+    text = made_page(folder)
+    found = {chart["title"]: chart["lines"] for chart in figures_of(text)["charts"]}
+    assert found["once"][0]["y"][7:10] == [1.0, None, 1.0]
+    assert found["Gradient norm"][0]["x"] == list(range(5, 301, 5)), "what was not measured is no gap"
+    assert "never" not in found
+    assert "no value is a finite number: never<" in text
+
+
+def test_logged_texts_and_histograms_are_there(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    for step, words in ((1, "early"), (2, HOSTILE)):
+        keep_media(folder, "said", Text(words), step)
+        keep_media(folder, "weights", Histogram(torch.tensor([0.0, 0.0, 1.0]), bins=2), step)
+    text = made_page(folder)
+    assert html.escape(HOSTILE) in text, "the latest"
+    assert "early" not in text
+    heights = [float(height) for height in re.findall(r'height="([\d.]+)"/>', text)]
+    assert heights == [60.0, 30.0]
 
 
 def test_names_full_of_html_are_text(tmp_path: Path) -> None:
@@ -129,8 +197,11 @@ def test_what_others_wrote_is_as_they_published_it() -> None:
 
 
 def test_a_hundred_thousand_steps_make_a_small_page_soon(tmp_path: Path) -> None:
-    data = RunData.read(make_folder(tmp_path / "run", 100_000))
+    folder = make_folder(tmp_path / "run", 100_000)
+    logged = {f"value {number}": number + 0.5 for number in range(12)}
+    rewrite(folder / "steps.jsonl", lambda row: {**row, "epoch": row["step"] // 8, **logged})
     began = time.process_time()
+    data = RunData.read(folder)
     text = page(data, summary(data), {})
     assert time.process_time() - began < 3
     assert len(text) < 3_000_000

@@ -1,9 +1,11 @@
 """The report of a run, from its folder alone."""
 
 import json
+import math
 import shutil
 import struct
 import sys
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.report import RunData, draw, summary, write_report
-from drivetrain.report.picture import _smoothed, _thinned
+from drivetrain.report.picture import _few_bars, _smoothed, _thinned
 from tests import warm_python
 from tests.api.jobs import Variant, make_job, run
 
@@ -195,3 +197,25 @@ def test_epochs_count_validation_and_sleep(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     epochs = RunData.read(tmp_path).epochs
     assert [(epoch.seconds, epoch.whole_seconds) for epoch in epochs] == [(1.0, 1.25), (1.0, 3.75)]
+
+
+def test_thousands_of_epochs_are_few_bars_with_the_same_mean() -> None:
+    numbers, seconds = list(range(1, 1002)), [float(number) for number in range(1001)]
+    middles, means = _few_bars(numbers, seconds)
+    assert len(middles) == len(means) <= 200
+    assert [middles[0], means[0]] == [3.5, 2.5]
+    assert means[-1] == sum(seconds[996:]) / 5, "the last group is smaller"
+
+
+def test_names_with_formulas_and_values_without_end_are_drawn(copied: Path) -> None:
+    rows = [json.loads(line) for line in (copied / "steps.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {r"cost $\frac": math.inf if row["step"] == 3 else 1.0, "$x$": math.nan}
+    (copied / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert draw(RunData.read(copied)).startswith(b"\x89PNG")
+
+
+def test_a_value_without_end_spoils_no_later_mean() -> None:
+    assert _smoothed(np.array([1.0, math.inf, 3.0, 5.0]), 2).tolist() == [1.0, 1.0, 3.0, 4.0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import yaml
+from pydantic_core import from_json
 
 from drivetrain.core.errors import DrivetrainError
 
@@ -396,9 +397,12 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 def as_row(line: bytes) -> dict[str, Any] | None:
     """Parse one line of a JSON-lines file; None if it is damaged: not UTF-8, no JSON, or no object."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        found = from_json(line)  # a third of the time of `json`, which knows halves of characters as well
+    except ValueError:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
     return found if isinstance(found, dict) else None
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
+from drivetrain.core.aims import Aim
 from drivetrain.report.experts import ceiling_in_words, of_first_layer
 from drivetrain.report.run_data import Row, RunData, best_index
 
@@ -27,7 +30,15 @@ Line = dict[str, Any]
 
 def charts(data: RunData) -> list[Chart]:
     """Return the charts of a run, in the order of the page."""
-    return [chart for chart in (_loss(data), *_metrics(data), *_steps(data), *_speed(data)) if chart["lines"]]
+    parts = (_loss(data), *_metrics(data), *_steps(data), *_logged(data), *_speed(data))
+    return [chart for chart in parts if chart["lines"]]
+
+
+def not_drawn(data: RunData) -> list[str]:
+    """Return the names of what was logged or validated and has no value that could be drawn."""
+    names = [name for name in data.metric_names if name not in data.repeated_names]
+    logged = [name for name in data.logged_names if not _line(name, (*data.steps, *data.metrics), name)["x"]]
+    return list(dict.fromkeys([*logged, *(name for name in names if not _line(name, data.metrics, name)["x"])]))
 
 
 def experts(data: RunData) -> Chart | None:
@@ -91,15 +102,17 @@ def thinned(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POIN
     """
     if len(x) <= most:
         return list(x), [_finite(value) for value in y]
+    values = np.array(y, dtype=np.float64)  # None is nan
+    is_finite = np.isfinite(values)
+    low, high = np.where(is_finite, values, np.inf), np.where(is_finite, values, -np.inf)
     num_stretches = most // 3
     kept = {0, len(x) - 1}
     for number in range(num_stretches):
         begin, end = number * len(x) // num_stretches, (number + 1) * len(x) // num_stretches
-        finite = [(value, index) for index in range(begin, end) if (value := _finite(y[index])) is not None]
-        if finite:
-            kept |= {min(finite)[1], max(finite)[1]}
-        if len(finite) < end - begin:
-            kept.add(next(index for index in range(begin, end) if _finite(y[index]) is None))
+        if is_finite[begin:end].any():
+            kept |= {begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())}
+        if not is_finite[begin:end].all():
+            kept.add(begin + int(is_finite[begin:end].argmin()))
     chosen = sorted(kept)
     return [x[index] for index in chosen], [_finite(y[index]) for index in chosen]
 
@@ -120,10 +133,11 @@ def _line(name: str, rows: Sequence[Row], key: str, **more: Any) -> Line:
     return {"name": name, "x": x, "y": y, **more}
 
 
-def _with_best(line: Line, metric: str) -> Line:
-    """Mark the best point of a validation metric."""
-    if line["y"]:
-        line["best"] = best_index(metric, line["y"])
+def _validated(name: str, label: str, data: RunData) -> Line:
+    """Return the curve of a validation metric. The best point is marked where it is known which one that is."""
+    line = _line(label, data.metrics, name, metric=name)
+    if line["x"] and Aim(name).is_clear:
+        line["best"] = best_index(name, line["y"])
     return line
 
 
@@ -132,31 +146,55 @@ def _loss(data: RunData) -> Chart:
     lines = [
         _line("training", data.steps, "loss", smooth=True),
         *(_line(f"training {name.removeprefix('loss_')}", data.steps, name, smooth=True) for name in data.part_names),
-        *(_with_best(_line(_words(name), data.metrics, name), name) for name in sets),
+        *(_validated(name, _words(name), data) for name in sets if name not in data.repeated_names),
     ]
     return {"title": "Loss", "lines": [line for line in lines if line["x"]], "log": True}
 
 
 def _metrics(data: RunData) -> Iterator[Chart]:
-    losses = {"valid_loss", *data.set_losses}
+    """Yield a chart for each metric, with a curve for each validation set."""
+    for base, found in _by_metric(data).items():
+        if base not in data.logged_names:
+            words = base.replace("_", " ")
+            lines = [_validated(name, label if len(found) > 1 else words, data) for label, name in found.items()]
+            yield {"title": words[:1].upper() + words[1:], "lines": [line for line in lines if line["x"]]}
+
+
+def _logged(data: RunData) -> Iterator[Chart]:
+    """Yield a chart for each value that was logged: in training, and over each validation set."""
+    by_metric = _by_metric(data)
+    for name in data.logged_names:
+        if not _is_rate(name) and name != "grad_norm":
+            found = by_metric.get(name, {})
+            training = _line("training" if found else name, (*data.steps, *data.metrics), name, smooth=True)
+            lines = [training, *(_validated(each, label, data) for label, each in found.items())]
+            yield {"title": name, "lines": [line for line in lines if line["x"]]}
+
+
+def _by_metric(data: RunData) -> dict[str, dict[str, str]]:
+    """Return the names of validation metrics besides losses, by what they measure and by their validation set."""
+    losses = {"valid_loss", *data.set_losses, *data.repeated_names}
+    found: dict[str, dict[str, str]] = {}
     for name in data.metric_names:
-        if name not in losses and name.startswith("valid_"):
-            line = _with_best(_line(_words(name), data.metrics, name), name)
-            words = _words(name)
-            yield {"title": words[:1].upper() + words[1:], "lines": [line] if line["x"] else []}
+        if name.startswith("valid_") and name not in losses:
+            base = name.removeprefix("valid_")
+            inside = next((each for each in data.set_names if base.startswith(f"{each}_")), "")
+            label = inside.replace("_", " ") or "validation"
+            found.setdefault(base.removeprefix(f"{inside}_") if inside else base, {})[label] = name
+    return found
+
+
+def _is_rate(name: str) -> bool:
+    return name == "lr" or name.startswith("lr_")
 
 
 def _steps(data: RunData) -> Iterator[Chart]:
-    rates = [name for name in dict.fromkeys(name for row in data.steps[:1] for name in row) if name.startswith("lr")]
+    rates = [name for name in dict.fromkeys(name for row in data.steps[:1] for name in row) if _is_rate(name)]
     lines = [_line(name.replace("lr", "learning rate", 1), data.steps, name) for name in rates]
     yield {"title": "Learning rate", "lines": [line for line in lines if line["x"]]}
-    norm = _line("gradient norm", data.steps, "grad_norm", smooth=True)
+    measured = [row for row in data.steps if row.get("grad_norm") is not None]  # not in every step, where it takes long
+    norm = _line("gradient norm", measured, "grad_norm", smooth=True)
     yield {"title": "Gradient norm", "lines": [norm] if norm["x"] else [], "log": True}
-    for name in data.logged_names:
-        if not name.startswith(("lr", "grad_norm")):
-            x, y = data.logged(name)
-            thin = thinned(x, y)
-            yield {"title": name, "lines": [{"name": name, "x": thin[0], "y": thin[1], "smooth": True}]}
 
 
 def _speed(data: RunData) -> Iterator[Chart]:

@@ -53,22 +53,17 @@ def _charts(comparison: RunComparison, runs: list[RunOfArm]) -> Iterator[Chart]:
     colors = {run.name: place for place, arm in enumerate(comparison.arms) for run in arm.runs}
     found: dict[tuple[str, str], Chart] = {}
     for number, run in enumerate(runs):
+        decides = run.data.repeated_names.get(comparison.metric, comparison.metric)
         for chart in charts(run.data):
             for line in () if chart.get("stacked") else chart["lines"]:
                 many = chart["title"] == "Loss" or line["name"].lower() != chart["title"].lower()
                 title = f"{chart['title']}: {line['name']}" if many else chart["title"]
                 drawn = found.setdefault((chart["title"], line["name"]), {**chart, "title": title, "lines": []})
+                drawn["tall"] = drawn.get("tall", False) or line.get("metric") == decides
                 drawn["lines"].append(_of_run(line, run, number, colors[run.name], len(runs)))
-    first = _first_title(comparison.metric)
-    main = [chart for chart in found.values() if chart["title"] == first]
-    yield from ({**chart, "tall": True} for chart in main)
+    yield from (chart for chart in found.values() if chart["tall"])
     yield from _difference_charts(comparison, {run.name: number for number, run in enumerate(runs)})
-    yield from (chart for chart in found.values() if chart["title"] != first)
-
-
-def _first_title(metric: str) -> str:
-    words = metric.removeprefix("valid_").replace("_", " ")
-    return "Loss: validation" if metric == "valid_loss" else words[:1].upper() + words[1:]
+    yield from (chart for chart in found.values() if not chart["tall"])
 
 
 def _of_run(line: Line, run: RunOfArm, number: int, color: int, num_runs: int) -> Line:

@@ -9,21 +9,27 @@ import base64
 import hashlib
 import html
 import json
+import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from drivetrain.core.value import format_duration
-from drivetrain.report.charts import axes, charts, experts, telemetry
+from drivetrain.core.aims import Aim
+from drivetrain.core.run_folder import as_row
+from drivetrain.core.value import format_duration, format_list
+from drivetrain.report.charts import axes, charts, experts, not_drawn, telemetry
 from drivetrain.report.graph_picture import TIES, knowledge_figures
 from drivetrain.report.run_data import Row, RunData, best_index
 from drivetrain.report.summary import device_in_words, median
 from drivetrain.report.timeline import FAULTS, timeline
 
 ASSETS = Path(__file__).parent / "assets"
+MOST_METRICS = 3  # in the headline
 MOST_MEDIA, MOST_MEDIA_BYTES = 12, 200_000  # pictures that hooks logged, and of each
+MOST_LETTERS = 4000  # of a text that was logged
 
 # Events that a reader looks for, and the fields that say what happened.
 TOLD = (
@@ -146,12 +152,11 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
 
 def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
     """Yield the figures that matter most: a name, a value and a remark."""
-    for name in data.metric_names[:3]:
-        steps, values = data.metric(name)
-        best = best_index(name, values)
-        label = name.removeprefix("valid_").replace("_", " ")
-        yield f"best validation {label}", f"{values[best]:.4g}", f"step {steps[best]:,.0f}; {values[-1]:.4g} at the end"
-    if not data.metric_names and data.epochs:
+    again = data.repeated_names.values()
+    names = [name for name in data.metric_names if name.startswith("valid_") and name not in again]
+    for name in sorted(names, key=lambda name: not Aim(name).is_clear)[:MOST_METRICS]:
+        yield _metric_card(name, *data.metric(name))
+    if not names and data.epochs:
         yield "final loss", f"{data.epochs[-1].loss:.4g}", "mean of the last epoch"
     account = data.account
     if account is not None and account.wall_seconds:
@@ -174,14 +179,30 @@ def _headline(data: RunData) -> Iterator[tuple[str, str, str]]:
         yield "bottleneck", str(findings[0]["kind"]), str(findings[0]["words"])
 
 
+def _metric_card(name: str, steps: list[float], values: list[float]) -> tuple[str, str, str]:
+    """Return the best value of a metric; the last one where its name does not say whether more or less is better."""
+    label = f"validation {name.removeprefix('valid_').replace('_', ' ')}"
+    if not Aim(name).is_clear:
+        numbers = [value for value in values if math.isfinite(value)] or values
+        return label, f"{values[-1]:.4g}", f"at the end; {min(numbers):.4g} to {max(numbers):.4g} in all"
+    best = best_index(name, values)
+    return f"best {label}", f"{values[best]:.4g}", f"step {steps[best]:,.0f}; {values[-1]:.4g} at the end"
+
+
 # Below the curves
 
 
 def _sections(data: RunData, summary: str, pictures: Mapping[str, str], *, live: bool) -> Iterator[str]:
+    names = not_drawn(data)
+    if names:
+        told = f"Not drawn, since no value is a finite number: {format_list(names)}"
+        yield f'<p class="told">{text(told)}</p>'
     yield from section("Plan", _plan(data))
     yield from section("What happened", _timeline(data))
     yield from section("What happened to the experts", _experts(data))
     yield from section("Logged pictures", _media(data))
+    yield from section("Logged histograms", _histograms(data))
+    yield from section("Logged texts", _texts(data))
     for name, about in pictures.items():
         source = _as_data(data.folder / name)
         if source and name in DRAWN:
@@ -271,23 +292,60 @@ def _in_words(row: Row) -> tuple[str, str]:
 
 
 def _media(data: RunData) -> str:
-    paths = sorted((data.folder / "media").rglob("*.png"), key=lambda path: path.stat().st_mtime)[-MOST_MEDIA:]
-    small = [path for path in paths if path.stat().st_size <= MOST_MEDIA_BYTES]
+    paths = sorted((data.folder / "media").rglob("*.png"), key=lambda path: path.stat().st_mtime)
+    small = [path for path in paths[-MOST_MEDIA:] if path.stat().st_size <= MOST_MEDIA_BYTES]
     figures = "".join(
         f'<figure><img src="{_as_data(path)}" alt="{text(path.stem)}">'
         f"<figcaption>{text(path.relative_to(data.folder / 'media'))}</figcaption></figure>"
         for path in small
     )
+    rest = f"<p>{text(f'The latest of {len(paths)}; all are in the folder media.')}</p>" * (len(small) < len(paths))
+    return f'<div class="media">{figures}</div>{rest}' if paths else ""
+
+
+def _newest(folder: Path, ending: str) -> Iterator[tuple[str, str]]:
+    """Yield what was logged last under each name, with the name of its file."""
+    paths = sorted(folder.glob(f"*-*{ending}"), key=lambda path: path.stem.rpartition("-")[2])
+    for path in list({path.stem.rpartition("-")[0]: path for path in paths}.values())[-MOST_MEDIA:]:
+        yield path.name, _read(path)[:MOST_LETTERS]
+
+
+def _histograms(data: RunData) -> str:
+    """Return the latest histogram of each name as a small drawing."""
+    figures = ""
+    for name, content in _newest(data.folder / "media", ".json"):
+        found = as_row(content.encode()) or {}
+        counts, edges = found.get("counts") or [], found.get("edges") or []
+        if len(edges) != len(counts) + 1 or not counts:
+            continue
+        most, width = max(counts) or 1, 200 / len(counts)
+        bars = "".join(
+            f'<rect x="{place * width:.2f}" y="{60 - 60 * count / most:.2f}" width="{width:.2f}" '
+            f'height="{60 * count / most:.2f}"/>'
+            for place, count in enumerate(counts)
+        )
+        about = f"{name}: from {edges[0]:.4g} to {edges[-1]:.4g}, at most {most:,.4g}"
+        drawing = f'<svg viewBox="0 0 200 60" role="img" aria-label="{text(about)}">{bars}</svg>'
+        figures += f"<figure>{drawing}<figcaption>{text(about)}</figcaption></figure>"
     return f'<div class="media">{figures}</div>' if figures else ""
 
 
+def _texts(data: RunData) -> str:
+    """Return the latest text of each name."""
+    found = _newest(data.folder / "media", ".txt")
+    return "".join(f"<p>{text(name)}</p><pre>{text(content)}</pre>" for name, content in found)
+
+
 def _again(data: RunData) -> str:
-    source = data.source
-    target, arguments = source.get("target"), [str(each) for each in source.get("arguments") or ()]
-    command = " ".join(["drivetrain train", str(target), *(["--", *arguments] if arguments else [])]) if target else ""
-    told = f"<pre>{text(command)} --plan plan.yaml</pre>" if command else ""
+    target, arguments = data.source.get("target"), [str(each) for each in data.source.get("arguments") or ()]
+    told = ""
+    if target:
+        folder = data.folder.resolve()
+        files = ["--config", str(folder / "config.yaml"), "--plan", str(folder / "plan.yaml")]
+        words = ["drivetrain", "train", str(target), *files, "--name", f"{data.name}-again"]
+        told = f"<pre>{text(shlex.join([*words, *(['--', *arguments] if arguments else [])]))}</pre>"
     versions = data.hardware.get("software") or {}
-    known = "; ".join(f"{name} {value}" for name, value in versions.items() if isinstance(value, str))
+    known = "; ".join(f"{name} {value}" for name, value in versions.items() if value and isinstance(value, str))
     told += f"<p>{text(known)}</p>" if known else ""
     config = _read(data.folder / "config.yaml")
     return told + (f"<details><summary>Configuration</summary><pre>{text(config)}</pre></details>" if config else "")

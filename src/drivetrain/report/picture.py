@@ -1,12 +1,14 @@
 """Draws training_metrics.png (loss, validation metrics, time), and defines how all pictures of a report look."""
 
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from drivetrain.core.aims import Aim
 from drivetrain.report.run_data import RunData, best_index
 
 INK, FAINT, GRID = "#22303c", "#8a97a3", "#e4e8ec"
@@ -33,12 +35,14 @@ class Canvas:
 
     def head(self, title: str, subtitle: str, left: float = 0.055) -> None:
         height = self.figure.get_figheight()
-        self.figure.text(left, 1 - 0.25 / height, title, fontsize=16, fontweight="bold", va="center")
+        self.figure.text(left, 1 - 0.25 / height, literal(title), fontsize=16, fontweight="bold", va="center")
         self.figure.text(left, 1 - 0.53 / height, subtitle, fontsize=10, color=FAINT, va="center")
 
     def png(self) -> bytes:
         picture = io.BytesIO()
-        self.figure.savefig(picture, format="png", dpi=120)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a letter that the font does not have is drawn as a box
+            self.figure.savefig(picture, format="png", dpi=120)
         return picture.getvalue()
 
 
@@ -55,6 +59,11 @@ def canvas(width: float, height: float) -> Iterator[Canvas]:
         yield Canvas(figure)
 
 
+def literal(text: str) -> str:
+    """Return a name as matplotlib draws it letter by letter: what stands between two `$` is a formula otherwise."""
+    return text.replace("$", r"\$")
+
+
 def say_nothing(axis: Any) -> None:
     axis.text(0.5, 0.5, "nothing was recorded", transform=axis.transAxes, ha="center", color=FAINT)
     axis.grid(visible=False)
@@ -66,6 +75,7 @@ def end_at_all(axis: Any) -> None:
 
 
 _MOST_POINTS = 1500
+_MOST_BARS = 200
 _MOST_METRICS = 3
 _MOST_LOSS_PARTS = 8
 _MOST_LOGGED = 6
@@ -73,7 +83,7 @@ _MOST_LOGGED = 6
 
 def draw(data: RunData) -> bytes:
     """Return the picture as PNG."""
-    names = data.logged_names[:_MOST_LOGGED]
+    names = [name for name in data.logged_names if np.isfinite(data.logged(name)[1]).any()][:_MOST_LOGGED]
     num_rows = 1 + -(-len(names) // 3)
     height = 0.4 + 4.2 * num_rows
     with canvas(14, height) as drawn:
@@ -114,22 +124,23 @@ def _draw_loss(axis: Any, data: RunData) -> None:
     if not data.steps:
         return say_nothing(axis)
     steps = np.array([row["step"] for row in data.steps])
-    losses = np.array([row["loss"] for row in data.steps])
+    losses = np.array([row["loss"] for row in data.steps], dtype=np.float64)
     if len(steps) > 20:
         window = max(2, len(steps) // 25)
         axis.plot(*_thinned(steps, losses), color=TRAIN, alpha=0.25, linewidth=0.8)
         axis.plot(*_thinned(steps, _smoothed(losses, window)), color=TRAIN, linewidth=1.8, label="training")
     else:
         axis.plot(steps, losses, color=TRAIN, linewidth=1.8, marker="o", markersize=3.5, label="training")
-    if "valid_loss" in data.metric_names:
+    if "valid_loss" in data.metric_names and "valid_loss" not in data.repeated_names:
         where, values = data.metric("valid_loss")
         axis.plot(where, values, color=VALID, linewidth=1.8, marker="o", markersize=3.5, label="validation")
         _mark_best(axis, "valid_loss", where, values, VALID)
     for number, name in enumerate(data.set_losses[:_MOST_LOSS_PARTS]):
-        label = name.removeprefix("valid_").removesuffix("_loss").replace("_", " ")
+        label = literal(name.removeprefix("valid_").removesuffix("_loss").replace("_", " "))
         axis.plot(*data.metric(name), color=MANY[3 + number], linewidth=1.3, marker="o", markersize=2.5, label=label)
     _draw_parts(axis, data)
-    if losses.min() > 0 and losses.max() > 8 * losses.min():
+    finite = losses[np.isfinite(losses)]
+    if len(finite) and finite.min() > 0 and finite.max() > 8 * finite.min():
         axis.set_yscale("log")
     axis.legend(loc="upper right")
     return None
@@ -152,7 +163,7 @@ def _draw_parts(axis: Any, data: RunData) -> None:
         steps, values = np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
         window = max(1, len(steps) // 25)
         color = MANY[3 + number]  # behind those of the other curves
-        label = name.removeprefix("loss_").replace("_", " ")
+        label = literal(name.removeprefix("loss_").replace("_", " "))
         axis.plot(*_thinned(steps, _smoothed(values, window)), color=color, linewidth=1.1, linestyle="--", label=label)
 
 
@@ -160,6 +171,7 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
     """Draw the validation metrics besides the loss; the throughput where there are none."""
     axis.set_xlabel("step")
     losses = {"valid_loss", *data.set_losses, *(f"valid_{name}" for name in data.part_names)}
+    losses |= set(data.repeated_names)
     shown_beside = {*data.logged_names, *(f"valid_{name}" for name in data.logged_names)}
     names = [name for name in data.metric_names if name not in losses | shown_beside][:_MOST_METRICS]
     if not names:
@@ -172,13 +184,16 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
         axis.set_ylim(bottom=0)
         return None
     one = names[0].removeprefix("valid_").replace("_", " ")
-    axis.set_title(f"Validation {one}" if len(names) == 1 else "Validation")
+    axis.set_title(literal(f"Validation {one}") if len(names) == 1 else "Validation")
     is_share = True
     for name, color in zip(names, (OTHER, VALID, TRAIN), strict=False):
         where, values = data.metric(name)
         is_share = is_share and all(0 <= value <= 1 for value in values)
-        axis.plot(where, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=name.replace("_", " "))
-        _mark_best(axis, name, where, values, color)
+        axis.plot(
+            where, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=literal(name.replace("_", " "))
+        )
+        if Aim(name).is_clear:
+            _mark_best(axis, name, where, values, color)
     if len(names) > 1:
         axis.legend(loc="best")
     axis.margins(y=0.15)
@@ -189,7 +204,7 @@ def _draw_metrics(axis: Any, data: RunData) -> None:
 
 def _draw_logged(axis: Any, data: RunData, name: str) -> None:
     """Draw something that was logged: in training, and in validation where it was logged there, too."""
-    axis.set_title(name.replace("_", " "))
+    axis.set_title(literal(name.replace("_", " ")))
     axis.set_xlabel("step")
     steps, values = map(np.array, data.logged(name))
     if len(steps) > 20:
@@ -218,23 +233,39 @@ def _draw_time(axis: Any, data: RunData) -> None:
     axis.set_title("Time per epoch (s)")
     axis.set_xlabel("epoch")
     numbers, training = [epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs]
-    axis.bar(numbers, training, color=BARS, width=0.75, label="training")
     aside = [epoch.aside_seconds for epoch in epochs]
+    if len(epochs) > _MOST_BARS:  # each takes a millisecond to draw, and none could be told from its neighbors
+        numbers, training, aside = (list(each) for each in _few_bars(numbers, training, aside))
+        axis.set_title(f"Time per epoch (s), means of {numbers[1] - numbers[0]:,.0f}")
+    width = 0.75 * (numbers[1] - numbers[0])
+    axis.bar(numbers, training, color=BARS, width=width, label="training")
     if any(aside):
-        axis.bar(numbers, aside, bottom=training, color=VALID, width=0.75, label="validation and sleep")
-        axis.set_ylim(top=1.2 * max(epoch.whole_seconds for epoch in epochs))  # room for the legend
+        axis.bar(numbers, aside, bottom=training, color=VALID, width=width, label="validation and sleep")
+        highest = max(one + other for one, other in zip(training, aside, strict=True))
+        axis.set_ylim(top=1.2 * highest)  # room for the legend
         axis.legend(ncols=2, fontsize=9, loc="upper left")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(visible=False, axis="x")
     return None
 
 
+def _few_bars(numbers: list[int], *series: list[float]) -> Iterator[Any]:
+    """Yield the middles of groups of neighbors, and the mean of each series in every group. The last may be smaller."""
+    size = -(-len(numbers) // _MOST_BARS)
+    begins = np.arange(0, len(numbers), size)
+    yield [numbers[begin] + (size - 1) / 2 for begin in begins]
+    counts = np.diff(np.append(begins, len(numbers)))
+    yield from (np.add.reduceat(np.array(values), begins) / counts for values in series)
+
+
 def _smoothed(values: Any, window: int) -> Any:
-    """Return the mean of the last `window` values, of fewer at the beginning."""
-    sums = np.cumsum(np.insert(values, 0, 0.0))
+    """Return the mean of the last `window` values that are finite, of fewer at the beginning; nan where none is."""
+    is_finite = np.isfinite(values)
+    sums, counts = (np.cumsum(np.insert(each, 0, 0.0)) for each in (np.where(is_finite, values, 0.0), is_finite))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(0, ends - window)
-    return (sums[ends] - sums[begins]) / (ends - begins)
+    num_finite = counts[ends] - counts[begins]
+    return np.where(num_finite > 0, (sums[ends] - sums[begins]) / np.maximum(num_finite, 1), np.nan)
 
 
 def _thinned(steps: Any, values: Any) -> tuple[Any, Any]:

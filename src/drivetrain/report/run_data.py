@@ -86,13 +86,14 @@ class RunData:
 
     @cached_property
     def epochs(self) -> list[Epoch]:
-        found, begin = [], -1
+        found, place = [], 0
         aside = [row for row in (*self.metrics, *self.told("sleep")) if isinstance(row.get("seconds"), (int, float))]
+        aside.sort(key=lambda row: row["step"])
         for number, rows in groupby(self.steps, key=lambda row: row["epoch"]):
-            steps = list(rows)
-            end = steps[-1]["step"]
-            found.append(_epoch(number, steps, sum(row["seconds"] for row in aside if begin < row["step"] <= end)))
-            begin = end
+            steps, begin = list(rows), place
+            while place < len(aside) and aside[place]["step"] <= steps[-1]["step"]:
+                place += 1
+            found.append(_epoch(number, steps, sum(row["seconds"] for row in aside[begin:place])))
         return found
 
     @cached_property
@@ -100,6 +101,22 @@ class RunData:
         """The names of validation metrics, in the order in which they first appear."""
         names = {name: None for row in self.metrics for name in row if name not in ("step", "epoch", "seconds")}
         return [name for name in names if any(isinstance(row.get(name), (int, float)) for row in self.metrics)]
+
+    @cached_property
+    def repeated_names(self) -> dict[str, str]:
+        """The metrics of the first of several validation sets that are there again without its name, with that name."""
+        found = dict[str, str]()
+        for name in self.metric_names:
+            for each in self.set_names:
+                own = f"valid_{each}_{name.removeprefix('valid_')}"
+                if own in self.metric_names and all(_is_same(row.get(name), row.get(own)) for row in self.metrics):
+                    found.setdefault(name, own)
+        return found
+
+    @property
+    def set_names(self) -> list[str]:
+        """The names of validation sets, where there are several: those that have a loss of their own."""
+        return [name.removeprefix("valid_").removesuffix("_loss") for name in self.set_losses]
 
     def metric(self, name: str) -> tuple[list[float], list[float]]:
         """Return steps and values."""
@@ -117,22 +134,28 @@ class RunData:
         found = [name for name in self.metric_names if name.startswith("valid_") and name.endswith("_loss")]
         return [name for name in found if name != "valid_loss" and not name.startswith("valid_loss_")]
 
+    @cached_property
+    def _step_names(self) -> list[str]:
+        """What `steps.jsonl` has, in the order in which it first appears. Few rows have other names than the first."""
+        return list(dict.fromkeys(name for names in dict.fromkeys(map(tuple, self.steps)) for name in names))
+
     @property
     def part_names(self) -> list[str]:
         """The named parts of the loss, as `steps.jsonl` has them: `loss_NAME`."""
-        return list(dict.fromkeys(name for row in self.steps for name in row if name.startswith("loss_")))
+        return [name for name in self._step_names if name.startswith("loss_")]
 
     @cached_property
     def logged_names(self) -> list[str]:
         """The names that a loss logged, as `steps.jsonl` has them, and those that hooks logged."""
-        of_steps = (name for row in self.steps for name in row if not name.startswith(("loss_", "num_items_")))
+        of_steps = (name for name in self._step_names if not name.startswith(("loss_", "num_items_")))
         of_hooks = (name for name in self.metric_names if not name.startswith("valid_"))
         return [name for name in dict.fromkeys((*of_steps, *of_hooks)) if name not in RESERVED_NAMES]
 
     def logged(self, name: str) -> tuple[list[float], list[float]]:
         """Return steps and values of something that was logged."""
-        rows = [row for row in (*self.steps, *self.metrics) if isinstance(row.get(name), (int, float))]
-        return [row["step"] for row in rows], [row[name] for row in rows]
+        rows = (*self.steps, *self.metrics)
+        found = [(row["step"], value) for row in rows if isinstance(value := row.get(name), (int, float))]
+        return [step for step, _ in found], [value for _, value in found]
 
     def part_loss(self, name: str) -> float | None:
         """Return the mean of a part over the last epoch, by its own count; None if that had no item of it."""
@@ -179,6 +202,10 @@ def best_index(metric: str, values: Sequence[float | None]) -> int:
         if aim.is_better(value, than=numbers[best]):
             best = index
     return best
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return bool(one == other or (one != one and other != other))
 
 
 def _epoch(number: int, rows: list[Row], aside_seconds: float) -> Epoch:

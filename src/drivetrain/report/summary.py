@@ -3,8 +3,10 @@
 import statistics
 from collections.abc import Iterable, Iterator
 
+from drivetrain.core.aims import Aim
 from drivetrain.core.goodput import NAMES
 from drivetrain.core.safe_text import printable
+from drivetrain.core.value import format_metric
 from drivetrain.report.run_data import TESTED, Row, RunData, best_index
 
 _FIGURES = {
@@ -63,20 +65,26 @@ def _result(data: RunData) -> Iterator[str]:
     yield _line("optimizer steps", data.steps[-1]["step"] if data.steps else 0)
     skipped = sum(bool(row.get("skipped")) for row in data.steps)
     if skipped:
-        yield _line("skipped steps", f"{skipped} (gradients were infinite; the weights stayed as they were)")
+        yield _line(
+            "skipped steps", f"{skipped} (a loss or a gradient was not finite; the weights stayed as they were)"
+        )
     if data.epochs:
-        yield _line("final loss", f"{data.epochs[-1].loss:.4f}")
+        yield _line("final loss", format_metric(data.epochs[-1].loss))
         for name in data.part_names:
             loss = data.part_loss(name)
             if loss is not None:
-                yield _line(f"  {name.removeprefix('loss_').replace('_', ' ')}", f"{loss:.4f}")
+                yield _line(f"  {name.removeprefix('loss_').replace('_', ' ')}", format_metric(loss))
     for name in data.metric_names:
         _, values = data.metric(name)
-        best = values[best_index(name, values)]
-        yield _line(name.replace("_", " "), f"{values[-1]:.4f} at the end, {best:.4f} at best")
+        words = f"{format_metric(values[-1])} at the end"
+        if Aim(name).is_clear:
+            words += f", {format_metric(values[best_index(name, values)])} at best"
+        yield _line(name.replace("_", " "), words)
     for name, value in data.tests[-1].items() if data.tests else ():
         if name.startswith("test_") and value is not None:
-            yield _line(name.replace("_", " "), f"{value:.4f}, with the weights of step {data.tests[-1][TESTED]}")
+            yield _line(
+                name.replace("_", " "), f"{format_metric(value)}, with the weights of step {data.tests[-1][TESTED]}"
+            )
 
 
 def _speed(data: RunData) -> Iterator[str]:

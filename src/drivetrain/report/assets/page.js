@@ -97,6 +97,9 @@
     context.restore();
   };
 
+  // A curve that stays at 0 is drawn between -1 and 1, not between 0 and 100.
+  const around = (low, high) => low === null ? [null, null] : low === 0 && high === 0 ? [-1, 1] : uPlot.rangeNum(low, high, 0.1, true);
+
   const build = (entry) => {
     const { chart, box } = entry;
     const old = entry.plot, scale = old && old.scales.x, known = old && old.data[0];
@@ -118,7 +121,6 @@
       dash: chart.lines[index].dash,
       fill: chart.stacked ? color(index) + "b0" : undefined,
       width: 1.6,
-      spanGaps: true,
       points: { show: !chart.stacked && chart.lines[index].x.length < 60, size: few ? 6 : 4 },
       value: (u, value, number, at) => {
         if (at === null || at === undefined) return "–";
@@ -136,11 +138,11 @@
       cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, sync: { key: "run" } },
       scales: {
         x: { time: false },
-        y: { distr: isLog ? 3 : 1, range: chart.from_zero && !isLog ? (u, low, high) => [0, high > 0 ? high * 1.05 : 1] : undefined },
+        y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (u, low, high) => chart.from_zero ? [0, high > 0 ? high * 1.05 : 1] : around(low, high) },
       },
       series: [{ label: state.axis, value: (u, value) => value === null || value === undefined ? "–" : xWords(value) }, ...series],
       axes: [
-        { ...axis, values: (u, values) => values.map(xWords), space: 70 },
+        { ...axis, label: state.axis, size: 34, labelSize: 18, labelFont: axis.font, values: (u, values) => values.map(xWords), space: 70 },
         { ...axis, size: 62, values: (u, values) => values.map((value) => value === null ? "" : words(value)) },
       ],
       hooks: { draw: chart.stacked ? [] : [marks(chart, chart.lines, 1)] },
