@@ -162,7 +162,8 @@ def train(
     job = JOBS[name](folder)
     given = {"output_dir": folder, "batch_size": micro_batch, "gpu_mode": "cpu", "num_workers": 0, **settings}
     if strategy:
-        given["parallel_strategy"] = strategy
+        given["parallel_strategy"], _, copies = strategy.partition(", ")
+        given |= {"fsdp_replicas": int(copies.split()[0])} if copies else {}
     result = dt.train(job, dt.configure(**given), quiet=True)
     return records_of(result.folder), state_of(result.folder)
 
@@ -256,6 +257,7 @@ CASES = [
     ("muon", 3, 3, "ddp"),
     ("muon", 2, 3, "fsdp"),
     ("muon", 3, 2, "fsdp"),
+    ("muon", 4, 2, "fsdp, 2 copies"),
 ]
 
 

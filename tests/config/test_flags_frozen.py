@@ -83,6 +83,7 @@ FLAGS = {
     "distributed.fsdp_reshard": ["--fsdp-reshard"],
     "distributed.fsdp_unit_blocks": ["--fsdp-unit-blocks"],
     "distributed.fsdp_gather_ahead": ["--fsdp-gather-ahead"],
+    "distributed.fsdp_replicas": ["--fsdp-replicas"],
     "distributed.backend": ["--backend"],
     "distributed.init_method": ["--init-method"],
     "distributed.timeout_seconds": ["--timeout-seconds"],

@@ -53,10 +53,18 @@ def crash_averaging(folder: str, strategy: str, variant: Variant, at_call: int) 
     return crash_with(folder, strategy, variant, at_call, ema=0.9)
 
 
-def crash_with(folder: str, strategy: str, variant: Variant, at_call: int, **changes: Any) -> bool:
+def crash_with(
+    folder: str,
+    strategy: str,
+    variant: Variant,
+    at_call: int,
+    settings: dict[str, Any] | None = None,
+    **changes: Any,
+) -> bool:
     loss = CrashingLoss(make_job(variant).loss, at_call)
+    given = {"parallel_strategy": strategy, **(settings or {})}
     try:
-        run(folder, variant, MICRO_BATCH, settings={"parallel_strategy": strategy}, loss=loss, **changes)
+        run(folder, variant, MICRO_BATCH, settings=given, loss=loss, **changes)
     except PlantedError:
         return True
     return False
@@ -124,7 +132,7 @@ def odd_job(folder: str, strategy: str, **settings: Any) -> Trained | None:
     return replace(read(result.folder), rows=[{"valid": row["valid_loss"]} for row in rows])
 
 
-def held_and_forecast(kind: str) -> tuple[dict[str, int], dict[str, int], int]:
+def held_and_forecast(kind: str, replicas: int = 1) -> tuple[dict[str, int], dict[str, int], int]:
     """What this rank holds after a step, by what has memory; the forecast; and the whole model's bytes."""
     world = world_here()
     makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -135,9 +143,10 @@ def held_and_forecast(kind: str) -> tuple[dict[str, int], dict[str, int], int]:
     torch.manual_seed(0)
     made = Odd()
     whole = num_bytes(made.parameters())
-    forecast = forecast_local(made, job.make_optimizer, world.size, world.rank)
+    num_ranks = world.size // replicas
+    forecast = forecast_local(made, job.make_optimizer, num_ranks, world.rank % num_ranks)
     assert forecast is not None
-    sharded = shard(made, world, ShardOptions(), FP32_ON_CPU)
+    sharded = shard(made, world, ShardOptions(replicas=replicas), FP32_ON_CPU)
     optimizer = job.make_optimizer(made)
     sharded.take_over(optimizer)
     strategy = FsdpStrategy(world, sharded)

@@ -120,6 +120,56 @@ def test_choices_are_measured_and_kept(gloo_pool: GlooPool, tmp_path: Path, worl
     assert_identical(mended, whole)
 
 
+COPIES = {"fsdp_replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [(4, {}), pytest.param(2, {}, marks=pytest.mark.soak), (4, {"fsdp_reshard": "off", "fsdp_accumulate": "shards"})],
+)
+def test_copies_of_a_sharded_model_equal_the_plain_loop(
+    gloo_pool: GlooPool, tmp_path: Path, world: int, more: dict[str, Any]
+) -> None:
+    settings = {**COPIES, **more}
+    trained = gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", DEEP, 2, settings, world=world)[0]
+    of_losses, of_weights = difference(trained, *plain_loop(DEEP))
+    assert max(of_losses, of_weights) < 1e-9
+
+
+def test_copies_are_stopped_moved_and_go_on(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """Two copies on 4 ranks; then 3 ranks that share one; then two copies again. Rows of odd numbers, and a norm."""
+    variant = replace(DEEP, save_every=1, steps=6)
+    folder = str(tmp_path)
+    for world, settings, at_call in ((4, COPIES, 5), (3, {}, 5)):
+        assert all(gloo_pool.run(fsdp_runs.crash_with, folder, "fsdp", variant, at_call, settings, world=world))
+    trained = gloo_pool.run(fsdp_runs.run_with, folder, "fsdp", variant, MICRO_BATCH, COPIES, world=4)[0]
+    assert trained.resumed_from > 1
+    of_losses, of_weights = difference(trained, *plain_loop(variant))
+    assert max(of_losses, of_weights) < 1e-9
+
+
+def test_a_resumed_run_of_copies_is_bit_identical(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    variant = replace(DEEP, dtype=torch.float32, save_every=2, dropout=0.2)
+    whole = gloo_pool.run(fsdp_runs.run_with, str(tmp_path / "whole"), "fsdp", variant, MICRO_BATCH, COPIES, world=4)[0]
+    folder = str(tmp_path / "broken")
+    assert all(gloo_pool.run(fsdp_runs.crash_with, folder, "fsdp", variant, 8, COPIES, world=4))
+    mended = gloo_pool.run(fsdp_runs.run_with, folder, "fsdp", variant, MICRO_BATCH, COPIES, world=4)[0]
+    assert mended.resumed_from > 0
+    assert_identical(mended, whole)
+
+
+def test_copies_hold_what_is_forecast(gloo_pool: GlooPool) -> None:
+    """A rank holds its part of a copy, and every copy has the same."""
+    ranks = gloo_pool.run(fsdp_runs.held_and_forecast, "adamw", 2, world=4)
+    assert [held == forecast for held, forecast, _ in ranks] == [True] * 4
+    assert ranks[:2] == ranks[2:]
+
+
+def test_copies_that_ranks_cannot_share_are_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    with pytest.raises(dt.DrivetrainError, match="3 ranks cannot share 2 copies"):
+        gloo_pool.run(fsdp_runs.run_with, str(tmp_path), "fsdp", DEEP, 2, COPIES, world=3)
+
+
 def test_all_ranks_choose_by_the_slowest_ones_figures(gloo_pool: GlooPool) -> None:
     plain = "fp32, micro-batch 6, eager"
     kept, joined = f"{plain}, weights kept after forward", f"{plain}, 2 blocks gathered at once"

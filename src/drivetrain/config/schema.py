@@ -461,6 +461,12 @@ class DistributedSection(Section):
         description="fsdp: units that are gathered while another one computes (auto: 0, as torch does it, where "
         "nothing is measured)",
     )
+    fsdp_replicas: Annotated[int, Flag("fsdp-replicas")] = Field(
+        1,
+        ge=1,
+        description="fsdp: copies of the model, each shared by ranks that follow one another (HSDP): with as many as "
+        "machines, weights are gathered within a machine, and only gradients go between them",
+    )
     backend: Annotated[Literal["auto", "nccl", "gloo"], Flag("backend")] = Field(
         "auto", description="auto is nccl where each process has a GPU, else gloo"
     )

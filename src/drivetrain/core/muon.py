@@ -227,7 +227,7 @@ def _rows_of(part: Tensor, matrix: Any) -> _Rows:
         raise DrivetrainError(
             "Muon needs whole matrices, and these are kept in host memory", remedy="leave the offloading of weights out"
         )
-    found = _Rows((matrix.shape[0], matrix.shape[1]), mesh.get_group())
+    found = _Rows((matrix.shape[0], matrix.shape[1]), mesh.get_group(mesh.ndim - 1))  # of the ranks of one copy
     rank, size = dist.get_rank(found.group), dist.get_world_size(found.group)
     if part.shape[0] != found.num_rows(rank, size):
         raise DrivetrainError(

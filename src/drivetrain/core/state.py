@@ -53,10 +53,11 @@ def offsets_of(tensor: Any) -> tuple[int, ...]:
     if not is_distributed(tensor):
         return (0,) * int(tensor.dim())
     mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1 or not placements[0].is_shard(0):
+    if not placements[-1].is_shard(0) or not all(each.is_replicate() for each in placements[:-1]):
         raise ValueError(f"a tensor that is distributed as {placements} cannot be saved: parts are ranges of rows")
     num_rows = tensor.shape[0]
-    first = min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
+    last = mesh.ndim - 1  # the dimension over which rows are split; over others there are copies
+    first = min(num_rows, mesh.get_local_rank(last) * -(-num_rows // mesh.size(last)))
     return (first, *(0 for _ in tensor.shape[1:]))
 
 

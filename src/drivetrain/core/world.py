@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 # Groups that were left last stay referenced until others are. The destructor of a gloo group waits for the group's
 # threads while it holds Python's lock, and right after a collective a thread may still want that lock, to let go of a
-# tensor: the one that drops the last reference then, DDP for example, would wait forever.
-_CLOSED: deque[dist.ProcessGroup | None] = deque(maxlen=2)
+# tensor: the one that drops the last reference then, DDP for example, would wait forever. A world has up to four.
+_CLOSED: deque[dist.ProcessGroup | None] = deque(maxlen=4)
 
 
 def _never_let_go() -> None:
@@ -68,6 +68,7 @@ class World:
         self.group = group
         self._owns_group = False
         self._aside: World | None = None
+        self._grids: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     @classmethod
     def join(
@@ -227,8 +228,26 @@ class World:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
+    def grid(self, num_rows: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the groups of this rank's column and row, if ranks are written in so many rows, one after the other.
+
+        Made at the first call, by all ranks together; they belong to this world, which closes them.
+        """
+        if num_rows not in self._grids:
+            ranks = torch.arange(self.size).view(num_rows, -1)
+            column, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())  # type: ignore[no-untyped-call]
+            row, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+            assert column is not None, "every rank is in one"
+            assert row is not None, "every rank is in one"
+            self._grids[num_rows] = column, row
+        return self._grids[num_rows]
+
     def close(self) -> None:
         """Leave the groups that this world has made."""
+        for group in (group for groups in self._grids.values() for group in groups):
+            _CLOSED.append(group)
+            dist.destroy_process_group(group)
+        self._grids.clear()
         if self._aside is not None:
             _CLOSED.append(self._aside.group)
             dist.destroy_process_group(self._aside.group)

@@ -204,7 +204,8 @@ def _memory_of_shards(run: Session, model: nn.Module) -> MemoryForecast:
     Blocks that are gathered in turn count as workspace.
     """
     rows = None if run.experts is None else run.experts.num_rows(run.experts.fullest_rank)
-    held = forecast_local(model, run.job.make_optimizer, run.world.size, 0, rows)
+    num_ranks = run.world.size // run.config.distributed.fsdp_replicas  # that share a copy
+    held = forecast_local(model, run.job.make_optimizer, max(1, num_ranks), 0, rows)
     if held is None:
         return MemoryForecast(parameters=0, gradients=0)
     return MemoryForecast(parameters=held.parameters + held.buffers, gradients=held.gradients, optimizer=held.optimizer)

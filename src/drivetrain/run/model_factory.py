@@ -205,6 +205,7 @@ def _shard_options(config: Config, way: StepWay) -> ShardOptions:
         reshard=way.reshard,
         unit_blocks=way.unit_blocks,
         gather_ahead=way.gather_ahead,
+        replicas=config.distributed.fsdp_replicas,
     )
 
 

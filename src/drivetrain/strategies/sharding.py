@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -32,6 +33,7 @@ from drivetrain.strategies.compiling import compile_forward
 from drivetrain.strategies.layers import repeated_blocks
 from drivetrain.strategies.shared_experts import SharedExperts
 
+_MESHES = count()
 ROOT = ""  # the name of the unit that holds what is in no block
 # They treat every element of a weight alike, so a rank's part of a weight is all they need. One of another kind (it
 # takes norms or products of whole weights) would compute something else on parts, in silence.
@@ -54,6 +56,7 @@ class ShardOptions:
     reshard: bool = True  # whether a unit's weights are freed after its forward, and gathered again for its backward
     unit_blocks: int = 1  # that are gathered together
     gather_ahead: int = 0  # units, while another one computes; 0: as torch does it
+    replicas: int = 1  # copies of the model, each of which as many ranks share
 
 
 @dataclass(frozen=True)
@@ -276,16 +279,17 @@ def shard(
 
     Given `experts` are distributed by rows instead of sharded.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
     refuse_uncuttable(model)
     _refuse_options(options, precision)
+    _refuse_replicas(options, world, experts)
     _refuse_other_models(model, world)
     layout = layout_of(model, shares_experts=experts is not None, unit_blocks=options.unit_blocks)
     replaced: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    words = layout.in_words()
-    mesh = DeviceMesh.from_group(world.own_group(), world.device.type)
+    copies = f"; {options.replicas} copies, each shared by {world.size // options.replicas} ranks"
+    words = layout.in_words() + (copies if options.replicas > 1 else "")
+    mesh = _mesh(world, options.replicas)
     pinned = world.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if options.offload else OffloadPolicy()
     left_whole = set(layout.replicated.values())
@@ -300,7 +304,7 @@ def shard(
             list(unit.modules),
             mesh=mesh,
             # With one rank there is nothing to gain from forgetting. The rest of the model is needed again at once.
-            reshard_after_forward=options.reshard and world.size > 1 and unit.name != ROOT,
+            reshard_after_forward=options.reshard and world.size > options.replicas and unit.name != ROOT,
             mp_policy=_mixed_precision(unit, options, precision),
             offload_policy=offload,
             ignored_params=left_whole | set(layout.shared_out.values()),
@@ -341,6 +345,33 @@ def _refuse_options(options: ShardOptions, precision: Precision) -> None:
             "fsdp steps an offloaded optimizer in host memory, and fp16 scales gradients on the GPU",
             remedy="use --precision bf16 or fp32, or drop --fsdp-offload",
         )
+
+
+def _refuse_replicas(options: ShardOptions, world: World, experts: SharedExperts | None) -> None:
+    if options.replicas > 1 and experts is not None:
+        raise DrivetrainError(
+            "copies of a model whose experts are shared out are not supported",
+            remedy="drop --fsdp-replicas, or use --parallel-strategy fsdp",
+        )
+    if world.size % options.replicas:
+        raise DrivetrainError(
+            f"{world.size} ranks cannot share {options.replicas} copies of the model evenly",
+            remedy=f"--fsdp-replicas with a divisor of {world.size}; usual is the number of machines",
+        )
+
+
+def _mesh(world: World, replicas: int) -> Any:
+    """Return the ranks as torch's mesh: those that share a copy follow one another, as ranks of one machine do."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if replicas == 1:
+        return DeviceMesh.from_group(world.own_group(), world.device.type)
+    ranks = torch.arange(world.size).view(replicas, -1)
+    # torch keeps what it found for operations on distributed tensors, by the mesh. Meshes of the same ranks and names
+    # are equal: it would go on with the groups of an earlier run, which are closed.
+    number = next(_MESHES)
+    names = (f"replicate_{number}", f"shard_{number}")
+    return DeviceMesh.from_group(list(world.grid(replicas)), world.device.type, mesh=ranks, mesh_dim_names=names)
 
 
 def _gather_ahead(units: "Sequence[FSDPModule]", number: int) -> None:

@@ -255,7 +255,9 @@ class FsdpStrategy:
 
     def norm(self, parts: list[Tensor]) -> Tensor:
         """Return the norm of the gradients of all ranks; replicated gradients count once."""
-        if not self._world.is_main:
+        if not self._has_first_copy:
+            parts = []
+        elif not self._world.is_main:
             whole = set(self._replicated)
             parts = [part for part in parts if part not in whole]
         return norm_over_ranks(parts, self._world, self._parts.trained[0].dtype)
@@ -265,11 +267,16 @@ class FsdpStrategy:
 
     # Checkpoints
 
+    @property
+    def _has_first_copy(self) -> bool:
+        """Whether this rank shares the first copy of the model: it speaks for the ranks of others."""
+        return self._world.rank < self._world.size // self._sharded.options.replicas
+
     def save(self) -> tuple[list[Shard], dict[str, Any]]:
         """Return this rank's shards; on rank 0 also what all ranks have."""
         put_away(self._parts.model)
         shards, meta = whole_state(self._saved)
-        return [shard for shard in shards if shard.is_part or self._world.is_main], meta
+        return [shard for shard in shards if (shard.is_part and self._has_first_copy) or self._world.is_main], meta
 
     def load(self, source: TensorSource) -> None:
         put_away(self._parts.model)
@@ -323,6 +330,7 @@ SPEC = StrategySpec(
         "distributed.fsdp_reshard",
         "distributed.fsdp_unit_blocks",
         "distributed.fsdp_gather_ahead",
+        "distributed.fsdp_replicas",
     ),
     conflicts=(
         Conflict(
