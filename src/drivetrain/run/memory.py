@@ -5,7 +5,7 @@ count on a GPU, by the kernel's on a CPU.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from drivetrain.plan.memory import MemoryModel, Peak, next_size_to_measure
 from drivetrain.plan.simulate import Held, Simulated, count_held, forecast_held, num_bytes, simulate
 from drivetrain.strategies.layers import recompute, repeated_blocks
 
+MANY_CLASSES = 4096  # of which logits may be worth chunks: a vocabulary
 MOST_SAMPLES = 16  # that a step is followed with; beyond, it is a line
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): sets the peak of resident memory to what it is now
@@ -46,6 +47,7 @@ def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int,
     smallest, num_samples = steps.smallest
     if smallest.is_real:
         notes += ("the loss looks at values, so the step was run on the CPU to count its memory",)
+    notes += _logits_note(model, smallest.module_bytes)
     sizes = [num_bytes(block.parameters()) for block in (blocks or dict(model.named_children())).values()]
     return Needs(
         held=held,
@@ -58,6 +60,18 @@ def needs_of(job: Job, model: nn.Module, precision: PrecisionName, at_most: int,
         weights=weights,
         activations={name: size // num_samples for name, size in smallest.module_bytes.items() if size > 0},
         notes=notes,
+    )
+
+
+def _logits_note(model: nn.Module, module_bytes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note where most activations are those of the loss, over the many classes of a last layer."""
+    of_loss, all_of_them = module_bytes.get("", 0), sum(size for size in module_bytes.values() if size > 0)
+    widths = [each.out_features for each in model.modules() if isinstance(each, nn.Linear)]
+    if 2 * of_loss <= all_of_them or max(widths, default=0) < MANY_CLASSES:
+        return ()
+    return (
+        f"{of_loss / all_of_them:.0%} of activations are those of the loss, over {max(widths):,} classes: "
+        "torch.nn.functional.linear_cross_entropy (torch 2.13) computes it in chunks, without all logits at once",
     )
 
 
