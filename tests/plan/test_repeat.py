@@ -11,41 +11,56 @@ FAST = StepWay(micro_batch=8, precision="bf16", compile_mode="default")
 
 
 class World:
-    """What repeats, and at what cost; `tried` is in the order of trying."""
+    """What repeats, and at what cost; `tried` is in the order of trying, `compiled_anew` are those of fresh processes.
+
+    What does not repeat differs in this process already, or, with `here`, only in a fresh one.
+    """
 
     def __init__(
         self, repeating: dict[StepWay, float | None], *, here: bool = False, problems: dict[StepWay, str] | None = None
     ):
         self.repeating, self.here, self.problems = repeating, here, problems or {}
         self.tried: list[StepWay] = []
+        self.compiled_anew: list[StepWay] = []
 
-    def attempt(self, way: StepWay) -> RepeatTrial:
+    def attempt_here(self, way: StepWay) -> RepeatTrial:
         self.tried.append(way)
         if way in self.problems:
             return RepeatTrial(way=way, problem=self.problems[way])
+        repeats = self.here or way in self.repeating
+        difference = "" if repeats else "model/a"
+        return RepeatTrial(way=way, repeats=repeats, difference=difference, repeats_here=repeats, processes=1)
+
+    def attempt_elsewhere(self, way: StepWay) -> RepeatTrial:
+        self.compiled_anew.append(way)
         repeats = way in self.repeating
-        return RepeatTrial(way=way, repeats=repeats, difference="" if repeats else "model/a", repeats_here=self.here)
+        return RepeatTrial(way=way, repeats=repeats, difference="" if repeats else "model/a")
 
     def find(self, chosen: StepWay = FAST, **options: Any) -> tuple[StepWay, Repeatability]:
         stop = options.pop("stop", lambda: "")
         given = {"pinned": set(), "is_cudnn": False, "eager_cost": 0.5, **options}
-        return find_repeatable(chosen, self.attempt, lambda way: self.repeating[way], stop, **given)
+        here, elsewhere = self.attempt_here, self.attempt_elsewhere
+        return find_repeatable(chosen, here, elsewhere, self.repeating.get, stop, **given)
 
 
 def test_a_way_that_repeats_is_kept() -> None:
     world = World({FAST: None})
     way, found = world.find()
     assert (way, found.value, world.tried) == (FAST, True, [FAST])
+    assert world.compiled_anew == [FAST]
     assert found.as_plain()["value"] == "yes"
 
 
 @pytest.mark.parametrize(("cost", "taken"), [(0.02, True), (0.03, True), (0.031, False), (None, False)])
 def test_what_repeats_is_taken_for_at_most_three_percent(cost: float | None, taken: bool) -> None:
     strict = FAST.but(repeat="strict")
-    way, found = World({strict: cost}).find()
+    world = World({strict: cost})
+    way, found = world.find()
     assert way == (strict if taken else FAST)
     assert found.value is taken
+    assert world.compiled_anew == ([strict] if taken else []), "a fresh process compiles what would be taken, only"
     if not taken:
+        assert "repeat in one process, at" in found.reason
         assert "--deterministic" in found.reason
     if cost is not None:
         assert f"{100 * cost:+.1f} %" in found.reason

@@ -49,7 +49,7 @@ class Machine:
             taken *= 2
         setup = 0.0
         if way.compile_mode:
-            setup = self.compile_seconds * (0.1 if way.compile_scope == "blocks" else 1.0)
+            setup = self.compile_seconds * (1.0 if way.compile_scope == "loss" else 0.1)
             self.now += setup
             taken *= 1 - (self.block_gain if way.compile_scope == "blocks" else self.compile_gain)
         if way.channels_last:
@@ -228,6 +228,23 @@ def test_blocks_are_compiled_where_the_whole_loss_takes_too_long() -> None:
     assert slower.way.compile_scope == "blocks"
     neither = Machine(block_gain=-0.1, compile_gain=-0.1).tune(**both)
     assert neither.way == neither.way.but(compile_mode=None)
+
+
+def test_the_whole_loss_is_not_compiled_at_once_where_its_parts_are_as_fast() -> None:
+    """Blocks and the loss around them cost 2 s each, everything at once 20 s, for nothing but fewer launches."""
+    scopes = {"others": {"compile_mode": ("default",)}, "compile_costs": {"blocks": 3.0, "both": 3.0, "loss": 20.0}}
+
+    def tried(machine: Machine) -> tuple[str, list[str]]:
+        found = machine.tune(**scopes)
+        return found.way.compile_scope, [way.compile_scope for way in machine.ways if way.compile_mode]
+
+    busy, host_bound, unknown = (Machine(block_gain=0.5, compile_gain=0.6, launch_share=s) for s in (0.3, 0.9, 0.0))
+    assert tried(busy) == ("both", ["blocks", "both"])
+    assert tried(host_bound)[1] == ["blocks", "both", "loss"]
+    assert tried(unknown)[1] == ["blocks", "both", "loss"]
+    slower = Machine(block_gain=0.6, compile_gain=0.5, launch_share=0.3)
+    assert tried(slower) == ("blocks", ["blocks", "both"])
+    assert "was not tried: launching is quick enough" in busy.tune(**scopes).reasons["compile_scope"]
 
 
 @given(

@@ -495,8 +495,8 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "scopes"),
     [
-        ([(4, 4, 1)] * 6, ["blocks", "loss"]),
-        ([(4, 4, 1)] * 3 + [(8, 8, 1)] * 3, ["blocks", "loss"]),
+        ([(4, 4, 1)] * 6, ["blocks", "both", "loss"]),
+        ([(4, 4, 1)] * 3 + [(8, 8, 1)] * 3, ["blocks", "both", "loss"]),
         ([(4, 8, 2), (8, 16, 2), (16, 16, 1), (16, 16, 2), (16, 32, 2), (32, 32, 1)], ["loss"]),
     ],
     ids=["alike", "two kinds", "nearly all differ"],
@@ -505,7 +505,7 @@ def test_blocks_are_compiled_one_by_one_only_where_they_are_alike(
     blocks: list[tuple[int, int, int]], scopes: list[str]
 ) -> None:
     model = nn.Sequential(*(Convolutions(*sizes) for sizes in blocks), nn.Conv2d(4, 4, 1))
-    for asked, expected in (("auto", scopes), ("blocks", ["blocks"]), ("loss", ["loss"])):
+    for asked, expected in (("auto", scopes), ("blocks", ["blocks"]), ("both", ["both"]), ("loss", ["loss"])):
         run: Any = SimpleNamespace(config=SimpleNamespace(compile=SimpleNamespace(scope=asked)), shards=False)
         assert list(planner._compile_costs(run, model)) == expected
 

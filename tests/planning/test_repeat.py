@@ -57,10 +57,10 @@ dt.train(job, configure(output_dir=folder, gpu_mode="cpu", num_workers=0, report
 @pytest.mark.parametrize(
     ("kind", "value"), [("process", "no"), pytest.param("none", "yes", marks=pytest.mark.soak)], ids=["no", "yes"]
 )
-def test_a_script_is_run_again_in_two_fresh_processes(kind: str, value: str, tmp_path: Path) -> None:
+def test_a_script_is_run_again_in_a_fresh_process(kind: str, value: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = warm_python.run([str(script), kind, str(tmp_path)])  # the fresh ones are those that it starts
+    done = warm_python.run([str(script), kind, str(tmp_path)])  # the fresh one is started by it
     assert done.returncode == 0, done.stderr
     row = yaml.safe_load((tmp_path / "job" / "plan.yaml").read_text())["repeatable"]
     assert row["value"] == value
@@ -68,7 +68,7 @@ def test_a_script_is_run_again_in_two_fresh_processes(kind: str, value: str, tmp
         assert "the loss of step 1 differs between two runs of the same job" in row["why"]
         assert "repeats    no: the loss of step 1" in done.stdout
     else:
-        assert "in two fresh processes" in row["why"]
+        assert "in a fresh process" in row["why"]
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
     assert [event["value"] for event in events if event["event"] == "repeatable"] == [value]
 
@@ -166,11 +166,11 @@ def test_the_first_steps_are_those_of_the_run(setups: Callable[..., Session], tm
 def test_what_was_found_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[StepWay] = []
 
-    def attempt(self: object, way: StepWay) -> RepeatTrial:
+    def elsewhere(self: object, way: StepWay) -> RepeatTrial:
         calls.append(way)
         return RepeatTrial(way=way, repeats=True)
 
-    monkeypatch.setattr(repeat.RepeatProbe, "attempt", attempt)
+    monkeypatch.setattr(repeat.RepeatProbe, "elsewhere", elsewhere)
     monkeypatch.setattr(planner, "MUCH_SLOWER", math.inf)  # else a busy machine has everything measured again
     first = trained(tmp_path / "a", job_of(), deterministic=True)
     second = trained(tmp_path / "b", job_of(), deterministic=True)

@@ -16,6 +16,7 @@ from drivetrain.moe import MixtureOfExperts
 from drivetrain.strategies.compiling import (
     compile_named,
     compile_repeated,
+    compiled,
     forget_compiled,
     num_graphs,
     why_not_compiled,
@@ -159,6 +160,25 @@ def test_repeated_blocks_are_compiled_once_for_all_of_them() -> None:
     assert torch.equal(model(inputs), expected)
 
 
+@pytest.mark.usefixtures("no_kernels")
+def test_the_rest_is_compiled_around_compiled_blocks() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).logsumexp(-1).mean()
+
+    torch.manual_seed(0)
+    inputs, work = torch.randn(3, 4, dtype=torch.float64), []
+    for num_blocks in (4, 8):
+        torch.compiler.reset()
+        model = Stack(num_blocks).double()
+        expected = loss(model, inputs)
+        compile_repeated(model, "default")
+        graphs, calls = num_graphs(), torch._dynamo.utils.counters["stats"]["calls_captured"]
+        assert torch.allclose(compiled(loss, "default")(model, inputs), expected, rtol=1e-12)
+        assert num_graphs() > graphs + 2, "those of the blocks, and what is around"
+        work.append(torch._dynamo.utils.counters["stats"]["calls_captured"] - calls)
+    assert work[0] == work[1], "twice as many blocks are no more work for the compiler"
+
+
 def test_a_copy_of_compiled_blocks_computes_with_its_own_weights() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -211,6 +231,11 @@ def test_a_run_with_compiled_blocks_learns_the_same(tmp_path: Path) -> None:
     assert found.metrics["valid_loss"] == pytest.approx(plain.metrics["valid_loss"], rel=1e-11)
     choices = yaml.safe_load((found.folder / "plan.yaml").read_text())["choices"]
     assert choices["compile.scope"] == {"value": "blocks", "why": "each repeated block by itself; asked for"}
+    before = num_graphs()
+    found = dt.train(stacked_job("both"), dt.configure(**settings, compile=True, compile_scope="both"))
+    assert num_graphs() > before, "the blocks are compiled already, the loss around them is not"
+    for name, expected in plain.model.state_dict().items():
+        assert torch.allclose(found.model.state_dict()[name], expected, rtol=1e-11), name
     with pytest.raises(dt.DrivetrainError, match="no repeated blocks"):
         dt.train(stacked_job("none", Gated), dt.configure(**settings, compile=True, compile_scope="blocks"))
     with pytest.raises(ConfigError, match="compiling is off"):

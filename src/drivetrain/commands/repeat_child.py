@@ -56,9 +56,9 @@ def _serve(job: Job, config: Config, request: dict[str, Any], questions: Iterato
 
 
 def _answer(steps: FirstSteps, question: dict[str, Any]) -> dict[str, Any]:
-    if "bits" in question:
-        return {"bits": steps.bits(StepWay.model_validate(question["bits"])).model_dump(mode="json")}
-    return {"seconds": steps.seconds(StepWay.model_validate(way) for way in question["seconds"])}
+    found = steps.bits(StepWay.model_validate(question["bits"]), twice=False)
+    steps.release()
+    return {"bits": found.model_dump(mode="json")}
 
 
 def _lines(descriptor: int) -> Iterator[Any]:

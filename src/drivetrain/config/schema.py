@@ -528,10 +528,11 @@ class CompileSection(Section):
     mode: Annotated[Literal["default", "reduce-overhead", "max-autotune"], Flag("compile-mode"), Planned()] = Field(
         "default", description="what the compiler spends its time on; needs --compile"
     )
-    scope: Annotated[Literal["auto", "loss", "blocks"], Flag("compile-scope"), Planned()] = Field(
+    scope: Annotated[Literal["auto", "loss", "blocks", "both"], Flag("compile-scope"), Planned()] = Field(
         "auto",
-        description="compile the whole loss function with the model inside, or each block that the model repeats, "
-        "which takes the compiler a fraction of the time (auto: measured where compiling is auto; otherwise loss)",
+        description="compile the whole loss function with the model inside; or each block that the model repeats, "
+        "which takes the compiler a fraction of the time; or both: the blocks, and the loss function around them "
+        "(auto: measured where compiling is auto; otherwise loss)",
     )
     only: Annotated[tuple[str, ...], Flag("compile-only")] = Field(
         (),

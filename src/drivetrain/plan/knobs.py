@@ -17,7 +17,7 @@ from drivetrain.plan.rules import Choice, Settings
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 # What is compiled as one: the whole loss function with the model inside, or each of the blocks that a model repeats.
 # Blocks of a kind share their kernels, so the compiler is done many times sooner.
-CompileScope = Literal["loss", "blocks"]
+CompileScope = Literal["loss", "blocks", "both"]  # both: block by block, and the loss function around them
 # Which kernels may be used: `off` any, the fastest; `fixed` none that is chosen by timing, and of cuDNN only
 # deterministic ones; `strict` torch's deterministic algorithms, and recurrent dropout outside cuDNN.
 Repeat = Literal["off", "fixed", "strict"]
@@ -56,8 +56,13 @@ class StepWay(Value):
 
     @property
     def compiles_loss(self) -> bool:
-        """Whether the loss function is compiled with the model inside."""
-        return self.compile_mode is not None and self.compile_scope == "loss"
+        """Whether the loss function is compiled, with the model or with what is around its blocks."""
+        return self.compile_mode is not None and self.compile_scope != "blocks"
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether each repeated block of the model is compiled by itself."""
+        return self.compile_mode is not None and self.compile_scope != "loss"
 
     @model_validator(mode="before")
     @classmethod
@@ -265,11 +270,17 @@ def _tell_compile_mode(outcome: PlanningOutcome) -> Choice[str] | None:
     return None if mode is None else Choice(value=mode, reason="how it is compiled")
 
 
+_COMPILED_AS_ONE: dict[CompileScope, str] = {
+    "loss": "the loss function with the model inside",
+    "blocks": "each repeated block by itself",
+    "both": "each repeated block by itself, and the loss function around them",
+}
+
+
 def _tell_compile_scope(outcome: PlanningOutcome) -> Choice[str] | None:
     if outcome.way.compile_mode is None:
         return None
-    whole, blocks = "the loss function with the model inside", "each repeated block by itself"
-    what = blocks if outcome.way.compile_scope == "blocks" else whole
+    what = _COMPILED_AS_ONE[outcome.way.compile_scope]
     asked = ASKED_FOR if "compile_scope" in outcome.facts.pinned else outcome.reasons.get("compile_scope", "")
     return Choice(value=outcome.way.compile_scope, reason=f"{what}{f'; {asked}' if asked else ''}")
 
@@ -396,8 +407,8 @@ KNOBS: tuple[Knob, ...] = (
         field="compile_scope",
         settings=("compile.scope",),
         words="what is compiled as one",
-        in_words=lambda scope: "block by block" if scope == "blocks" else "",
-        by_rule=lambda asked: "blocks" if asked.read("compile.scope") == "blocks" else "loss",
+        in_words=lambda scope: {"blocks": "block by block", "both": "blocks and the rest"}.get(scope, ""),
+        by_rule=lambda asked: "loss" if asked.read("compile.scope") == "auto" else asked.read("compile.scope"),
         stage="compile",
         told=(PlanLine("compile.scope", _tell_compile_scope),),
     ),

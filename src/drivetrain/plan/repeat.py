@@ -75,14 +75,15 @@ class Repeatability(Value):
         return {"value": value, "why": self.reason, **cost, **({"tried": tried} if tried else {})}
 
 
-Attempt = Callable[[StepWay], RepeatTrial]  # runs its first steps in two processes
+Attempt = Callable[[StepWay], RepeatTrial]  # runs its first steps: twice in this process, or here and in a fresh one
 CostOf = Callable[[StepWay], float | None]  # relative to the chosen way, measured side by side; None: it could not be
 WhyNot = Callable[[], str]  # why nothing more is to be tried; empty while there is time
 
 
 def find_repeatable(
     chosen: StepWay,
-    attempt: Attempt,
+    here: Attempt,
+    elsewhere: Attempt,
     cost_of: CostOf,
     why_stop: WhyNot,
     *,
@@ -92,16 +93,22 @@ def find_repeatable(
 ) -> tuple[StepWay, Repeatability]:
     """Try the chosen way, and if it does not repeat, others until one does that costs little.
 
+    A fresh process has to compile anew, which takes longer than all the rest. So a way gets there only if its steps
+    repeat in this process, and if it costs so little that it would be taken.
+
     Args:
         chosen: The fastest way, or what the user pinned.
-        attempt: Runs a way's first steps in two processes.
+        here: Runs a way's first steps twice in this process.
+        elsewhere: Runs them in a fresh process, and compares them with those that were run here.
         cost_of: Measures how much longer a step of a way takes.
         why_stop: Says why no more may be tried.
         pinned: Which fields of a way the user fixed: these are never changed.
         is_cudnn: Whether the model has modules that cuDNN computes, so that its deterministic kernels may be enough.
         eager_cost: What leaving the compiler out costs, as far as it was measured before; None: not known.
     """
-    first = attempt(chosen)
+    first = here(chosen)
+    if first.repeats and not first.problem:
+        first = elsewhere(chosen)
     trials = [first]
     if first.problem:
         return chosen, Repeatability(reason=f"could not be tried: {first.problem}", trials=tuple(trials))
@@ -115,12 +122,16 @@ def find_repeatable(
         stopped = why_stop()
         if stopped:
             break
-        trial = attempt(way)
+        trial, cost = here(way), None
         if trial.repeats:
-            trial = trial.model_copy(update={"cost": cost_of(way)})
-            found.append(trial)
+            cost = cost_of(way)
+            would_be_taken = "repeat" in pinned or (cost is not None and cost <= MOST_COST)
+            trial = (elsewhere(way) if would_be_taken else trial).model_copy(update={"cost": cost})
         trials.append(trial)
-        if trial.repeats and ("repeat" in pinned or (trial.cost is not None and trial.cost <= MOST_COST)):
+        if not trial.repeats:
+            continue
+        found.append(trial)
+        if would_be_taken:
             return way, Repeatability(value=True, reason=_taken(first, trial), cost=trial.cost, trials=tuple(trials))
     cheapest = min(found, key=lambda trial: float("inf") if trial.cost is None else trial.cost, default=None)
     reason = _not_taken(first, cheapest, trials[1:], stopped)
@@ -146,7 +157,7 @@ def _variants(
 
 def _repeats(trial: RepeatTrial) -> str:
     if trial.processes > 1:
-        return "the same bits in two fresh processes with compile caches of their own"
+        return "the same bits here and in a fresh process with compile caches of its own"
     return "the same bits twice in this process; a restart was not tried, as no other process can make this job"
 
 
@@ -166,7 +177,8 @@ def _not_taken(first: RepeatTrial, cheapest: RepeatTrial | None, others: list[Re
         way = cheapest.way
         flags = [] if way.compile_mode == first.way.compile_mode else ["--no-compile"]
         flags.append("--deterministic" if way.repeat == "strict" else f"--repeatable {way.repeat}")
-        return f"{differs}; {IN_WORDS[way.repeat]} repeat, at {cost}: {' '.join(flags)} takes them"
+        where = "" if cheapest.processes > 1 else " in one process"
+        return f"{differs}; {IN_WORDS[way.repeat]} repeat{where}, at {cost}: {' '.join(flags)} takes them"
     if stopped:
         return f"{differs}; what would repeat was not looked for: {stopped}"
     failed = next((trial.problem for trial in others if trial.problem), "")

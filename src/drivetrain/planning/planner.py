@@ -74,10 +74,10 @@ BUDGET_SHARE = 0.05
 COMPILE_SECONDS, COMPILE_SECONDS_PER_MODULE = 5.0, 0.25
 LEAST_REPEATED = 0.5  # of a model's smallest modules, that have to be in blocks for compiling these alone
 COMPILE_SHARE = {"cuda": 0.12, "cpu": 0.05}  # on a CPU it gains less, and less often
-# Trying whether steps repeat: what starting two processes takes, what compiling in both at once takes against one, how
-# many steps are run, and the share of the job that it may take; looking for a way that repeats may take as much again.
-REPEAT_START_SECONDS = {"cuda": 20.0, "cpu": 10.0}
-REPEAT_COMPILING, REPEAT_STEPS, REPEAT_SHARE = 1.5, 16, 0.05
+# Trying whether steps repeat: what starting a process takes, how many steps are run, and the share of the job that it
+# may take; looking for a way that repeats may take as much again.
+REPEAT_START_SECONDS = {"cuda": 15.0, "cpu": 5.0}
+REPEAT_STEPS, REPEAT_SHARE = 16, 0.05
 CONTEXT_BYTES = 1 << 30  # that a process holds on a GPU besides its tensors
 # What FP8 has to gain to be offered, the steps over which losses are compared, and the share of the job for both.
 LEAST_OFFER, OFFER_STEPS, OFFER_SHARE = 1.05, 20, 0.02
@@ -337,6 +337,7 @@ class _Search:
     def run(self) -> tuple[Tuned, list[str]]:
         """Return the best way, and notes for the plan. What is remembered is tried with a step, else measured anew."""
         run, tuned, notes = self._run, self._tuned(), list[str]()
+        self._probe.leave_to(tuned.way)
         if self._known and not self._num_measured:
             why_not = _why_outdated(self._probe, tuned, self._scope)
             if why_not:
@@ -468,7 +469,9 @@ def _repeatable(
         return remembered.followed, remembered.found
     step_seconds = chosen.sample_seconds * run.rank_samples
     seconds_left = step_seconds * max(0, (run.job.num_steps or 0) - steps_done)
-    one_way = REPEAT_COMPILING * chosen.setup_seconds + REPEAT_STEPS * step_seconds
+    parts = {way, way.but(compile_scope="blocks")} if way.compiles_blocks else {way}  # a fresh process compiles all
+    setup_seconds = sum(tried.measurement.setup_seconds for tried in tuned.tried if tried.way in parts)
+    one_way = setup_seconds + REPEAT_STEPS * step_seconds
     most = REPEAT_SHARE * seconds_left if is_short_of_time else math.inf
     if REPEAT_START_SECONDS[run.world.device.type] + one_way > most:
         return way, Repeatability(
@@ -477,11 +480,9 @@ def _repeatable(
         )
     micro_batch = _micro_batch_of_copies(run, way, chosen)
     if not micro_batch:
-        return way, Repeatability(reason="not measured: the memory does not hold the steps of two processes")
+        return way, Repeatability(reason="not measured: the memory does not hold the model and its optimizer twice")
     if not run.quiet:
-        notice(
-            "planning: running the first steps twice, to see whether they repeat to the bit",
-        )
+        notice("planning: running the first steps again, to see whether they repeat to the bit")
 
     def why_stop() -> str:
         spent = time.monotonic() - began
@@ -495,7 +496,8 @@ def _repeatable(
     try:
         followed, found = find_repeatable(
             way,
-            probe.attempt,
+            probe.here,
+            probe.elsewhere,
             probe.cost_of,
             why_stop,
             pinned=run.pinned(),
@@ -525,7 +527,7 @@ def _why_not_repeated(run: Session, way: StepWay) -> str:
 
 
 def _micro_batch_of_copies(run: Session, way: StepWay, chosen: Measurement) -> int:
-    """Return the largest micro-batch, halved as often as it takes, of which three fit at once; 0: none does."""
+    """Return the largest micro-batch, halved as often as it takes, that fits beside a copy held here; 0: none does."""
     if run.world.device.type != "cuda":
         return way.micro_batch
     held = chosen.parameter_bytes + chosen.gradient_bytes + chosen.optimizer_bytes
@@ -533,7 +535,7 @@ def _micro_batch_of_copies(run: Session, way: StepWay, chosen: Measurement) -> i
     size = way.micro_batch
     while size:
         peak = held + max(0, chosen.peak_bytes - held) * size / way.micro_batch + CONTEXT_BYTES
-        if 3 * peak <= limit:
+        if held + peak <= limit:
             return size
         size //= 2
     return 0
@@ -623,9 +625,13 @@ def _compile_costs(run: Session, model: nn.Module) -> dict[CompileScope, float]:
     num_modules_of: dict[CompileScope, int] = {}
     # Of a class, the compiler keeps a few kinds, and leaves the others eager: such blocks do not pay.
     pays = num_repeated >= LEAST_REPEATED * num_modules and 2 * len(kinds) <= len(blocks)
-    if asked != "loss" and (pays or asked == "blocks") and blocks and not run.shards:
-        num_modules_of["blocks"] = sum(map(_num_leaves, kinds))
-    if asked != "blocks" or run.shards:  # of a sharded model blocks are compiled, whatever the scope
+    if blocks and not run.shards:
+        of_kinds = sum(map(_num_leaves, kinds))
+        if asked == "blocks" or (asked == "auto" and pays):
+            num_modules_of["blocks"] = of_kinds
+        if asked == "both" or (asked == "auto" and pays):
+            num_modules_of["both"] = of_kinds + num_modules - num_repeated
+    if asked in ("auto", "loss") or run.shards:  # of a sharded model blocks are compiled, whatever the scope
         num_modules_of["loss"] = sum(map(_num_leaves, kinds)) if run.shards and blocks else num_modules
     return {scope: COMPILE_SECONDS + COMPILE_SECONDS_PER_MODULE * number for scope, number in num_modules_of.items()}
 

@@ -45,7 +45,7 @@ from drivetrain.job import Job
 from drivetrain.loop import CapturedStep, CudaRecorder, MicroInput, make_capturable, own_stream, why_not_captured
 from drivetrain.plan import Choice
 from drivetrain.plan.data_path import DataFigures, DataPath, choose_data_path, workers_worth
-from drivetrain.plan.knobs import StepWay
+from drivetrain.plan.knobs import CompileScope, StepWay
 from drivetrain.plan.simulate import count_held
 from drivetrain.plan.tune import Measurement
 from drivetrain.run.memory import CudaPeakMeter, NoPeakMeter
@@ -87,6 +87,7 @@ class StepProbe:
         self._make_loader, self._journal = make_loader, journal
         self._alone = World(device=world.device)
         self._longest: list[int | None] | None = None
+        self._compiled_scope: CompileScope | None = None  # of the loss function, last
         self._found_to_stray: dict[str, str] = {}  # by precision: why it is not to be trusted, or nothing
         self.read_sample_seconds = math.inf  # of the micro-batch that was read the quickest, collating included
 
@@ -135,6 +136,7 @@ class StepProbe:
             problem = self._strays(model, batch, way, precision)
             if problem:
                 return Measurement(problem=problem)
+            self.leave_to(way)
             graphs = num_graphs() if way.compile_mode else 0  # to look for the compiler alone takes seconds
             optimizer, count = job.make_optimizer(model), -(-share // way.micro_batch)
             problem = self._made_capturable(optimizer, precision, count) if way.capture else ""
@@ -180,6 +182,17 @@ class StepProbe:
                 launch_share=_launch_share(lambda: step(1), device) if seconds else 0.0,
                 is_brief=not seconds,
             )
+
+    def leave_to(self, way: StepWay) -> None:
+        """Forget what was compiled of the loss function in another scope: the compiler would use it for this way, too.
+
+        A run must not depend on what was tried before it: resumed in a fresh process, it would round otherwise.
+        """
+        if not way.compiles_loss:
+            return
+        if self._compiled_scope not in (None, way.compile_scope):
+            torch.compiler.reset()
+        self._compiled_scope = way.compile_scope
 
     def losses(self, way: StepWay, num_steps: int) -> list[float]:
         """Train a copy for some steps of one micro-batch each, and return the losses of this rank.
@@ -253,9 +266,9 @@ class StepProbe:
         use_fp8(model, Precision(way.precision, self._world.device.type).fp8)
         if way.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if way.compile_mode and not way.compiles_loss:
+        if way.compiles_blocks:
             dims = varying_dims_of(self._job.loss_function)
-            compile_repeated(model, way.compile_mode, dims, fixed=way.repeat != "off")
+            compile_repeated(model, way.compile_mode or "default", dims, fixed=way.repeat != "off")
         if way.splits_recurrent_dropout:
             split_recurrent_dropout(model)
         if way.recompute:

@@ -1,8 +1,8 @@
-"""Tests whether steps repeat bit by bit: in two fresh processes where these can make the job, else twice in this one.
+"""Tests whether steps repeat bit by bit: twice in this process, and in a fresh one where that can make the job.
 
 The first steps of a job are run as `train` would, on a copy of its model, and the bits of what came out are kept. A
 fresh process gets the job as a restart would: it runs the target again (the recipe, the function, or the script up to
-its first `dt.train`). Each has its own empty compile caches, since kernels are chosen by timing when they are compiled.
+its first `dt.train`). It has its own empty compile caches, since kernels are chosen by timing when they are compiled.
 """
 
 import copy
@@ -42,6 +42,7 @@ from drivetrain.strategies.loss_parts import LossParts
 
 NUM_STEPS, NUM_STEPS_CAPTURED = 4, 7  # a step is recorded after three, and replayed from there on
 ROUNDS, ROUND_SECONDS, MOST_STEPS = 7, 0.15, 50
+FEWER_ROUNDS = 3  # where a step takes longer than a round: such steps vary little
 _CHUNK = 1 << 22
 _ODD = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 CHILD = "drivetrain.commands.repeat_child"
@@ -73,9 +74,14 @@ class FirstSteps:
     def seconds(self, ways: Iterable[StepWay]) -> list[float]:
         """Return how long a step of each way takes, measured in turns, so that noise of the machine affects all."""
         ways, device = list(ways), self._run.world.device
+        for way in ways:
+            if way not in self._ready:
+                self.bits(way, twice=False)
         times: dict[StepWay, list[float]] = {way: [] for way in ways}
         counts: dict[StepWay, int] = {}
-        for _ in range(ROUNDS + 1):
+        for number in range(ROUNDS + 1):
+            if number > FEWER_ROUNDS and max(counts.values()) == 1:
+                break
             for way in ways:
                 run = self._run.trying(way)
                 with run.numerics(), run.stream():
@@ -92,6 +98,13 @@ class FirstSteps:
                 else:
                     counts[way] = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(seconds, 1e-6))))
         return [statistics.median(times[way]) for way in ways]
+
+    def release(self) -> None:
+        """Free the memory of what was tried."""
+        self._ready = {}
+        gc.collect()
+        if self._run.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _once(self, run: Session) -> Bits:
         way, job, world = run.way, run.job, World(device=run.world.device)
@@ -219,36 +232,48 @@ class Child:
         for end in (self._to, self._from):
             with suppress(OSError):
                 os.close(end)
-        try:
-            self._process.wait(2)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()  # it holds nothing that is worth waiting for
+        self._process.wait()
 
 
 class RepeatProbe:
-    """Provides `attempt` and `cost_of` for `plan.repeat`."""
+    """Provides `here`, `elsewhere` and `cost_of` for `plan.repeat`."""
 
     def __init__(self, run: Session, model: nn.Module, micro_batch: int) -> None:
-        """Prepare the probe. `micro_batch` samples fit several times: two processes run at the same time."""
-        self._run, self._model, self._micro_batch = run, model, micro_batch
+        """Prepare the probe. With `micro_batch` samples, the steps of another process fit beside what is held here."""
+        self._run, self._micro_batch = run, micro_batch
         self._target = target_to_rerun()
         self._folder = Path(tempfile.mkdtemp(prefix="drivetrain-repeat-"))
-        self._children: list[Child] = []
         self._why_not_elsewhere = "" if self._target else "no other process can make this job"
-        self._here: FirstSteps | None = None
+        # Made at once: it imports and builds the model while steps are run here.
+        self._child = Child(run, self._target, self._folder / "fresh") if self._target else None
+        self._steps, self._found = FirstSteps(run, model), dict[StepWay, Bits]()
         self._chosen: StepWay | None = None
+        self._is_ready = False
 
-    def attempt(self, way: StepWay) -> RepeatTrial:
-        """Run the first steps of a way in two processes."""
+    def here(self, way: StepWay) -> RepeatTrial:
+        """Run the first steps of a way twice in this process: what the search has compiled is used again."""
         self._chosen = self._chosen or way
+        smaller = self._smaller(way)
+        with untouched(self._run.world.device):
+            self._found[way] = self._steps.bits(smaller)
+        return _trial(way, [self._found[way]], 1)
+
+    def elsewhere(self, way: StepWay) -> RepeatTrial:
+        """Run them once more where everything is compiled anew: in a fresh process, or here if there can be none."""
+        smaller = self._smaller(way)
+        self._steps.release()  # the memory is for the other process
         if not self._why_not_elsewhere:
             try:
-                return _trial(way, self._elsewhere(self._smaller(way)), 2)
+                return _trial(way, [self._found[way], self._of_child(smaller)], 2)
             except ChildError as error:
                 self._why_not_elsewhere = str(error)
-                self._end_children()
-        return _trial(way, self._twice_here(self._smaller(way)), 1)
+                self._end_child()
+        with untouched(self._run.world.device), _own_caches(self._folder / f"here-{len(self._found)}"):
+            if way.compile_mode is not None:
+                torch.compiler.reset()
+            again = self._steps.bits(smaller, twice=False)
+        return _trial(way, [self._found[way], again], 1)
 
     def _smaller(self, way: StepWay) -> StepWay:
         return way.but(micro_batch=min(way.micro_batch, self._micro_batch))
@@ -261,49 +286,36 @@ class RepeatProbe:
     def cost_of(self, way: StepWay) -> float | None:
         """Return how much longer a step takes than the first way's, as a share; None if it cannot be timed."""
         assert self._chosen is not None
-        ways = [self._smaller(self._chosen), self._smaller(way)]
         try:
-            if self._children:
-                child = self._children[0]
-                child.tell({"seconds": [each.model_dump(mode="json") for each in ways]})
-                fast, other = child.answer()["seconds"]
-            else:
-                assert self._here is not None
-                with untouched(self._run.world.device):
-                    fast, other = self._here.seconds(ways)
-        except (ChildError, KeyError, RuntimeError):
+            with untouched(self._run.world.device):
+                fast, other = self._steps.seconds([self._smaller(self._chosen), self._smaller(way)])
+        except (KeyError, RuntimeError):
             return None
         return float(other / fast - 1)
 
     def close(self) -> None:
-        self._end_children()
-        self._here = None
-        gc.collect()
+        self._end_child()
+        self._steps.release()
+        if (
+            self._chosen is not None
+            and self._chosen.compile_mode is not None
+            and self._micro_batch < self._chosen.micro_batch
+        ):
+            torch.compiler.reset()  # what was compiled for the smaller size would be used by the run, for any size
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _end_children(self) -> None:
-        for child in self._children:
-            child.close()
-        self._children = []
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
-    def _elsewhere(self, way: StepWay) -> list[Bits]:
-        if not self._children:
-            self._children = [Child(self._run, self._target, self._folder / name) for name in ("first", "second")]
-            for child in self._children:
-                child.answer()
-        for child in self._children:
-            child.tell({"bits": way.model_dump(mode="json")})
-        return [Bits.model_validate(child.answer()["bits"]) for child in self._children]
-
-    def _twice_here(self, way: StepWay) -> list[Bits]:
-        self._here = self._here or FirstSteps(self._run, self._model)
-        found: list[Bits] = []
-        for name in ("first", "second"):
-            with untouched(self._run.world.device), _own_caches(self._folder / f"{name}-{len(found)}"):
-                if way.compile_mode is not None:
-                    torch.compiler.reset()
-                found.append(self._here.bits(way))
-        return found
+    def _of_child(self, way: StepWay) -> Bits:
+        assert self._child is not None
+        if not self._is_ready:
+            self._child.answer()
+            self._is_ready = True
+        self._child.tell({"bits": way.model_dump(mode="json")})
+        return Bits.model_validate(self._child.answer()["bits"])
 
 
 def _trial(way: StepWay, found: list[Bits], processes: int) -> RepeatTrial:
@@ -311,7 +323,7 @@ def _trial(way: StepWay, found: list[Bits], processes: int) -> RepeatTrial:
     if problem:
         return RepeatTrial(way=way, problem=problem, processes=processes)
     is_same_here = all(bits.repeats_here for bits in found)
-    difference = found[0].difference(found[1])
+    difference = found[0].difference(found[-1])
     if not difference and not is_same_here:
         difference = "the same steps once more in one process"
     return RepeatTrial(

@@ -157,7 +157,7 @@ def make_validator(
         on_device=on_device,
         compiled_loss=None if called is None else run.weighted(called),
         may_halve=not run.weighting.holds_division,
-        eager=run.way.compile_mode is not None and not run.way.compiles_loss and not pays,
+        eager=run.way.compiles_blocks and not pays,
     )
 
 

@@ -140,10 +140,10 @@ def _compile_parts(run: Session, model: nn.Module) -> None:
         compile_named(model, run.config.compile.only, mode, fixed=fixed)
     elif run.shards:
         compile_blocks(model, mode, shares_experts=run.experts is not None, fixed=fixed)
-    elif run.way.compile_scope == "blocks":
+    elif run.way.compiles_blocks:
         if not repeated_blocks(model):
             raise DrivetrainError(
-                "--compile-scope blocks: no repeated blocks were found in the model",
+                f"--compile-scope {run.way.compile_scope}: no repeated blocks were found in the model",
                 remedy="keep them in an nn.ModuleList or nn.Sequential, or use --compile-scope loss",
             )
         compile_repeated(model, mode, varying_dims_of(run.job.loss_function), fixed=fixed)
@@ -161,7 +161,7 @@ def callable_model(run: Session) -> Prepared:
 
 
 def called_loss_of(run: Session) -> LossFunction | None:
-    """Return what is called in place of the loss function where it is compiled, with the model inside."""
+    """Return what is called in place of the loss function where it is compiled, with all or the rest of the model."""
     # Of a sharded model, blocks are compiled.
     is_whole = run.way.compiles_loss and not run.shards and not run.config.compile.only
     if not is_whole:

@@ -8,7 +8,7 @@ seconds, and the others nothing.
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -106,7 +106,7 @@ class _CompiledForward:
         if isinstance(self._before, _CompiledForward):
             self._before = self._before._before
         # The code of the method is the same for all blocks of a kind, and so is what the compiler makes of it.
-        self._called: Any = torch.compile(self._before or MethodType(type(module).forward, module), **options)
+        self._called = _by_itself(torch.compile(self._before or MethodType(type(module).forward, module), **options))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self._varying_dims:
@@ -125,6 +125,16 @@ class _CompiledForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _CompiledForward, (self._module, self._options, self._varying_dims)
+
+
+def _by_itself(compiled_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same for a caller that is compiled, too: the compiler leaves the call out of the caller's graph."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        return compiled_forward(*args, **named)
+
+    called: Callable[..., Any] = torch.compiler.disable(call, recursive=False)  # type: ignore[no-untyped-call]
+    return called
 
 
 def modules_named(model: nn.Module, name: str) -> list[nn.Module]:
