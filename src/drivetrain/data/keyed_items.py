@@ -44,7 +44,9 @@ def seed_all(key: int) -> None:
 
 
 def _next_draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.random_sample()), float(torch.rand(()))
+    # A type and a device of its own: both defaults of torch may be set to others.
+    drawn = torch.rand((), dtype=torch.float32, device="cpu")
+    return random.random(), float(np.random.random_sample()), float(drawn)
 
 
 def _after_plant() -> tuple[float, float, float]:

@@ -233,18 +233,27 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     counts = [count for count in candidates(alone[0]) if all(map(count.is_in, alone))]
     columns = {count: [count.number(batch) for batch in alone] for count in counts}
     labels = [columns[count] for count in counts if count.kind == "unequal" and count.ignored in (IGNORE_INDEX, 0)]
-    # The loss of samples that have no label at all may be 0/0.
-    kept = [number for number in range(len(items)) if all(column[number] > 0 or not any(column) for column in labels)]
-    numbers = kept if len(kept) >= FEWEST_SAMPLES else list(range(len(items)))
+    labels = [column for column in labels if any(column)]
+    # The loss of samples that have no label at all may be 0/0: they come last, and no part has only these.
+    numbers = [number for number in range(len(items)) if all(column[number] for column in labels)]
+    if not numbers:
+        numbers, labels = list(range(len(items))), []
+    while len(numbers) < FEWEST_SAMPLES:
+        numbers += numbers
     varying = [column for column in columns.values() if min(column) < max(column)]
     if not varying:
         return [items[number] for number in numbers[:wanted]]
+    empty = dict.fromkeys(column.index(0) for column in labels if 0 in column)
     by = max(varying, key=lambda column: (max(column) - min(column)) / max(1.0, max(column)))
     numbers.sort(key=by.__getitem__)
     half = min(wanted, len(numbers)) // 2
     chosen = [*numbers[: min(wanted, len(numbers)) - half], *numbers[-half:]]
     # Parts differ in what they count, and so do samples within a part: then padding is distinguished from what counts.
     chosen[0], chosen[half - 1] = chosen[half - 1], chosen[0]
+    # Without them a mean over labelled samples would look like a mean over all.
+    last = part_bounds(len(chosen))[-2]
+    for place, number in zip(range(len(chosen) - 1, last, -1), empty, strict=False):
+        chosen[place] = number
     return [items[number] for number in chosen]
 
 
