@@ -1,6 +1,7 @@
 """The job as the user defines it: model, data, loss, optimizer and length. Nothing about devices."""
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -330,6 +331,7 @@ class Job:
                 f"the optimizer function {returned(optimizer)}",
                 remedy="return a torch.optim.Optimizer made from the parameters it gets",
             )
+        _check_made(optimizer, groups, model)
         if needs_closure(optimizer) and not getattr(make, "takes_closure", False):
             raise closure_error(optimizer)
         for group in optimizer.param_groups:
@@ -411,6 +413,30 @@ class Job:
         of = next((of for of in self.valid_sets if of and aim.metric.startswith(f"valid_{of}_")), None)
         name = aim.metric if of is None else aim.metric.removeprefix(f"valid_{of}_")
         return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
+
+
+def _check_made(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Refuse an optimizer that would fail at the first save, or whose rates somebody else sets."""
+    # A class that wraps another optimizer may not call `super().__init__()`. Without what that sets, the state could be
+    # saved and not be loaded. (`Optimizer.__setstate__` would set it, too, and change the class for other instances.)
+    for name, value in vars(torch.optim.SGD([torch.zeros(0, requires_grad=True)])).items():
+        if isinstance(value, OrderedDict) and not hasattr(optimizer, name):
+            setattr(optimizer, name, OrderedDict())
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        raise DrivetrainError(
+            "the function that makes the optimizer also makes a torch scheduler of it",
+            remedy="return the optimizer alone, and give the job the scheduler: "
+            "Job(schedule=lambda optimizer: StepLR(optimizer, 30)); it is stepped once per optimizer step",
+        )
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    known |= set(map(id, model.parameters()))
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) not in known:
+            raise DrivetrainError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
+                remedy="make it a part of the model, self.weights = nn.Parameter(…), which the loss function gets: "
+                "checkpoints, other ranks and moving averages have it then, too",
+            )
 
 
 def _groups(trained: list[nn.Parameter], weight_decay: float | None) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """What people bring from loops of their own: it trains as their loop does, or is refused or reported in words."""
 
+import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from drivetrain import DrivetrainError, Job
 from drivetrain.api.training import train
 from drivetrain.config import configure
 from drivetrain.data.division import SampleStream
+from tests.gloo_pool import GlooPool
 
 SAMPLES, BATCH, STEPS, SEED = 20, 8, 6, 4
 GENERATOR = torch.Generator().manual_seed(1)
@@ -103,3 +105,231 @@ def test_another_default_type_is_no_random_draw(tmp_path: Path) -> None:
             weights_of(job_of(data=list(TensorDataset(INPUTS, LABELS)), max_steps=1), tmp_path)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def clearing(model: Any, batch: Any) -> Tensor:
+    model.zero_grad()
+    return cross_entropy(model, batch)
+
+
+def computing_gradients(model: Any, batch: Any) -> Tensor:
+    value = cross_entropy(model, batch)
+    value.backward(retain_graph=True)
+    return value
+
+
+def evaluating(model: Any, batch: Any) -> Tensor:
+    value = cross_entropy(model, batch)
+    model.eval()
+    return value
+
+
+def freezing(model: Any, batch: Any) -> Tensor:
+    model[0].requires_grad_(False)
+    return cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (clearing, "clears the gradients"),
+        (computing_gradients, "computed gradients itself"),
+        (evaluating, "left the model in evaluation mode"),
+        (freezing, "changed requires_grad of 0.weight"),
+    ],
+)
+def test_a_loss_that_meddles_with_the_model_is_refused_before_the_first_step(
+    tmp_path: Path, loss: Loss, words: str
+) -> None:
+    """The measurement of the loss hid it: a run began, and could not be resumed."""
+    with pytest.raises(DrivetrainError, match=words):
+        weights_of(job_of(loss=loss), tmp_path)
+
+
+def lines_told(folder: Path) -> tuple[str, list[str]]:
+    """Return why the division is kept, and what else was said of the loss."""
+    events = [json.loads(line) for line in (folder / "habit" / "events.jsonl").read_text().splitlines()]
+    found = [event for event in events if event["event"] == "loss weighting"]
+    return (found[-1]["holds_division"], found[-1]["notes"]) if found else ("", [])
+
+
+class Counting(nn.Module):
+    """Counts its calls, for a term of the loss that grows with the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = make_model(), 0
+
+    def forward(self, inputs: Tensor) -> Any:
+        self.calls += 1
+        return self.net(inputs) * min(1.0, self.calls / 4)
+
+
+class Recurrent(nn.Module):
+    """Begins each batch with the hidden state of the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.out = nn.GRUCell(5, 6).double(), nn.Linear(6, 3).double()
+        self.hidden: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Any:
+        before = None if self.hidden is None or len(self.hidden) != len(inputs) else self.hidden.detach()
+        self.hidden = self.cell(inputs, before)
+        return self.out(self.hidden)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Counting, "calls"), (Recurrent, "hidden")])
+def test_what_a_model_keeps_between_calls_is_reported_and_begins_with_the_first_step(
+    tmp_path: Path, model: Callable[[], nn.Module], name: str
+) -> None:
+    found = weights_of(job_of(model=model), tmp_path, batch_size=BATCH)
+    assert_same(found, plain_weights(model(), cross_entropy))  # the trials before left nothing behind
+    (note,) = lines_told(tmp_path)[1]
+    assert f"keeps something between calls ({name})" in note
+
+
+def test_a_counter_outside_of_the_model_is_reported(tmp_path: Path) -> None:
+    calls = {"number": 0}
+
+    def warming_up(model: Any, batch: Any) -> Tensor:
+        calls["number"] += 1
+        return cross_entropy(model, batch) * min(1.0, calls["number"] / 1e4)
+
+    weights_of(job_of(loss=warming_up, max_steps=1), tmp_path)
+    assert "gives another value" in lines_told(tmp_path)[1][0]
+
+
+class Taught(nn.Module):
+    """Has a teacher that follows it in each forward, and begins as a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Linear(5, 3).double()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Any:
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.mul_(0.9).add_(other.data, alpha=0.1)
+        return self.student(inputs) + self.teacher(inputs)
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8)), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize(("model", "name"), [(Taught, "teacher.weight"), (normalized, "_u")])
+def test_state_that_each_forward_changes_keeps_the_division(
+    tmp_path: Path, model: Callable[[], nn.Module], name: str
+) -> None:
+    """Each micro-batch moves it once more, so the micro-batch is part of what is learned."""
+    found = weights_of(job_of(model=model), tmp_path, batch_size=BATCH)
+    assert_same(found, plain_weights(model(), cross_entropy, sgd))
+    why, notes = lines_told(tmp_path)
+    assert why.startswith("each forward pass changes")
+    assert name in why
+    assert notes == []
+
+
+def test_parameters_of_the_loss_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def weighted(model: Any, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * torch.exp(-scale) + scale
+
+    weights_of(job_of(loss=weighted, max_steps=1), tmp_path)
+    assert "parameters that the model does not have" in lines_told(tmp_path)[1][0]
+    job = job_of(loss=weighted, optimizer=lambda groups: sgd([*groups, {"params": [scale]}]), name="other")
+    with pytest.raises(DrivetrainError, match="holds a parameter of shape"):
+        weights_of(job, tmp_path)
+    assert not list((tmp_path / "other" / "checkpoints").iterdir())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer as it is often written: without calling `super().__init__`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.num_steps = base, 0
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.slow = [[parameter.detach().clone() for parameter in group["params"]] for group in self.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            for group, kept in zip(self.param_groups, self.slow, strict=True):
+                for parameter, slow in zip(group["params"], kept, strict=True):
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+
+
+def test_an_optimizer_around_another_one_is_resumed(tmp_path: Path) -> None:
+    """Its state was saved and could not be loaded again."""
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return Lookahead(sgd(groups))
+
+    expected = plain_weights(make_model(), cross_entropy, make)  # first: torch changes the class when it loads a state
+    is_first = [True]
+
+    def fail_once(context: dt.StepContext) -> None:
+        if context.step == 3 and is_first.pop():
+            raise KeyboardInterrupt
+
+    job = job_of(optimizer=make, hooks=[dt.every(3, fail_once)], checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        weights_of(job, tmp_path)
+    is_first.append(False)
+    found = weights_of(job, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1  # it has gone on with the same run
+    assert_same(found, expected)
+
+
+def test_a_scheduler_made_with_the_optimizer_is_refused_by_its_name(tmp_path: Path) -> None:
+    def make(groups: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(groups)
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+    with pytest.raises(DrivetrainError, match="also makes a torch scheduler") as raised:
+        weights_of(job_of(optimizer=make), tmp_path)
+    assert "Job(schedule=lambda optimizer: StepLR" in str(raised.value)
+
+
+def clipping(context: dt.StepContext) -> None:
+    nn.utils.clip_grad_norm_(context.model.parameters(), 0.01)
+
+
+def clip_on_ranks(folder: str) -> str:
+    with pytest.raises(DrivetrainError) as raised:
+        weights_of(job_of(hooks=[dt.every(1, clipping)]), Path(folder))
+    return str(raised.value)
+
+
+def test_a_hook_that_clips_gradients_is_refused(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    with pytest.raises(DrivetrainError, match="changed gradients"):
+        weights_of(job_of(hooks=[dt.every(1, clipping)]), tmp_path)
+    for message in gloo_pool.run(clip_on_ranks, str(tmp_path / "ranks"), world=2):
+        assert "changed gradients" in message
+
+
+def test_a_hook_that_sets_the_learning_rate_is_refused(tmp_path: Path) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        made.append(sgd(groups))
+        return made[-1]
+
+    def halve(context: dt.StepContext) -> None:
+        for optimizer in made:
+            optimizer.param_groups[0]["lr"] /= 2
+
+    with pytest.raises(DrivetrainError, match="changed the learning rate"):
+        weights_of(job_of(optimizer=make, hooks=[dt.every(1, halve)]), tmp_path)

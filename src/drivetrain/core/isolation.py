@@ -2,12 +2,14 @@
 
 import gc
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
 
@@ -89,6 +91,83 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         for buffers, name, buffer, saved in before:
             buffer.data.copy_(saved)  # `data`: leaves autograd's version counter alone, as backward may need it
             buffers[name] = buffer
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what torch keeps in every module
+_NUMBERS = (int, float, bool, str, type(None))
+
+
+def own_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return what modules of the user's keep beside parameters and buffers: numbers, tensors, small collections."""
+    return {
+        (name, attribute): value
+        for name, module in model.named_modules()
+        if type(module).__module__.split(".")[0] not in ("torch", "drivetrain")
+        for attribute, value in vars(module).items()
+        if attribute not in _OF_MODULES
+        if type(value) in (*_NUMBERS, list, dict, deque) or isinstance(value, Tensor)
+    }
+
+
+@contextmanager
+def model_kept(model: nn.Module) -> Iterator[None]:
+    """Undo on exit what a trial of the loss did to the model besides its buffers.
+
+    That is: modes, `requires_grad`, gradients, frozen weights that follow the trained ones, and what modules keep as
+    attributes, such as a counter of calls or the hidden state of the batch before.
+    """
+    frozen = [(parameter, parameter.detach().clone()) for parameter in frozen_to_copy(model)]
+    modes = modes_of(model.modules())
+    weights = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    attributes = {place: (value, _copy_of(value)) for place, value in own_attributes(model).items()}
+    try:
+        yield
+    finally:
+        set_modes(modes)
+        for parameter, saved in frozen:
+            if not torch.equal(parameter.detach(), saved):
+                parameter.data.copy_(saved)
+        for parameter, requires_grad, gradient in weights:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        modules = dict(model.named_modules())
+        for name, attribute in own_attributes(model).keys() - attributes.keys():
+            delattr(modules[name], attribute)
+        for (name, attribute), (value, copied) in attributes.items():
+            _put_back(value, copied)
+            modules[name].__dict__[attribute] = value
+
+
+def frozen_to_copy(model: nn.Module) -> list[nn.Parameter]:
+    """Return the frozen weights that may follow trained ones, as a teacher's do.
+
+    A base model under an adapter has many more frozen weights than trained ones: these are too many to copy.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    if any(hasattr(parameter, "to_local") or parameter.is_meta for parameter in frozen):
+        return []  # sharded
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return frozen if sum(parameter.numel() for parameter in frozen) <= 2 * num_trained else []
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if value.requires_grad else value.detach().clone()
+    return None if isinstance(value, _NUMBERS) else value.copy()
+
+
+def _put_back(value: Any, copied: Any) -> None:
+    if isinstance(value, Tensor):
+        if copied is not None and value.shape == copied.shape:
+            value.data.copy_(copied)
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(copied)
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(copied)
 
 
 _uncounted = [0]

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import ChecksFirst, ExpertAccess, Hook, Rehearsal, StepContext, Verdict
 from drivetrain.core.isolation import modes_of, set_modes
 from drivetrain.core.launchers import supervision
@@ -56,6 +58,8 @@ class HookCalls:
         self._recorder, self._stepper, self._validation, self._average = recorder, stepper, validation, average
         self._rehearsal, self._check_model, self._freezer = rehearsal, check_model, freezer
         self._modules, self._has_told_of_modes = list(model.modules()), False
+        self._planted: nn.Parameter | None = None
+        self._has_planted = False
 
     def check(self, hook: Hook, step: int) -> None:
         """Let a hook look at the run before its first step, if it wants to."""
@@ -99,6 +103,8 @@ class HookCalls:
         """
         context = self._context(place.step + 1, place.epoch + place.ends_epoch, loss)
         verdicts = []
+        before = self._rates_and_gradients()
+        self._plant_gradient()
         for hook in hooks:
             put_away(self._model)
             modes = modes_of(self._modules)
@@ -113,8 +119,49 @@ class HookCalls:
                 self._recorder.logged(context.step, place.epoch, on_host(logged), media)
             self._stepper.clock.lap(VALIDATION if hook is self._validation else HOOKS)
         self._check_model()
+        self._refuse_changes(*before)
+        self._planted = None
         self._stepper.look_again()
         return Verdict(*(any(wishes) for wishes in zip(*verdicts, strict=True))) if verdicts else Verdict()
+
+    def _rates_and_gradients(self) -> tuple[list[Any], list[int]]:
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        gradients = [-1 if weight.grad is None else weight.grad._version for weight in self._model.parameters()]
+        return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates], gradients
+
+    def _plant_gradient(self) -> None:
+        """Give a weight a gradient while hooks are called for the first time, where steps leave none behind.
+
+        Otherwise a hook that clips gradients would find none, and do nothing.
+        """
+        weights = [] if self._has_planted else [*self._model.parameters()]
+        self._has_planted = True
+        if weights and all(weight.grad is None and not hasattr(weight, "to_local") for weight in weights):
+            trained = [weight for weight in weights if weight.requires_grad]
+            self._planted = min(trained, key=Tensor.numel, default=None)
+            if self._planted is not None:
+                self._planted.grad = torch.ones_like(self._planted)
+
+    def _refuse_changes(self, rates: list[Any], gradients: list[int]) -> None:
+        """Raise where a hook has changed what the next step sets anew: it would have no effect, in silence."""
+        rates_now, gradients_now = self._rates_and_gradients()
+        planted = None if self._planted is None else self._planted.grad
+        is_changed = planted is not None and planted._version > 0
+        if self._planted is not None:
+            self._planted.grad = None
+            gradients_now = gradients
+        if rates_now != rates:
+            raise DrivetrainError(
+                "a hook has changed the learning rate: the schedule sets it anew in each step",
+                remedy="give the job a schedule: dt.WarmupCosine, a function from the step to a factor of the "
+                "optimizer's rate, or one from the optimizer to a torch scheduler",
+            )
+        if is_changed or any(now not in (-1, then) for then, now in zip(gradients, gradients_now, strict=False)):
+            raise DrivetrainError(
+                "a hook has changed gradients: the step that they are of is done, and the next one clears them",
+                remedy="Job(clip_norm=…) clips them; anything else can be done in "
+                "optimizer.register_step_pre_hook, in the function that makes the optimizer",
+            )
 
     def _tell_of_modes(self, hook: Hook) -> None:
         """Say once that `model.eval()` in a hook was undone: dropout and batch norm would be off from then on."""

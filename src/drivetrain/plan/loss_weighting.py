@@ -98,6 +98,7 @@ class Weighting(Value):
     others: tuple[Other, ...] = ()  # what explains the loss as well on the samples seen so far
     holds_division: str = ""  # why the micro-batch is part of what is learned; empty if it may be tuned
     reason: str = ""
+    notes: tuple[str, ...] = ()  # what is to be said of the loss besides
 
     def weigh(self, result: Any, batch: Any) -> Any:
         """Turn what the loss function returned into a term of the step's sum."""

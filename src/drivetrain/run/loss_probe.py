@@ -7,7 +7,7 @@ were before.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.hook import settlement_of
-from drivetrain.core.isolation import uncounted
+from drivetrain.core.isolation import frozen_to_copy, model_kept, own_attributes, uncounted
+from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision, as_real, numerics
 from drivetrain.data.batch import Count, candidates, map_tensors, to_device
-from drivetrain.data.keyed_items import what_draws
+from drivetrain.data.keyed_items import seed_all, what_draws
 from drivetrain.job import LossFunction
 from drivetrain.plan.loss_weighting import FLOORS, MOST_TOLERANCE, TOLERANCE, Finding, judge
 
@@ -38,6 +39,34 @@ class Parts(NamedTuple):
     reordered: Callable[[], Any] | None = None  # the whole batch with its samples in another order
 
 
+class Carried(NamedTuple):
+    """What a call of the loss leaves behind for the next one."""
+
+    moved: tuple[str, ...] = ()  # buffers and frozen weights that a forward changes
+    unsaved: tuple[str, ...] | None = None  # attributes, where the next call's value depends on more than those
+
+    @property
+    def note(self) -> str:
+        """What is to be said of something that checkpoints do not hold."""
+        if self.unsaved is None:
+            return ""
+        names = f" ({', '.join(self.unsaved[:3])})" if self.unsaved else ""
+        return (
+            f"called twice with the same batch, it gives another value: it or the model keeps something between calls"
+            f"{names} that checkpoints do not hold. Each micro-batch counts as a call, and a resumed run differs. Keep "
+            "it in a buffer of the model that a hook changes, dt.every(1, …); for a weight that depends on the step, "
+            "return named parts and use Job(loss_weights=…)"
+        )
+
+    @property
+    def couples(self) -> str:
+        """Why the micro-batch is part of what is learned; empty if it is not."""
+        if not self.moved:
+            return "" if self.unsaved is None else "the loss depends on how often it was called"
+        names = ", ".join(self.moved[:3]) + (", …" if len(self.moved) > 3 else "")
+        return f"each forward pass changes {names}"
+
+
 class ProbedLoss(NamedTuple):
     """The finding that follows from the gradients, and the counts that it is stated in."""
 
@@ -45,6 +74,8 @@ class ProbedLoss(NamedTuple):
     counts: tuple[Count, ...]  # those that explain the loss, the likeliest first
     why_unknown: str = ""
     returns_sum: bool = False  # the function returns a `LossSum`: there is nothing to find out
+    carried: Carried = Carried()
+    foreign: tuple[nn.Parameter, ...] = ()  # parameters that it uses and the model does not have
 
 
 def part_bounds(num_samples: int) -> list[int]:
@@ -61,9 +92,10 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
     with _measuring(model, device):
+        carried, foreign = _carried(loss, model, batches[1], device)
         draws, gradients = what_draws(lambda: _gradients(loss, model, batches, parts.sizes), device)
         if gradients is None:
-            return ProbedLoss(Finding(kind="samples"), (), returns_sum=True)
+            return ProbedLoss(Finding(kind="samples"), (), "", returns_sum=True, carried=carried, foreign=foreign)
         vectors, cannot_replay = gradients
         products = (vectors @ vectors.T).tolist()
         finding = judge(products, parts.sizes, counts)
@@ -71,14 +103,103 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
             tolerance = _tolerance(loss, model, parts, device, vectors[0])
             finding = judge(products, parts.sizes, counts, tolerance)
     if finding.kind == "unknown":
-        return ProbedLoss(finding, (), "its gradient on the first samples is zero or not finite")
+        return ProbedLoss(finding, (), "its gradient on the first samples is zero or not finite", carried=carried)
     if finding.kind in ("weighted", "coupled"):
         if cannot_replay:
             why = f"it draws random numbers that belong to no sample ({cannot_replay})"
-            return ProbedLoss(Finding(kind="unknown"), (), why)
+            return ProbedLoss(Finding(kind="unknown"), (), why, carried=carried, foreign=foreign)
         if draws.python:
-            return ProbedLoss(Finding(kind="unknown"), (), "it draws random numbers outside of torch")
-    return ProbedLoss(finding, tuple(found[number] for number in finding.counts))
+            why = "it draws random numbers outside of torch"
+            return ProbedLoss(Finding(kind="unknown"), (), why, carried=carried, foreign=foreign)
+    counts_found = tuple(found[number] for number in finding.counts)
+    return ProbedLoss(finding, counts_found, carried=carried, foreign=foreign)
+
+
+def _carried(
+    loss: LossFunction, model: nn.Module, batch: Any, device: torch.device
+) -> tuple[Carried, tuple[nn.Parameter, ...]]:
+    """Find what calls of the loss leave behind: calls it twice with one batch, and looks at the model in between.
+
+    This comes before all other calls: what grows with each of them may have come to its end later.
+    """
+    saved = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in _kept_in_state(model)}
+    attributes = {place: _mark(value) for place, value in own_attributes(model).items()}
+    first, foreign = _value(loss, model, batch, device)
+    moved = tuple(name for name, tensor in _kept_in_state(model) if name in saved and _has_moved(tensor, *saved[name]))
+    changed = tuple(
+        ".".join(filter(None, place))
+        for place, value in own_attributes(model).items()
+        if _mark(value) != attributes.get(place)
+    )
+    second, _ = _value(loss, model, batch, device)
+    if _are_alike(first, second, device):
+        return Carried(moved), foreign
+    for name, tensor in _kept_in_state(model):
+        if name in saved and tensor.shape == saved[name][2].shape:
+            tensor.data.copy_(saved[name][2])
+    third, _ = _value(loss, model, batch, device)
+    return Carried(moved, None if _are_alike(first, third, device) else changed), foreign
+
+
+def _kept_in_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers and frozen weights that a forward of the user's own, or a parametrization, may change."""
+    followers = set(map(id, frozen_to_copy(model)))
+    for prefix, module in model.named_modules():
+        if isinstance(module, _BatchNorm) or type(module).__module__.split(".")[0] in ("drivetrain", "torchmetrics"):
+            continue
+        buffers = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()]
+        frozen = [(name, weight) for name, weight in module.named_parameters(recurse=False) if id(weight) in followers]
+        for name, tensor in (*buffers, *frozen):
+            yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _has_moved(now: Tensor, before: Tensor, version: int, value: Tensor) -> bool:
+    if isinstance(now, nn.Parameter) and now is before and now._version != version:
+        return True  # written to, if only with the same numbers: a teacher that begins as a copy
+    return now.shape != value.shape or not torch.equal(now, value)
+
+
+def _mark(value: Any) -> Any:
+    return (id(value), value._version) if isinstance(value, Tensor) else repr(value)[:1000]
+
+
+def _value(
+    loss: LossFunction, model: nn.Module, batch: Any, device: torch.device
+) -> tuple[float, tuple[nn.Parameter, ...]]:
+    """Call the loss with generators set alike. Return its value, and parameters in it that the model does not have."""
+    seed_all(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(0)
+    result = loss(model, batch)
+    settlement_of(model).forget()
+    values = list(result.values()) if isinstance(result, Mapping) else [result]
+    totals = [each.total if isinstance(each, LossSum) else each for each in values]
+    tensors = [each for each in totals if isinstance(each, Tensor)]
+    own = set(map(id, model.parameters()))
+    foreign = [leaf for leaf in leaves_of(tensors) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
+    return sum(float(each.detach().double().sum()) for each in tensors), tuple(foreign)
+
+
+def leaves_of(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that gradients of these results go to."""
+    found, seen = dict[int, Tensor](), set[Any]()
+    nodes = [result.grad_fn for result in results if result.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        nodes += [other for other, _ in node.next_functions if other is not None]
+    return list(found.values())
+
+
+def _are_alike(one: float, other: float, device: torch.device) -> bool:
+    """Return whether two values are the same: to the bit on a CPU, within rounding where sums may be reordered."""
+    if one == other or (one != one and other != other):
+        return True
+    return device.type != "cpu" and abs(one - other) <= 1e-6 * max(abs(one), abs(other))
 
 
 def _gradients(
@@ -154,6 +275,7 @@ def _measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(uncounted(model))
+        stack.enter_context(model_kept(model))
         for module in recurrent:
             module.dropout = 0.0  # inside cuDNN it cannot be replayed
         for norm in norms:

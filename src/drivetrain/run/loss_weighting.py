@@ -26,7 +26,7 @@ from drivetrain.job import Job
 from drivetrain.loop import Stepper
 from drivetrain.monitor.recorder import NoRunRecorder, RunRecorder
 from drivetrain.plan.loss_weighting import Finding, Weighting, weighting_of
-from drivetrain.run.loss_probe import Parts, part_bounds, probe_loss
+from drivetrain.run.loss_probe import Parts, ProbedLoss, part_bounds, probe_loss
 from drivetrain.run.model_factory import couples_samples
 from drivetrain.run.session import Session
 from drivetrain.strategies.kinds.data_parallel import part_of
@@ -131,6 +131,7 @@ def _measured_by_rank_0(run: Session, model: nn.Module, parts: Callable[[], Part
 
 def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Weighting:
     couples = BATCH_NORM if couples_samples(model) else ""
+    notes: tuple[str, ...] = ()
     device = next((parameter.device for parameter in model.parameters()), run.world.device)
     why_not = _why_not_here(run, model, device)
     if not why_not:
@@ -139,16 +140,18 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
                 made = parts()
                 loss = _UncountedLoss(run.job)
                 probed = probe_loss(loss, model, made, device)
+            couples, notes = couples or probed.carried.couples, _notes(run, probed)
             if probed.returns_sum:
                 what = "named parts with a count each" if loss.has_parts else "a LossSum"
-                return Weighting(holds_division=couples, reason=f"the loss function returns {what}")
+                return Weighting(holds_division=couples, reason=f"the loss function returns {what}", notes=notes)
             if not probed.why_unknown and loss.has_parts and probed.finding.kind != "samples":
                 found = weighting_of(probed.finding, probed.counts, [1.0] * len(probed.counts), 1)
                 words = f"named parts without a count are divided by samples, and their sum is not: {found.reason}"
-                return Weighting(holds_division=couples or words, reason=words)
+                return Weighting(holds_division=couples or words, reason=words, notes=notes)
             if not probed.why_unknown:
                 totals = [count.number(made.whole) for count in probed.counts]
-                return weighting_of(probed.finding, probed.counts, totals, sum(made.sizes), couples)
+                found = weighting_of(probed.finding, probed.counts, totals, sum(made.sizes), couples)
+                return found.model_copy(update={"notes": notes})
             why_not = probed.why_unknown
         except torch.OutOfMemoryError:
             why_not = f"{FEWEST_SAMPLES} samples in fp32 do not fit into memory"
@@ -156,7 +159,20 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
             why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     found = weighting_of(Finding(kind="unknown"), (), (), 0, couples)
     words = f"{found.reason}: {why_not}"
-    return found.model_copy(update={"reason": words, "holds_division": couples or words})
+    return found.model_copy(update={"reason": words, "holds_division": couples or words, "notes": notes})
+
+
+def _notes(run: Session, probed: ProbedLoss) -> tuple[str, ...]:
+    """Return what else the probe has shown: state that no checkpoint holds, parameters that nothing trains."""
+    found = [probed.carried.note] if probed.carried.note else []
+    if probed.foreign:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in probed.foreign[:3])
+        found.append(
+            f"it uses parameters that the model does not have (of shape {shapes}): nothing trains them, and no "
+            "checkpoint holds them. Make them part of the model; or freeze them with requires_grad_(False), if they "
+            "are not to be trained"
+        )
+    return tuple(found)
 
 
 def _why_not_here(run: Session, model: nn.Module, device: torch.device) -> str:
@@ -423,11 +439,15 @@ def tell_weighting(run: Session, recorder: RunRecorder | NoRunRecorder) -> None:
         remedy = "dt.LossSum(sum, count), or Job.count for named parts, makes a loss independent of it"
         if weighting.holds_division.startswith("batch norm"):  # runs before have another spelling
             remedy = "group or layer normalization does not depend on it"
+        elif weighting.holds_division.startswith("each forward pass"):
+            remedy = "a hook, dt.every(1, …), changes it once per step"
         lines.append(
             f"{weighting.holds_division}: what is learned depends on the micro-batch, which stays at {size}; more "
             f"than {most} device{'s' if most > 1 else ''} would have to make it smaller ({remedy})"
         )
+    notes = list(dict.fromkeys(note for own in weightings.values() for note in own.notes))
+    lines += notes
     if lines:
-        recorder.event("loss weighting", **weighting.model_dump(mode="json"))
+        recorder.event("loss weighting", **{**weighting.model_dump(mode="json"), "notes": notes})
     for line in lines:
         recorder.say(f"  loss       {line}")

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from drivetrain.core.arguments import returned
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.hook import StepSettlement, settlement_of
-from drivetrain.core.isolation import is_out_of_memory, uncounted
+from drivetrain.core.isolation import is_out_of_memory, model_kept, uncounted
 from drivetrain.core.logged import Logged
 from drivetrain.core.metrics import LossSum, NamedLosses, UndividedLoss
 from drivetrain.core.optimizers import JointOptimizer, closure_error
 from drivetrain.core.precision import FP32_ON_CPU, Precision
 from drivetrain.core.records import SKIPPED_IF_BAD, StepOutcome
-from drivetrain.core.state import Shard, TensorSource
+from drivetrain.core.state import Shard, TensorSource, is_distributed
 from drivetrain.core.widths import widened
 from drivetrain.data.batch import described
 from drivetrain.strategies.ema import Average
@@ -494,37 +494,73 @@ def try_out(
     was never stopped.
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]
-    gradients, was_training = _versions(model), model.training
-    try:
-        value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
-    except (
-        TypeError,
-        LookupError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # most likely of the user's code
-        if not is_out_of_memory(error):
-            error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
-        raise
-    check_objective(value, model)
-    if any(now not in (-1, before) for before, now in zip(gradients, _versions(model), strict=True)):
-        raise DrivetrainError(
-            "the loss function has computed gradients itself, which would count twice",
-            remedy="return the loss without calling backward(); for gradients inside of a loss, torch.autograd.grad "
-            "leaves those of the weights alone",
-        )
-    if was_training and not model.training:
-        raise DrivetrainError(
-            "the loss function left the model in evaluation mode: dropout and batch normalization would be off from "
-            "the next micro-batch on",
-            remedy="call model.train() before it returns; or evaluate in Job.valid, or in a hook",
-        )
+    with model_kept(model):
+        conduct = _Conduct(model)
+        try:
+            value = objective(trial.batch, trial.num_samples, trial.num_samples, 1)
+        except (
+            TypeError,
+            LookupError,
+            AttributeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # most likely of the user's code
+            if not is_out_of_memory(error):
+                error.add_note(f"drivetrain: the loss function was called with the batch {described(trial.batch)}")
+            raise
+        check_objective(value, model)
+        conduct.check()
     backward(value)
     settlement_of(model).forget()
     with torch.no_grad():
         for buffer, saved in zip(model.buffers(), before, strict=True):
             buffer.copy_(saved)
+
+
+class _Conduct:
+    """Checks that a loss function leaves gradients, modes and `requires_grad` of the model as it has found them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._was_training = model, model.training
+        self._trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        self._gradients = _versions(model)
+        free = [
+            parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad and parameter.grad is None and not is_distributed(parameter)
+        ]
+        # A gradient as of the micro-batch before: it shows whether the function clears it.
+        self._planted = min(free, key=Tensor.numel, default=None)
+        if self._planted is not None:
+            self._planted.grad = torch.ones_like(self._planted)
+
+    def check(self) -> None:
+        gradient = None if self._planted is None else self._planted.grad
+        if self._planted is not None:
+            if gradient is None or not gradient.any():
+                raise DrivetrainError(
+                    "the loss function clears the gradients: those of the micro-batches before would be lost",
+                    remedy="leave zero_grad() out: gradients are cleared once per step",
+                )
+            self._planted.grad = None if gradient._version == 0 else gradient
+        if any(now not in (-1, then) for then, now in zip(self._gradients, _versions(self._model), strict=True)):
+            raise DrivetrainError(
+                "the loss function has computed gradients itself, which would count twice",
+                remedy="return the loss without calling backward(); for gradients inside of a loss, "
+                "torch.autograd.grad leaves those of the weights alone",
+            )
+        if self._was_training and not self._model.training:
+            raise DrivetrainError(
+                "the loss function left the model in evaluation mode: dropout and batch normalization would be off "
+                "from the next micro-batch on",
+                remedy="call model.train() before it returns; or evaluate in Job.valid, or in a hook",
+            )
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad != self._trained.get(name, parameter.requires_grad):
+                raise DrivetrainError(
+                    f"the loss function has changed requires_grad of {name}, after the optimizer was made",
+                    remedy="set it where the model is made, in Job(model=…), or with context.freeze in a hook",
+                )
 
 
 def _versions(model: nn.Module) -> list[int]:

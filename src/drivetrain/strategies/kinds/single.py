@@ -27,8 +27,9 @@ class SingleStrategy:
         self.parts = parts
         self._objective = Objective(parts, scale=1.0)
         self._scaler = parts.scaler if parts.precision.scales_loss else None
-        self._samples = 0
-        self._begins = True
+        self._samples = trial.num_samples
+        parts.optimizer.zero_grad()
+        self._begins = False  # the trial looks whether the loss function clears gradients
         try_out(self._call, parts.model, trial)
         self._objective.take_tallies()
         parts.forget_step()
