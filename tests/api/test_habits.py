@@ -89,7 +89,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("data", ["tensors", "items"])
 def test_samples_without_a_label_are_not_counted(tmp_path: Path, data: str) -> None:
-    """Samples labelled -100 were left out of the measurement, and the loss was taken for a mean over all samples."""
+    """Samples labeled -100 were left out of the measurement, and the loss was taken for a mean over all samples."""
     labels = LABELS.clone()
     labels[::3] = -100
     given: Any = TensorDataset(INPUTS, labels)

@@ -266,7 +266,7 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
     chosen = [*numbers[: min(wanted, len(numbers)) - half], *numbers[-half:]]
     # Parts differ in what they count, and so do samples within a part: then padding is distinguished from what counts.
     chosen[0], chosen[half - 1] = chosen[half - 1], chosen[0]
-    # Without them a mean over labelled samples would look like a mean over all.
+    # Without them a mean over labeled samples would look like a mean over all.
     last = part_bounds(len(chosen))[-2]
     for place, number in zip(range(len(chosen) - 1, last, -1), empty, strict=False):
         chosen[place] = number
