@@ -33,7 +33,7 @@ def make_run(
         "python": "3.11", "torch": "2", "machine": "here",
         "functions": {"loss function": "a", "metric accuracy": "m", **changes.get("code", {})},
         "methods": {}, "parts": {"": "p"},
-        "samples": {"training": {"length": 64, "digests": {str(seed): "t"}},
+        "samples": {"training": {"length": 64, "digests": {str(seed): changes.get("trained", "t")}},
                     "validation": {"length": changes.get("num_valid", 16),
                                    "digests": {"3": changes.get("valid", "v")}}},
     }  # fmt: skip
@@ -171,6 +171,20 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(
     assert words in verdict.words
     assert main(["compare", *map(str, runs), "--output-dir", str(tmp_path)]) == 1
     assert "refused: " in capsys.readouterr().out
+
+
+def test_runs_of_one_configuration_on_other_data_are_no_repetitions(tmp_path: Path) -> None:
+    one, other, trained = (tmp_path / name for name in ("one", "other", "trained"))
+    make_run(one, 0, 1.0)
+    make_run(other, 0, 0.5, valid="other")
+    (verdict,) = compare([one, other]).verdicts
+    assert verdict.kind == "refused"
+    assert "sample 3 of the validation data is another one" in verdict.words
+    make_run(trained, 0, 0.5, trained="other")
+    found = compare([one, trained])
+    assert len(found.arms) == 2
+    assert found.verdicts[0].kind == "cannot tell"
+    assert "other training samples" in found.notes[0]
 
 
 def test_another_loss_can_be_compared_by_a_metric_of_the_same_code(tmp_path: Path) -> None:

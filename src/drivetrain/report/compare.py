@@ -325,13 +325,29 @@ def _arms(runs: Sequence[RunOfArm]) -> tuple[Arm, ...]:
             for key, value in run.settings.items()
             if (same_python or not key.startswith("code: ")) and (same_torch or not key.startswith("model: "))
         }
-        group = next((members for known, members in groups if known == facts), None)
+        group = next((each for known, each in groups if known == facts and not _has_other_samples(run, each)), None)
         if group is None:
             groups.append((facts, [run]))
         else:
             group.append(run)
     labels = _labels([facts for facts, _ in groups], _shared_names([members for _, members in groups]))
     return tuple(Arm(label, tuple(members)) for label, (_, members) in zip(labels, groups, strict=True))
+
+
+def _has_other_samples(run: RunOfArm, arm: Sequence[RunOfArm]) -> bool:
+    """Return whether a run of this seed in an arm saw other training samples, as far as both have digests of them.
+
+    Those of another seed say nothing: what is drawn for a sample depends on the seed.
+    """
+    return any(_changed_samples(other, run) for other in arm if other.seed == run.seed)
+
+
+def _changed_samples(one: RunOfArm, other: RunOfArm) -> bool:
+    marks = [
+        ((run.fingerprint.get("samples") or {}).get("training") or {}).get("digests") or {} for run in (one, other)
+    ]
+    is_same_machine = one.fingerprint.get("machine") == other.fingerprint.get("machine")
+    return is_same_machine and any(marks[1].get(number, mark) != mark for number, mark in marks[0].items())
 
 
 def _given_arms(
@@ -479,6 +495,10 @@ def _more(test: PairedTest, differences: Sequence[float]) -> str:
 
 def _one_arm(draft: RunComparison, arm: Arm) -> ArmVerdict:
     """Say what several seeds of one configuration show: how much the seed alone changes."""
+    first = {repr(run.seed): run for run in reversed(arm.runs)}
+    why = next(filter(None, (_other_data(first[repr(run.seed)], run) for run in arm.runs)), "")
+    if why:
+        return ArmVerdict(arm.label, arm.label, "refused", f"refused: the runs cannot be compared: {why}")
     values = [value for value in (draft.value(run) for run in arm.runs) if value is not None and math.isfinite(value)]
     words = "all runs have one configuration, and differ by the seed: one seed is no better than another"
     if len({repr(run.seed) for run in arm.runs}) == 1:
@@ -571,11 +591,7 @@ def _warnings(draft: RunComparison) -> Iterator[str]:
 def _unlike_samples(one: RunOfArm, other: RunOfArm) -> list[str]:
     """Say whether two runs of one seed saw other samples, or in another order."""
     unlike = [key.replace("_", " ") for key in _ORDER if one.data.job.get(key) != other.data.job.get(key)]
-    digests = [
-        ((run.fingerprint.get("samples") or {}).get("training") or {}).get("digests") or {} for run in (one, other)
-    ]
-    same_machine = one.fingerprint.get("machine") == other.fingerprint.get("machine")
-    if same_machine and any(digests[1].get(number, mark) != mark for number, mark in digests[0].items()):
+    if _changed_samples(one, other):
         unlike.append("the samples themselves")
     if not unlike:
         return []
