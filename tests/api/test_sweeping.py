@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -125,7 +126,7 @@ def test_no_run_begins_once_the_time_is_up_and_one_that_runs_pauses(tmp_path: Pa
 def test_ctrl_c_keeps_what_is_done_and_the_next_start_goes_on(tmp_path: Path) -> None:
     signals.append(1)
     first = dt.sweep(make, {"lr": [0.1, 0.05]}, seeds=[0, 1, 2], output_dir=tmp_path, quiet=True)
-    assert first.why_stopped == "Ctrl-C"
+    assert first.why_stopped == sweeping.INTERRUPTED
     assert [len(row["runs"]) for row in first.rows] == [2, 1]
     second = dt.sweep(make, {"lr": [0.1, 0.05]}, seeds=[0, 1, 2], output_dir=tmp_path, quiet=True)
     assert second.is_done
@@ -180,7 +181,9 @@ def test_several_processes_do_the_same_runs(tmp_path: Path) -> None:
 
 
 def _sweep_until_killed(output_dir: Path) -> None:
-    dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=output_dir, quiet=True)
+    os.setsid()  # a signal to its group reaches its processes, and not those of the tests
+    result = dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], parallel=2, output_dir=output_dir, quiet=True)
+    (output_dir / "why").write_text(result.why_stopped)
 
 
 def slow(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
@@ -190,25 +193,57 @@ def slow(lr: float, seed: int) -> tuple[dt.Job, dt.Config]:
     return dataclasses.replace(job, hooks=[*job.hooks, delay]), config
 
 
-def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the sweep itself is killed: its processes end with it, and no run is lost or done twice."""
+def ledger(folder: Path) -> Any:
+    """The ledger, which has to be JSON in the strict sense at every moment; without seconds and places."""
+    found = json.loads((folder / "sweep.json").read_text(), parse_constant=pytest.fail)
+    for outcome in (each for row in found["variants"] for each in row["runs"].values()):
+        outcome |= {"seconds": 0.0, "folder": Path(outcome["folder"]).name}
+    return {**found, "seconds": 0.0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "Ctrl-C"])
+def test_a_sweep_that_is_ended_with_its_processes_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """All of it gets the signal: in the middle of runs if killed, else while its processes are being started."""
     monkeypatch.setenv("SLOW_SWEEP", "1")
     process = multiprocessing.get_context("spawn").Process(target=_sweep_until_killed, args=(tmp_path,))
     process.start()
-    while len([path for path in tmp_path.glob("sweep/*/steps.jsonl") if path.stat().st_size > 300]) < 2:
+    needed = 2 if number == signal.SIGKILL else 0
+    while len([path for path in tmp_path.glob("sweep/*/steps.jsonl") if path.stat().st_size > 300]) < needed or not (
+        (tmp_path / "sweep" / "sweep.json").exists() and psutil.Process(process.pid).children()
+    ):
         time.sleep(0.02)
         assert process.is_alive()
+        assert not (tmp_path / "sweep" / "sweep.json").exists() or ledger(tmp_path / "sweep")
     below = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
+    os.killpg(process.pid, number)
     process.join()
     _, alive = psutil.wait_procs(below, timeout=60)
     assert not alive
+    if number == signal.SIGINT:
+        assert (tmp_path / "why").read_text() == sweeping.INTERRUPTED
     monkeypatch.delenv("SLOW_SWEEP")
     result = dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], output_dir=tmp_path, quiet=True)
     assert result.is_done
-    for lr in (0.1, 0.05):
-        for seed in (0, 1):
-            assert losses(folder_of(result, lr, seed)) == losses(trained(tmp_path, lr, seed))
+    dt.sweep(slow, {"lr": [0.1, 0.05]}, seeds=[0, 1], output_dir=tmp_path / "undisturbed", quiet=True)
+    assert ledger(tmp_path / "sweep") == ledger(tmp_path / "undisturbed" / "sweep")
+    for folder in (tmp_path / "sweep").glob("0*"):
+        assert losses(folder) == losses(tmp_path / "undisturbed" / "sweep" / folder.name)
+
+
+def test_a_variant_without_a_finite_value_has_failed(tmp_path: Path) -> None:
+    """Its ledger is JSON that everybody reads, and it is not the best."""
+    result = dt.sweep(diverging, {"is_endless": [False, True]}, output_dir=tmp_path, quiet=True)
+    assert [row["state"] for row in ledger(tmp_path / "sweep")["variants"]] == ["done", "failed"]
+    assert "valid_loss is inf at step 24" in result.rows[1]["runs"]["0"]["error"]
+    assert result.best == {"is_endless": False}
+
+
+def diverging(is_endless: bool, seed: int) -> tuple[dt.Job, dt.Config]:
+    job, config = make(0.1, seed)
+    inputs = torch.ones(4, 1)
+    return dataclasses.replace(job, valid=TensorDataset(inputs, inputs * (math.inf if is_endless else 1.0))), config
 
 
 def test_optuna_searches_and_goes_on(tmp_path: Path) -> None:
@@ -220,6 +255,10 @@ def test_optuna_searches_and_goes_on(tmp_path: Path) -> None:
         assert len([row for row in result.rows if row["state"] == "done"]) == number
     assert result.is_done
     assert result.best == min(result.rows, key=lambda row: row["value"])["settings"]
+    plain = sweeping.run_sweep(
+        sweeping.FunctionMaker(make), spec, sweeping.SweepLimits(), tmp_path / "undisturbed", lambda text: None
+    )
+    assert ledger(tmp_path / "found") == ledger(plain.folder), "it goes on as if it had not been interrupted"
 
 
 SCRIPT = """

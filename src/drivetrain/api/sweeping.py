@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from signal import SIGINT, signal
+from signal import SIG_BLOCK, SIG_SETMASK, SIG_UNBLOCK, SIGINT, pthread_sigmask, signal
 from statistics import mean
 from typing import Any, Protocol, TypeVar
 
@@ -36,6 +37,7 @@ from drivetrain.report.compare_page import comparison_page
 from drivetrain.run.forking import fork_run
 
 LEDGER, PAGE = "sweep.json", "sweep.html"
+INTERRUPTED = "interrupted by Ctrl-C or another signal"
 LONGEST_NAME = 60
 T = TypeVar("T")
 Settings = Mapping[str, Any]
@@ -276,7 +278,7 @@ class _Sweep:
             else:
                 self._halve(runner)
         except KeyboardInterrupt:
-            self._why_stopped = "Ctrl-C"
+            self._why_stopped = INTERRUPTED
         finally:
             runner.close()
             self._ledger["seconds"] = before + time.time() - self._began
@@ -323,8 +325,9 @@ class _Sweep:
         rows = self._ledger["variants"]
         waiting = [index for index, row in enumerate(rows) if row["value"] is None and row["state"] != "failed"]
         while not self._why_stopped and (waiting or len(rows) < self._spec.trials):
-            while len(waiting) < self._limits.parallel and len(rows) < self._spec.trials:
-                rows.append(_new_row(study.ask()))
+            # Only once all before are measured: the next ones are then the same, wherever the sweep was interrupted.
+            for _ in range(0 if waiting else min(self._limits.parallel, self._spec.trials - len(rows))):
+                rows.append(_new_row(study.ask(len(rows))))
                 waiting.append(len(rows) - 1)
             self._keep()
             self._train([(index, seed) for seed in self._spec.seeds for index in waiting], None, runner)
@@ -354,9 +357,9 @@ class _Sweep:
             self._keep()
             self._tell(row, seed, outcome)
             if outcome["state"] == "interrupted":
-                self._why_stopped = self._why_stopped or "Ctrl-C"
+                self._why_stopped = self._why_stopped or INTERRUPTED
         if runner.is_interrupted:
-            self._why_stopped = "Ctrl-C"
+            self._why_stopped = INTERRUPTED
         for index in dict.fromkeys(index for index, _ in pairs):
             self._settle(self._ledger["variants"][index], until)
         if self._num_done < self._num_wanted and not self._why_stopped:
@@ -497,7 +500,8 @@ class _Runner:
                 name, task = next(tasks, (None, None))
                 if task is None:
                     break
-                running[self._pool.submit(run_task, task)] = name
+                with _sigint_held():  # a process that has just been started does not know yet what to do with it
+                    running[self._pool.submit(run_task, task)] = name
             if not running:
                 return
             try:
@@ -520,6 +524,17 @@ class _Runner:
 
 
 _worker: list[int] = []
+_interrupts: list[int] = []  # those that came to this process between its runs
+
+
+@contextmanager
+def _sigint_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting, in this thread and in processes that are started meanwhile, which have to let it in."""
+    before = pthread_sigmask(SIG_BLOCK, {SIGINT})
+    try:
+        yield
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
 
 
 def _start_worker(numbers: Any, parallel: int, parent: int) -> None:
@@ -532,7 +547,8 @@ def _start_worker(numbers: Any, parallel: int, parent: int) -> None:
     with numbers.get_lock():
         _worker[:] = [numbers.value]
         numbers.value += 1
-    signal(SIGINT, lambda number, frame: None)  # a run installs its own handler, and stops with a checkpoint
+    signal(SIGINT, lambda number, frame: _interrupts.append(number))  # a run has its own, and stops with a checkpoint
+    pthread_sigmask(SIG_UNBLOCK, {SIGINT})
     if torch.cuda.is_available():
         torch.cuda.set_device(_worker[0] % torch.cuda.device_count())
     else:
@@ -555,7 +571,7 @@ def run_task(task: SweepTask) -> Row:
             train(job, _for_run(config, task.folder), quiet=True)
 
     error = ""
-    if not is_finished(task.folder) and not _has_reached(task):
+    if not _interrupts and not is_finished(task.folder) and not _has_reached(task):
         try:
             if task.fork and not task.folder.exists():
                 source, _, at = task.fork.partition("@")
@@ -564,6 +580,8 @@ def run_task(task: SweepTask) -> Row:
         except Exception as problem:  # noqa: BLE001 - a variant that fails does not end the others
             error = f"{type(problem).__name__}: {problem}".splitlines()[0]
     value, step = _value(task)
+    if value is not None and not math.isfinite(value):
+        value, error = None, error or f"{task.metric} is {value} at step {step}"
     state = "failed" if error else "done" if is_finished(task.folder) else "paused" if asked else "interrupted"
     if state == "interrupted" and _has_reached(task):
         state = "paused"
@@ -619,13 +637,15 @@ class _Study:
         self._optuna = optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space = {name: self._distribution(name, values) for name, values in spec.search.items()}
-        sampler = optuna.samplers.TPESampler(seed=len(known))
-        self._study = optuna.create_study(direction="maximize" if aim.wants_more else "minimize", sampler=sampler)
+        self._study = optuna.create_study(direction="maximize" if aim.wants_more else "minimize")
         self._asked: dict[str, Any] = {}
         for row in known:
-            self._study.add_trial(
-                optuna.trial.create_trial(params=row["settings"], distributions=self._space, value=row["value"])
-            )
+            self._add(row)
+
+    def _add(self, row: Row) -> None:
+        """Tell it of a variant that it was asked for at an earlier start."""
+        trial = self._optuna.trial.create_trial
+        self._study.add_trial(trial(params=row["settings"], distributions=self._space, value=row["value"]))
 
     def _distribution(self, name: str, values: Any) -> Any:
         kinds = self._optuna.distributions
@@ -638,7 +658,9 @@ class _Study:
         kind = kinds.IntDistribution if all(isinstance(each, int) for each in bounds) else kinds.FloatDistribution
         return kind(bounds[0], bounds[1], log=len(values) == 3)
 
-    def ask(self) -> Settings:
+    def ask(self, number: int) -> Settings:
+        """Return the settings of variant `number`, which depend on that and on what is known, not on earlier starts."""
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=number)
         trial = self._study.ask(self._space)
         self._asked[_key(trial.params)] = trial
         return dict(trial.params)
@@ -649,3 +671,5 @@ class _Study:
             self._study.tell(trial, row["value"])
         elif trial is not None:
             self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+        elif row["value"] is not None:
+            self._add(row)

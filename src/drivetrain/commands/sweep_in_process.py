@@ -9,7 +9,17 @@ from typing import Any, TypeVar
 
 import yaml
 
-from drivetrain.api.sweeping import PAGE, Settings, SweepLimits, SweepResult, SweepSpec, grid, in_words, run_sweep
+from drivetrain.api.sweeping import (
+    INTERRUPTED,
+    PAGE,
+    Settings,
+    SweepLimits,
+    SweepResult,
+    SweepSpec,
+    grid,
+    in_words,
+    run_sweep,
+)
 from drivetrain.api.training import configured
 from drivetrain.commands.sweep import SweepOptions
 from drivetrain.commands.targets import find, job_of, with_job
@@ -71,7 +81,7 @@ def run(options: SweepOptions, resolved: Resolved) -> int:
         print(printable("\n".join(_told(result, spec.metric))))
     if result.is_done:
         return 0 if result.best is not None else 1
-    return STOPPED if result.why_stopped == "Ctrl-C" else 1
+    return STOPPED if result.why_stopped == INTERRUPTED else 1
 
 
 def _say(text: str) -> None:
