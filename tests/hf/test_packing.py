@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import drivetrain as dt
+from drivetrain.data.batch import to_device
 from drivetrain.hf.lengths import buckets_for
 from drivetrain.strategies import compiling
 from tests.api.jobs import Trained, read
@@ -129,7 +130,7 @@ def test_flex_attention_trains_packed_samples_as_each_alone() -> None:
     job: Any = dt.hf.job(flex, data, packing=True)
     expected, gradients = reference(sdpa, data)  # on the CPU
     flex.cuda()
-    found = job.loss(flex, {name: each.cuda() for name, each in job.collate(data).items()})
+    found = job.loss(flex, to_device(job.collate(data), torch.device("cuda")))
     (found.total / found.count).backward()
     assert abs(float(found.total.detach()) / float(found.count) - expected) < 1e-5
     for name, weight in flex.named_parameters():

@@ -8,11 +8,16 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import TensorDataset
 
 import drivetrain as dt
 from drivetrain.core.errors import ConfigError
 from drivetrain.moe import MixtureOfExperts
+from drivetrain.monitor.profiler import FlopCount
+from drivetrain.plan.simulate import _Live
+from drivetrain.proving.loss import KeyedDraws
+from drivetrain.run.loss_probe import ReplayedDraws
 from drivetrain.strategies.compiling import (
     compile_named,
     compile_repeated,
@@ -177,6 +182,41 @@ def test_the_rest_is_compiled_around_compiled_blocks() -> None:
         assert num_graphs() > graphs + 2, "those of the blocks, and what is around"
         work.append(torch._dynamo.utils.counters["stats"]["calls_captured"] - calls)
     assert work[0] == work[1], "twice as many blocks are no more work for the compiler"
+
+
+@pytest.mark.parametrize("make", [FlopCount, ReplayedDraws, lambda: KeyedDraws([0], 0), lambda: _Live([])])
+def test_looking_on_leaves_what_the_user_compiled_and_flex_attention_alone(make: Any) -> None:
+    torch.compiler.reset()
+    function = torch.compile(lambda value: value * 2 + 1, backend="eager")
+    before = num_graphs()
+    queries = torch.randn(1, 2, 16, 8)
+    expected = nn.functional.scaled_dot_product_attention(queries, queries, queries)
+    with make():
+        assert torch.equal(function(torch.ones(2)), torch.full((2,), 3.0))
+        torch.testing.assert_close(flex_attention(queries, queries, queries), expected)
+    assert num_graphs() == before
+    function(torch.ones(2))
+    assert num_graphs() == before + 1, "compiled after all"
+
+
+def test_what_the_user_compiled_is_compiled_in_training(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: calls.append(1) or graph.forward(*args)
+
+    class Partly(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = torch.compile(lambda value: value * 2 + 1, backend=backend)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(self.scaled(inputs))
+
+    torch.compiler.reset()
+    settings: dict[str, Any] = {"output_dir": tmp_path, "gpu_mode": "cpu", "report": False, "num_workers": 0}
+    dt.train(stacked_job("partly", Partly), dt.configure(**settings, compile=False))
+    assert len(calls) >= 6, "in each of its steps"
 
 
 def test_a_copy_of_compiled_blocks_computes_with_its_own_weights() -> None:

@@ -2,14 +2,16 @@
 
 import gc
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
 
@@ -52,6 +54,32 @@ def untouched(device: torch.device) -> Iterator[None]:
                 torch.cuda.empty_cache()
                 assert on_device is not None
                 torch.cuda.set_rng_state(on_device, device)
+
+
+class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode under which everything runs eagerly, also what the user compiled.
+
+    Otherwise torch would not compile what is called under a dispatch mode, then and ever after; and higher-order
+    operators, such as flex attention, would raise.
+    """
+
+    supports_higher_order_operators = True
+    is_eager = True
+    _stance: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Self:
+        # To import the compiler takes seconds: where nothing has, nothing is compiled. Flex attention compiles itself.
+        if self.is_eager and not {"torch._dynamo", "torch.nn.attention.flex_attention"}.isdisjoint(sys.modules):
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
 
 def modes_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.core.isolation import EagerDispatchMode
 from drivetrain.core.logged import Logged
 from drivetrain.hardware import Hardware, Rate
 from drivetrain.plan.simulate import flops_of
@@ -99,7 +99,7 @@ class StepProfiler:
             torch.cuda.synchronize(self._device)
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCount(EagerDispatchMode):
     """Counts matrix products, convolutions and attention by torch's own formulas. It never fails; it may miss some."""
 
     def __init__(self) -> None:
@@ -112,11 +112,22 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+class _FlopCountOfTrial(FlopCount):  # type: ignore[no-untyped-call]
+    """Counts while work is done that is not to be changed: what the user compiled is compiled, and not counted."""
+
+    is_eager = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Tell torch that the mode only looks on, and does not keep it from compiling."""
+        return True
+
+
 def counted(trial: Callable[[], Result], counts: bool = True) -> tuple[int, Result]:
     """Return the FLOPs of work that is done anyhow, and its result. 0: it was not to be counted."""
     if not counts:
         return 0, trial()
-    with FlopCount() as count:
+    with _FlopCountOfTrial() as count:
         result = trial()
     return count.total, result
 
@@ -126,7 +137,7 @@ def count_apart(
 ) -> int:
     """Count the FLOPs of a separate forward and backward, for a model that is going to be compiled. 0: it did not work.
 
-    A dispatch mode, even one that only looks on, keeps torch.compile from compiling what is called under it, for good.
+    Everything runs eagerly here: the operations inside of compiled code cannot be counted.
     Gradients are not kept, buffers are restored. Every rank must take part: the model may communicate.
     """
     before = [buffer.detach().clone() for buffer in model.buffers()]

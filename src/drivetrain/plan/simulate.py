@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from drivetrain.core.isolation import EagerDispatchMode
 from drivetrain.core.metrics import LossSum, NamedLosses
 from drivetrain.core.precision import Precision
 from drivetrain.core.value import Value
@@ -29,7 +29,7 @@ from drivetrain.data.batch import map_leaves
 
 def flops_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> int:
     """Return the FLOPs of a matrix product, convolution or attention; 0 for others, and where no formula fits."""
-    formula = flop_registry.get(operation._overloadpacket)
+    formula = flop_registry.get(getattr(operation, "_overloadpacket", operation))  # a higher-order one has none
     if formula is None:
         return 0
     try:
@@ -200,7 +200,7 @@ def _followed(
 _DEVICE = torch.ops.prim.device.default  # asked of a tensor that has a shape only; it makes nothing
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Live(EagerDispatchMode):
     """Counts the bytes of storages that operations made and that are still held."""
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -216,7 +216,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs, result)
-        self.num_operations += not func.is_view
+        self.num_operations += not getattr(func, "is_view", False)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf)

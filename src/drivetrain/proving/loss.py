@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.core.isolation import EagerDispatchMode
 from drivetrain.core.metrics import LossSum
 from drivetrain.job import Job
 
@@ -77,7 +77,7 @@ def dropout_off() -> Iterator[None]:
         torch.dropout = dropout
 
 
-class KeyedDraws(TorchDispatchMode):
+class KeyedDraws(EagerDispatchMode):
     """Keys draws of the loss by sample: rows of a draw whose first dimension is the batch's belong to its samples.
 
     A draw of another shape (a scalar that decides for the whole batch) is keyed by its place among the draws alone, so
@@ -90,7 +90,7 @@ class KeyedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = func.name().removeprefix("aten::").partition(".")[0]
         if name not in _FACTORIES | _IN_PLACE | _FUNCTIONAL:
             return func(*args, **kwargs)
         self._count += 1

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.hook import settlement_of
-from drivetrain.core.isolation import frozen_to_copy, model_kept, own_attributes, uncounted
+from drivetrain.core.isolation import EagerDispatchMode, frozen_to_copy, model_kept, own_attributes, uncounted
 from drivetrain.core.metrics import LossSum
 from drivetrain.core.precision import Precision, as_real, numerics
 from drivetrain.data.batch import Count, candidates, map_tensors, to_device
@@ -301,7 +300,7 @@ def _without_autocast() -> Iterator[None]:
         torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
-class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ReplayedDraws(EagerDispatchMode):
     """Records what a forward draws at random, and replays the draws of some of its samples."""
 
     def __init__(self) -> None:
@@ -318,7 +317,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
-        if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith(_DRAWS_NOTHING):
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or name.startswith(_DRAWS_NOTHING):
             return result
         if name.startswith("aten.native_dropout"):
             return self._dropped(name, result, args)
