@@ -26,7 +26,7 @@ from drivetrain.core.batch_sizes import (
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.hook import Hook
 from drivetrain.core.metrics import CountFunction, LossSum, LossWeight, MetricFunction, MetricObject, NamedLosses
-from drivetrain.core.optimizers import JointOptimizer, closure_error, needs_closure, use_fused
+from drivetrain.core.optimizers import JointOptimizer, closure_error, keep_rates_plain, needs_closure, use_fused
 from drivetrain.core.optims import LossByTurn, Optim, Turn, chosen_parameters, turns_of
 from drivetrain.core.schedules import Constant, FactorSchedule, OnPlateau, Schedule
 from drivetrain.data.division import Division
@@ -334,6 +334,7 @@ class Job:
         _check_made(optimizer, groups, model)
         if needs_closure(optimizer) and not getattr(make, "takes_closure", False):
             raise closure_error(optimizer)
+        keep_rates_plain(optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])  # the base of the schedule's factor; torch's name for it
         use_fused(optimizer, model)

@@ -47,6 +47,27 @@ def use_fused(optimizer: Optimizer, model: nn.Module) -> None:
         optimizer._init_group = guard
 
 
+def keep_rates_plain(optimizer: Optimizer) -> None:
+    """Have the rates of an optimizer that wants tensors be numbers between its steps, as those of all others are.
+
+    The optimizers of torchao refuse to step with a number, since their step is compiled for a tensor.
+    """
+    if not type(optimizer).__module__.startswith("torchao."):
+        return
+
+    def give_tensors(stepping: Optimizer, *_: Any) -> None:
+        for group in stepping.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+    def give_numbers(stepping: Optimizer, *_: Any) -> None:
+        for group in stepping.param_groups:
+            group["lr"] = float(group["lr"])
+
+    give_numbers(optimizer)
+    optimizer.register_step_pre_hook(give_tensors)
+    optimizer.register_step_post_hook(give_numbers)
+
+
 def tell_plain_steps(optimizer: Optimizer, say: Callable[[str], None]) -> None:
     """Have `say` called, once, if steps have to be done by the plain form; at once if there were some already."""
     for each in members_of(optimizer).values():

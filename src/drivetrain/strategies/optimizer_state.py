@@ -47,6 +47,9 @@ _CONSTANT = (
     torch.device,
 )
 
+# Tensors that stand for others: their classes that are known, and the names of those others.
+_WRAPPERS = {"torchao.optim.subclass_8bit:OptimState8bit": ("codes", "scale", "qmap")}
+
 Put = Callable[[str, Tensor], None]
 Get = Callable[[str], Tensor]
 
@@ -99,8 +102,22 @@ class Encoder:
             return {_TAG: "parameter", "name": self._names[value]}
         if self._put is None:
             raise cannot_save(what, value)
+        if is_wrapper(value):
+            return self._wrapper(value, what, key)
         self._put(NESTED + key, value.detach())
         return {_TAG: "tensor", "key": NESTED + key, "on_host": value.device.type == "cpu"}
+
+    def _wrapper(self, value: Any, what: str, key: str) -> dict[str, Any]:
+        """Encode a tensor that stands for others by these: plain tensors, which any program can read."""
+        kind = f"{type(value).__module__}:{type(value).__name__}"
+        if kind not in _WRAPPERS:
+            raise DrivetrainError(
+                f"{what} is a {type(value).__name__}, a tensor of a kind that checkpoints do not know",
+                remedy="use an optimizer with plain tensors, or torchao.optim.AdamW8bit, whose kind is known",
+            )
+        parts = {name: self.encode(getattr(value, name), what, f"{key}/{name}") for name in _WRAPPERS[kind]}
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TAG: "wrapper", "kind": kind, "parts": parts, "signed": bool(value.signed), "dtype": dtype}
 
 
 class Decoder:
@@ -124,6 +141,8 @@ class Decoder:
             return {name: self.decode(item) for name, item in value["items"]}
         if kind == "parameter":
             return self._parameters[value["name"]]
+        if kind == "wrapper":
+            return self._wrapper(value)
         if kind == "tensor":
             found = self._get(value["key"])
             return found if value["on_host"] else found.to(self._device)
@@ -131,6 +150,35 @@ class Decoder:
             f"the checkpoint holds an optimizer value of the kind {kind!r}, which this version does not know",
             remedy="use the version of drivetrain that wrote it, or a newer one",
         )
+
+    def _wrapper(self, value: Mapping[str, Any]) -> Tensor:
+        if value["kind"] not in _WRAPPERS:
+            raise DrivetrainError(
+                f"the checkpoint holds tensors of the kind {value['kind']!r}, which this version does not know",
+                remedy="use the version of drivetrain that wrote it, or a newer one",
+            )
+        parts = {name: self.decode(part) for name, part in value["parts"].items()}
+        made: Tensor = _state_of_8_bits()(
+            *(parts[name] for name in _WRAPPERS[value["kind"]]), value["signed"], getattr(torch, value["dtype"])
+        )
+        return made
+
+
+def _state_of_8_bits() -> Any:
+    """Return torchao's class of such states, which is the only one that is ever made from a checkpoint."""
+    try:
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise DrivetrainError(
+            f"the checkpoint's optimizer has states of 8 bits, which cannot be loaded here: {error}",
+            remedy="pip install 'drivetrain[torchao]'",
+        ) from error
+    return OptimState8bit
+
+
+def is_wrapper(value: Any) -> bool:
+    """Return whether a tensor only stands for others, as quantized states do."""
+    return hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
 
 
 def is_plain(value: Any) -> bool:

@@ -23,6 +23,7 @@ from drivetrain.strategies.optimizer_state import (
     cannot_save,
     encode_attributes,
     is_plain,
+    is_wrapper,
     load_attributes,
 )
 
@@ -59,7 +60,7 @@ def whole_state(parts: StrategyParts) -> tuple[list[Shard], dict[str, Any]]:
         encoder = Encoder(put, names)
         for field, value in state.items():
             check_field(field, name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_wrapper(value):
                 put(f"{OPTIMIZER}{name}/{field}", value.detach())
             else:
                 what = f"the optimizer's state {field!r} of {name}"
