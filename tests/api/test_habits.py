@@ -333,3 +333,41 @@ def test_a_hook_that_sets_the_learning_rate_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DrivetrainError, match="changed the learning rate"):
         weights_of(job_of(optimizer=make, hooks=[dt.every(1, halve)]), tmp_path)
+
+
+class FrozenNorm(nn.Module):
+    """Keeps the statistics of its batch norm, by the override of `train` that is usual for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = (
+            nn.Linear(5, 8).double(),
+            nn.BatchNorm1d(8).double(),
+            nn.Linear(8, 3).double(),
+        )
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.last(self.norm(self.first(inputs)))
+
+
+def test_a_frozen_batch_norm_couples_nothing(tmp_path: Path) -> None:
+    assert_same(weights_of(job_of(model=FrozenNorm), tmp_path), plain_weights(FrozenNorm().train(), cross_entropy))
+    assert lines_told(tmp_path) == ("", [])
+
+
+def test_a_batch_norm_that_the_factory_froze_is_not_unfrozen_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        model[1].eval()
+        return model
+
+    weights_of(job_of(model=make, max_steps=1), tmp_path)
+    assert "1 was in evaluation mode" in capsys.readouterr().err

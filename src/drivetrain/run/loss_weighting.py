@@ -155,6 +155,8 @@ def _measured(run: Session, model: nn.Module, parts: Callable[[], Parts]) -> Wei
             why_not = probed.why_unknown
         except torch.OutOfMemoryError:
             why_not = f"{FEWEST_SAMPLES} samples in fp32 do not fit into memory"
+        except DrivetrainError as error:
+            why_not = error.message
         except Exception as error:  # noqa: BLE001  (if the job is at fault, its first step shows where)
             why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     found = weighting_of(Finding(kind="unknown"), (), (), 0, couples)
@@ -276,7 +278,7 @@ def _chosen(items: list[Any], alone: list[Any], wanted: int) -> list[Any]:
 def _cut(batch: Any, num_samples: int) -> Parts:
     """Cut a batch that was handed over whole, by its rows."""
     if num_samples < FEWEST_CUT:
-        raise DrivetrainError(f"a batch of {num_samples} samples is too small to be cut into parts")
+        raise DrivetrainError(f"the first batch has {num_samples} samples, too few to be cut into parts")
     count = min(num_samples, MOST_SAMPLES)
     whole, bounds = part_of(batch, num_samples, 0, count), part_bounds(count)
     pairs = list(pairwise(bounds))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -64,7 +65,7 @@ def build_model(run: Session) -> nn.Module:
     """Make the model as the user defines it, on its device unless it is going to be sharded."""
     torch.manual_seed(run.job.seed)  # the same weights on every rank, and in every run of this seed
     made, notes = unwrapped(_made(run))
-    for note in () if run.quiet else notes:
+    for note in () if run.quiet else (*notes, *_frozen_norms(made)):
         notice(note)
     refuse_lazy(made)
     _refuse_meta(run, made)
@@ -85,6 +86,21 @@ def build_model(run: Session) -> nn.Module:
         raise explained(
             run.job, made, run.way.precision, str(run.world.device), free, fraction, num_devices=run.num_devices
         ) from error
+
+
+def _frozen_norms(model: nn.Module) -> list[str]:
+    """Tell of batch norms in evaluation mode, which `model.train()` puts back into training mode."""
+    if not model.training:
+        return []  # all of it is, as what `from_pretrained` returns
+    names = [name for name, it in model.named_modules() if isinstance(it, _BatchNorm) and not it.training]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"{names[0]}{more} was in evaluation mode, and is trained like the rest of the model: model.train() is called "
+        "before the first step. To keep its statistics, override train() in the model: super().train(mode), then "
+        "eval() of that part"
+    ]
 
 
 def _refuse_several_optimizers(run: Session) -> None:
@@ -171,7 +187,11 @@ def called_loss_of(run: Session) -> LossFunction | None:
 
 def couples_samples(model: nn.Module) -> bool:
     """Return whether samples of a batch influence each other: then the micro-batch decides what is learned."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return any(
+        isinstance(module, _BatchNorm)
+        and (module.training or not model.training or not module.track_running_stats)  # frozen ones do not
+        for module in model.modules()
+    )
 
 
 def has_convolutions(model: nn.Module) -> bool:
