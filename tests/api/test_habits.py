@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import drivetrain as dt
 from drivetrain import DrivetrainError, Job
@@ -371,3 +371,59 @@ def test_a_batch_norm_that_the_factory_froze_is_not_unfrozen_in_silence(
 
     weights_of(job_of(model=make, max_steps=1), tmp_path)
     assert "1 was in evaluation mode" in capsys.readouterr().err
+
+
+def test_a_loss_may_change_its_batch(tmp_path: Path) -> None:
+    def popping(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch.pop("labels")
+        return functional.cross_entropy(model(batch["inputs"].mul_(1.1)), labels)
+
+    expected = plain_weights(make_model(), lambda model, batch: cross_entropy(model, (batch[0] * 1.1, batch[1])))
+    job = job_of(data={"inputs": INPUTS, "labels": LABELS}, loss=popping)
+    assert_same(weights_of(job, tmp_path), expected)
+    assert lines_told(tmp_path) == ("", [])
+
+
+class Growing(Dataset[Any]):
+    """Changes its items in place, and returns views of them."""
+
+    def __init__(self) -> None:
+        self.inputs = INPUTS.clone()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.inputs[index] *= 1.01
+        return self.inputs[index], LABELS[index]
+
+
+def test_items_that_are_changed_in_place_are_reported(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="changes its items in place"):
+        weights_of(job_of(data=Growing(), max_steps=1), tmp_path)
+
+
+class Curriculum(Dataset[Any]):
+    """Has other items in each epoch, by the method that samplers have for it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[index] * (1 + self.epoch), LABELS[index]
+
+
+def test_a_data_set_is_told_its_epoch(tmp_path: Path) -> None:
+    steps = iter(range(STEPS))
+
+    def of_epoch(model: Any, batch: Any) -> Tensor:
+        return cross_entropy(model, (batch[0] * (1 + next(steps) // 3), batch[1]))
+
+    assert_same(weights_of(job_of(data=Curriculum()), tmp_path), plain_weights(make_model(), of_epoch))
+    with pytest.raises(DrivetrainError, match="set_epoch"):
+        weights_of(job_of(data=Curriculum(), name="resident"), tmp_path, resident="on")

@@ -6,6 +6,7 @@ shows after each batch whether anything was drawn, and only then is the batch fe
 the random generators that a dataset holds itself, and detects whether something drew from them.
 """
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -28,6 +29,7 @@ from drivetrain.data.division import key_of
 Collate = Callable[[list[Any]], Any]
 
 _PLANT = 0x5EED
+_LAST_EPOCH = 2**32  # beyond it are keys of items that are only looked at
 Result = TypeVar("Result")
 # The types that every version of torch gathers.
 GATHERED = {
@@ -102,11 +104,14 @@ class KeyedItems(Dataset[Any]):
         self.seed = seed
         self.draws = False  # becomes true, and stays so, with the first batch that drew
         self._fetches_many = hasattr(dataset, "__getitems__")
+        self._set_epoch = getattr(dataset, "set_epoch", None)  # as samplers have it; other items in each epoch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, keys: Sequence[tuple[int, Any]]) -> list[Any]:
+        if self._set_epoch is not None and keys:
+            self._begin(keys[0][0])
         if not self.draws:
             self.draws, items = draws_anything(lambda: self._fetch_all([sample for _, sample in keys]))
             if not self.draws:
@@ -116,8 +121,15 @@ class KeyedItems(Dataset[Any]):
     def keyed(self, epoch: int, sample: Any) -> Any:
         # A sampler may hand out keys that are no numbers, such as names.
         number = sample if isinstance(sample, int) else _number_of(sample)
+        if self._set_epoch is not None:
+            self._begin(epoch)
         seed_all(key_of(self.seed, epoch, number))
         return self._fetch(sample)
+
+    def _begin(self, epoch: int) -> None:
+        """Tell the data set the epoch, every time: others may read from it in between."""
+        assert self._set_epoch is not None
+        self._set_epoch(epoch if epoch <= _LAST_EPOCH else 0)
 
     def _fetch_all(self, samples: list[Any]) -> list[Any]:
         """Fetch all at once where the dataset can; one by one after an error, to name the item that raised it."""
@@ -229,12 +241,15 @@ def exactness_warnings(items: KeyedItems, collate: Collate) -> list[str]:
     """Return what prevents exact repetition, found by fetching two items twice."""
     found = []
     samples = range(min(2, len(items)))
-    first, second = ([items.keyed(0, sample) for sample in samples] for _ in range(2))
+    first = [items.keyed(0, sample) for sample in samples]
+    with suppress(Exception):  # whatever an object of the user's raises
+        first = copy.deepcopy(first)  # an item may be a view of what the data set changes
+    second = [items.keyed(0, sample) for sample in samples]
     if not same(first, second):
         found.append(
             "the data set gives other items when asked twice, though Python's, numpy's and torch's generators were set "
-            "alike: it has a generator of its own, or a clock. A resumed run will see other items. "
-            "Remedy: draw from the global generators"
+            "alike: it has a generator of its own, or a clock, or changes its items in place. A resumed run will see "
+            "other items. Remedy: draw from the global generators, and return new tensors"
         )
     drew, _ = draws_anything(lambda: collate(first))
     if drew:

@@ -103,6 +103,8 @@ class _Probes:
         self.whole = in_memory(dataset)
         if self.whole is None and source.wishes.init_function is not None:
             raise NotResidentError("its worker_init_fn may decide what items are, and would not be called")
+        if hasattr(dataset, "set_epoch"):
+            raise NotResidentError("it has set_epoch: its items may be others in each epoch")
         self.generators = Generators([dataset])
         self.samples = spread_over(self.num_samples, NUM_PROBES)
         self._items = KeyedItems(dataset, 0)

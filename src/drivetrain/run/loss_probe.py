@@ -90,6 +90,9 @@ def probe_loss(loss: LossFunction, model: nn.Module, parts: Parts, device: torch
     batches = [to_device(batch, device) for batch in batches]
     found = [candidate for candidate in candidates(batches[0]) if all(map(candidate.is_in, batches))]
     counts = [[float(candidate.of(batch)) for batch in batches[1:]] for candidate in found]
+    batches = [
+        map_tensors(torch.clone, batch) for batch in batches
+    ]  # a loss may change its batch; counts are read later
     with _measuring(model, device):
         carried, foreign = _carried(loss, model, batches[1], device)
         draws, gradients = what_draws(lambda: _gradients(loss, model, batches, parts.sizes), device)
@@ -123,20 +126,24 @@ def _carried(
     """
     saved = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in _kept_in_state(model)}
     attributes = {place: _mark(value) for place, value in own_attributes(model).items()}
-    first, foreign = _value(loss, model, batch, device)
+    try:
+        batches = [copy.deepcopy(batch) for _ in range(3)]
+    except Exception:  # noqa: BLE001  (whatever an object of the user's raises)
+        return Carried(), ()
+    first, foreign = _value(loss, model, batches[0], device)
     moved = tuple(name for name, tensor in _kept_in_state(model) if name in saved and _has_moved(tensor, *saved[name]))
     changed = tuple(
         ".".join(filter(None, place))
         for place, value in own_attributes(model).items()
         if _mark(value) != attributes.get(place)
     )
-    second, _ = _value(loss, model, batch, device)
+    second, _ = _value(loss, model, batches[1], device)
     if _are_alike(first, second, device):
         return Carried(moved), foreign
     for name, tensor in _kept_in_state(model):
         if name in saved and tensor.shape == saved[name][2].shape:
             tensor.data.copy_(saved[name][2])
-    third, _ = _value(loss, model, batch, device)
+    third, _ = _value(loss, model, batches[2], device)
     return Carried(moved, None if _are_alike(first, third, device) else changed), foreign
 
 
