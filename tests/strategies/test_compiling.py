@@ -82,6 +82,7 @@ def test_without_a_compiler_steps_run_eagerly(tmp_path: Path, capsys: pytest.Cap
     assert "No working C++ compiler" in choice["why"]
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_only_what_is_named_is_compiled() -> None:
     torch.compiler.reset()
     before = num_graphs()
@@ -148,6 +149,7 @@ class Stack(nn.Module):
         return self.head(inputs)
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_repeated_blocks_are_compiled_once_for_all_of_them() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -219,6 +221,7 @@ def test_what_the_user_compiled_is_compiled_in_training(tmp_path: Path) -> None:
     assert len(calls) >= 6, "in each of its steps"
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_a_copy_of_compiled_blocks_computes_with_its_own_weights() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
