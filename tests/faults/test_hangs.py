@@ -6,6 +6,8 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +62,48 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return read(folder / "runs" / "stepping").losses
 
 
+def hung_rank(kind: str) -> int:
+    return 0 if kind in ("save", "gil") else 1
+
+
+JOBS: dict[str, Callable[[Path], Ended]] = {
+    # With a limit of 3 s: a step of 0.1 s at times takes 0.3 s; a hook and a validation take 4 s.
+    "slow": lambda at: run_with(at, "", steps=40, SLOW="1", HOOK_SECONDS="4", VALID_SECONDS="4"),
+    **{kind: lambda at, kind=kind: run_with(at, f"{kind}@9:rank{hung_rank(kind)}") for kind in KINDS},  # type: ignore[misc]
+    "one process": lambda at: run_with(at, "gil@9", world=1),
+    # 3 s, of which 2 are too many, and 12 would be the end.
+    "resolves itself": lambda at: run_with(at, "slow@9:rank1", hang=12.0),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Future[Ended]]]]:
+    """All jobs, two at a time: most of the time they wait."""
+    with ThreadPoolExecutor(2) as threads:
+        folders = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in JOBS}
+        yield {name: (folder, threads.submit(JOBS[name], folder)) for name, folder in folders.items()}
+
+
+@pytest.fixture
+def ended(
+    begun: dict[str, tuple[Path, Future[Ended]]], tmp_path: Path, request: pytest.FixtureRequest
+) -> tuple[Path, Ended]:
+    """The folder of the job of this test, and how it ended. A test that failed runs it once more, by itself."""
+    if request.param in begun:
+        folder, job = begun.pop(request.param)
+        return folder, job.result()
+    return tmp_path, JOBS[request.param](tmp_path)
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hanging_rank_is_named_and_the_job_goes_on(tmp_path: Path, kind: str, undisturbed: list[float]) -> None:
-    rank = 0 if kind in ("save", "gil") else 1
-    done = run_with(tmp_path, f"{kind}@9:rank{rank}")
+@pytest.mark.parametrize(("kind", "ended"), [(kind, kind) for kind in KINDS], indirect=["ended"], ids=list(KINDS))
+def test_a_hanging_rank_is_named_and_the_job_goes_on(
+    undisturbed: list[float], ended: tuple[Path, Ended], kind: str
+) -> None:
+    (at, done), rank = ended, hung_rank(kind)
     assert done.code == 0, done.err
     assert "restart 1 of" in done.err
-    folder = tmp_path / "runs" / "stepping"
+    folder = at / "runs" / "stepping"
     crash = json.loads((folder / "logs" / "attempt-0" / "crash.json").read_text())
     assert (crash["rank"], crash["cause"]) == (rank, "timeout")
     assert KINDS[kind] in crash["headline"]
@@ -81,25 +117,27 @@ def test_a_hanging_rank_is_named_and_the_job_goes_on(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.alone
-def test_one_process_under_a_supervisor(tmp_path: Path) -> None:
-    done = run_with(tmp_path, "gil@9", world=1)
+@pytest.mark.parametrize("ended", ["one process"], indirect=True)
+def test_one_process_under_a_supervisor(ended: tuple[Path, Ended]) -> None:
+    folder, done = ended
     assert done.code == 0, done.err
     assert reported(done)[0] == 0
-    assert "_hold_gil" in next((tmp_path / "runs" / "stepping" / "logs").glob("attempt-0/hang-*.txt")).read_text()
+    assert "_hold_gil" in next((folder / "runs" / "stepping" / "logs").glob("attempt-0/hang-*.txt")).read_text()
 
 
 @pytest.mark.alone
-def test_slow_steps_hooks_and_validations_are_no_hang(tmp_path: Path) -> None:
-    """With a limit of 3 s: a step of 0.1 s at times takes 0.3 s; a hook and a validation take 4 s."""
-    done = run_with(tmp_path, "", steps=40, SLOW="1", HOOK_SECONDS="4", VALID_SECONDS="4")
+@pytest.mark.parametrize("ended", ["slow"], indirect=True)
+def test_slow_steps_hooks_and_validations_are_no_hang(ended: tuple[Path, Ended]) -> None:
+    _, done = ended
     assert done.code == 0, done.err
     assert "no step has ended" not in done.err
     assert "restart" not in done.err
 
 
 @pytest.mark.alone
-def test_a_hang_that_resolves_itself_is_only_reported(tmp_path: Path) -> None:
-    done = run_with(tmp_path, "slow@9:rank1", hang=12.0)  # 3 s, of which 2 are too many, and 12 would be the end
+@pytest.mark.parametrize("ended", ["resolves itself"], indirect=True)
+def test_a_hang_that_resolves_itself_is_only_reported(ended: tuple[Path, Ended]) -> None:
+    _, done = ended
     assert done.code == 0, done.err
     assert reported(done)[0] == 1
     assert "restart" not in done.err
