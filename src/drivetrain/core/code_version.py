@@ -16,6 +16,7 @@ def code_version(script: str = "") -> dict[str, str]:
     return found
 
 
+@cache  # each look parses the metadata file, before every run of several processes
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
