@@ -126,6 +126,8 @@ def test_a_gpu_in_reserve_takes_the_place_of_a_broken_one(tmp_path: Path) -> Non
         "open(f'gpus-{attempt}-{rank}', 'w').write(gpus)\n"
         "supervision.step(attempt + 1)\n"
         f"if gpus.split(',')[rank] == '{bad}':\n"
+        "    while not (os.path.exists(f'gpus-{attempt}-0') and os.path.getsize(f'gpus-{attempt}-0')):\n"
+        "        time.sleep(0.01)\n"  # or rank 0 might be ended before it has written
         "    raise RuntimeError('CUDA error: uncorrectable ECC error encountered')\n"
         "if attempt == 0:\n    time.sleep(600)\n",
     )
