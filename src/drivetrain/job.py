@@ -416,6 +416,10 @@ class Job:
         return replace(aim, mode="max" if Aim(name, aim.mode).wants_more else "min")
 
 
+class ForeignParameterError(DrivetrainError):
+    """Raised if an optimizer holds a parameter that the model does not have."""
+
+
 def _check_made(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], model: nn.Module) -> None:
     """Refuse an optimizer that would fail at the first save, or whose rates somebody else sets."""
     # A class that wraps another optimizer may not call `super().__init__()`. Without what that sets, the state could be
@@ -433,7 +437,7 @@ def _check_made(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], 
     known |= set(map(id, model.parameters()))
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in known:
-            raise DrivetrainError(
+            raise ForeignParameterError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have",
                 remedy="make it a part of the model, self.weights = nn.Parameter(…), which the loss function gets: "
                 "checkpoints, other ranks and moving averages have it then, too",
